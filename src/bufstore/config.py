@@ -1,0 +1,173 @@
+"""Configuration: frozen values, units in the names, relations checked at construction.
+
+Each option says who sets it: *developer* (writes the app), *operator* (runs it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from ssl import SSLContext
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from bufstore.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class _Secretive:
+    """A repr that shows no secret: fields marked ``secret`` are masked, passwords in URLs too."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for f in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, f.name)
+            if f.metadata.get("secret") and value is not None:
+                value = "***"
+            elif f.metadata.get("url"):
+                value = [mask_url(u) for u in value]
+            shown.append(f"{f.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def mask_url(url: str) -> str:
+    """The URL with any user, password or token in it replaced by ``***``."""
+    parts = urlsplit(url if "//" in url else f"nats://{url}")
+    if "@" not in parts.netloc:
+        return url
+    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class NatsConfig(_Secretive):
+    """How to reach NATS. Set by the operator.
+
+    At most one way to sign in: `credentials` (a .creds file's path, or its contents), `user` + `password`,
+    `token`, or what the URL carries.
+    """
+
+    servers: Sequence[str] = field(default=("nats://127.0.0.1:4222",), metadata={"url": True})
+    credentials: str | Path | None = field(default=None, metadata={"secret": True})
+    user: str | None = None
+    password: str | None = field(default=None, metadata={"secret": True})
+    token: str | None = field(default=None, metadata={"secret": True})
+    tls: SSLContext | None = None
+    tls_hostname: str | None = None
+    #: JetStream domain (leaf nodes); excludes api_prefix.
+    domain: str | None = None
+    #: JetStream API prefix, e.g. "$JS.other.API" (an import from another account).
+    api_prefix: str | None = None
+    connect_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.servers, str):
+            object.__setattr__(self, "servers", (self.servers,))
+        if not self.servers:
+            raise ConfigError("NatsConfig.servers is empty")
+        if (self.user is None) != (self.password is None):
+            raise ConfigError("NatsConfig: user and password go together")
+        ways = [n for n in ("credentials", "user", "token") if getattr(self, n) is not None]
+        if len(ways) > 1:
+            raise ConfigError(f"NatsConfig: choose one of {', '.join(ways)}")
+        if self.domain and self.api_prefix:
+            raise ConfigError("NatsConfig: domain and api_prefix exclude each other")
+        if self.connect_timeout_s <= 0:
+            raise ConfigError("NatsConfig.connect_timeout_s must be positive")
+
+    @property
+    def api(self) -> str:
+        """The subject prefix of the JetStream API, without a trailing dot."""
+        if self.domain:
+            return f"$JS.{self.domain}.API"
+        return (self.api_prefix or "$JS.API").rstrip(".")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """The stream and the bucket. Set by the operator, the same for every instance of one deployment."""
+
+    stream: str = "THREADLOG"
+    bucket: str = "thread-hot"
+    #: First word of the log's subjects.
+    subject: str = "thread"
+    #: How many shares the threads are split into; fixed for the life of a stream.
+    partitions: int = 8
+    replicas: int = 1
+    #: Server tags that the stream and bucket must be placed on.
+    placement_tags: Sequence[str] = ()
+    placement_cluster: str | None = None
+    #: Limit of the log on disk; what is flushed makes room, what is not raises LogFull.
+    max_bytes: int = 8 << 30
+    #: Largest entry; one over the server's max_payload is stored in several messages.
+    max_entry_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("stream", "bucket", "subject"):
+            if not _NAME.fullmatch(getattr(self, name)):
+                raise ConfigError(f"LogConfig.{name} must be 1 to 64 of A-Z a-z 0-9 _ -")
+        if not 1 <= self.partitions <= 256:
+            raise ConfigError("LogConfig.partitions must be 1 to 256")
+        if not 1 <= self.replicas <= 5:
+            raise ConfigError("LogConfig.replicas must be 1 to 5")
+        if self.max_bytes < 1 << 20:
+            raise ConfigError("LogConfig.max_bytes must be at least 1 MiB")
+        if not 1 << 10 <= self.max_entry_bytes <= 512 << 20:
+            raise ConfigError("LogConfig.max_entry_bytes must be 1 KiB to 512 MiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferConfig:
+    """How the buffer works. Defaults are meant to fit; each field says who has a reason to change it."""
+
+    log: LogConfig = field(default_factory=LogConfig)
+    #: Developer: how long a write may take before OutcomeUnknown, LogUnavailable or LogFull is raised.
+    append_timeout_s: float = 10.0
+    #: Developer: how long a read may try to reach its consistency level.
+    read_timeout_s: float = 10.0
+    #: Developer: how long force_flush waits.
+    flush_timeout_s: float = 30.0
+    #: Developer: False in processes that only write and read, while others flush.
+    flusher: bool = True
+    #: Operator: time that entries are gathered before one transaction.
+    flush_interval_s: float = 0.5
+    #: Operator: a transaction starts early at this many entries or payload bytes; also the memory bound of the flusher.
+    flush_max_entries: int = 10_000
+    flush_max_bytes: int = 64 << 20
+    #: Operator: an owner that stopped renewing loses its partitions after this long.
+    lease_s: int = 6
+    #: Operator: how long flushed entries stay in the log (for readers of the log); gives way above 70 % of max_bytes.
+    retain_after_flush_s: float = 24 * 3600.0
+    #: Operator: how much of its last commits Postgres may lose in a failover; entries stay at least this long.
+    failover_window_s: float = 60.0
+    #: Developer: threads (and runs) whose last state is remembered for one-round-trip writes.
+    cached_threads: int = 20_000
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+                raise ConfigError(f"BufferConfig.{f.name} must be positive")
+        longest = max(self.append_timeout_s, self.read_timeout_s)
+        # An entry may only leave the log when no operation that began before its commit still runs: a read that
+        # took Postgres' answer before the commit must still find the entry in the log.
+        if self.failover_window_s < 2 * longest:
+            raise ConfigError(
+                f"BufferConfig.failover_window_s ({self.failover_window_s:g}) must be at least twice the longest "
+                f"operation ({longest:g} s)"
+            )
+        if self.retain_after_flush_s < self.failover_window_s:
+            raise ConfigError("BufferConfig.retain_after_flush_s must be at least failover_window_s")
+        if not 2 <= self.lease_s <= 8:
+            raise ConfigError("BufferConfig.lease_s must be 2 to 8")
+
+
+def as_nats_config(value: str | Sequence[str] | NatsConfig | Mapping[str, Any]) -> NatsConfig:
+    """A NatsConfig of what a user may give: one URL, several, keyword fields, or the config itself."""
+    if isinstance(value, NatsConfig):
+        return value
+    if isinstance(value, Mapping):
+        return NatsConfig(**value)
+    return NatsConfig(servers=(value,) if isinstance(value, str) else tuple(value))

@@ -1,0 +1,173 @@
+"""Every error that bufstore raises, and what to do about it.
+
+    BufstoreError
+    ├── ConfigError                 at construction or setup: fix the configuration
+    │   └── ConfigDrift             what exists on the server differs from what is configured
+    ├── Rejected                    nothing was stored; the same call will be rejected again unless something changes
+    │   ├── InvalidId               a thread, run or message id that cannot be stored
+    │   ├── InvalidRecord           a message or run that does not round-trip exactly
+    │   ├── TooLarge                larger than the configured limit for one entry
+    │   ├── VersionConflict         the thread moved on: load it and decide again
+    │   ├── AlreadyExists           the id is taken
+    │   ├── NotFound                no such thread or run
+    │   ├── IdempotencyConflict     the same idempotency key with other content
+    │   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
+    │   └── LogFull                 too many unflushed bytes: slow down and retry
+    ├── Unavailable                 nothing was stored; retry later
+    │   ├── LogUnavailable          NATS cannot be reached or has no leader
+    │   ├── StoreUnavailable        Postgres cannot be reached and the call needs it
+    │   └── Closed                  the store is closed or not open yet
+    ├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
+    ├── ReadNotFresh                the read could not reach its consistency level in time
+    ├── FlushTimeout                the flush did not reach its target in time
+    ├── StoreMisconfigured          Postgres answers, and will refuse until someone changes it (login, schema, read-only)
+    ├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
+    ├── MalformedEntry              bytes in the log that are no entry (they go to quarantine)
+    └── EmbeddedError               an embedded development server did not start or stop
+"""
+
+from __future__ import annotations
+
+
+class BufstoreError(Exception):
+    """Base of all errors raised by bufstore."""
+
+
+class ConfigError(BufstoreError):
+    """The configuration cannot work. Nothing was done; fix it and start again."""
+
+
+class ConfigDrift(ConfigError):
+    """A stream, bucket, consumer or table exists with other settings than configured."""
+
+    def __init__(self, what: str, field: str, *, expected: object, found: object, way_out: str) -> None:
+        super().__init__(f"{what}: {field} is {found!r} but {expected!r} is configured. {way_out}")
+        self.what = what
+        self.field = field
+        self.expected = expected
+        self.found = found
+        self.way_out = way_out
+
+
+class Rejected(BufstoreError):
+    """The call was refused and nothing was stored."""
+
+
+class InvalidId(Rejected):
+    """An id is empty, longer than 1 KiB of UTF-8, or has a NUL or a lone surrogate."""
+
+
+class InvalidRecord(Rejected):
+    """A message or a run holds a value that would not come back exactly as it was given."""
+
+
+class TooLarge(Rejected):
+    """The entry is larger than ``max_entry_bytes``."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"the entry has {size} bytes, the limit is {limit} (BufferConfig.max_entry_bytes)")
+        self.size = size
+        self.limit = limit
+
+
+class VersionConflict(Rejected):
+    """The thread has another version than expected. Load it, decide again, retry."""
+
+    def __init__(self, thread_id: str, *, expected: int, actual: int) -> None:
+        super().__init__(f"thread {thread_id!r} has version {actual}, expected {expected}")
+        self.thread_id = thread_id
+        self.expected = expected
+        self.actual = actual
+
+
+class AlreadyExists(Rejected):
+    """The id is already in use."""
+
+
+class NotFound(Rejected):
+    """The thread or run does not exist."""
+
+
+class IdempotencyConflict(Rejected):
+    """This idempotency key was already used on the thread, with other content."""
+
+
+class ThreadQuarantined(Rejected):
+    """The thread has parked entries. A full ``checkpoint`` heals it."""
+
+    def __init__(self, thread_id: str, since: int) -> None:
+        super().__init__(
+            f"thread {thread_id!r} has entries in quarantine since thread_seq {since}; "
+            "write a full checkpoint to heal it, or look into the quarantine"
+        )
+        self.thread_id = thread_id
+        self.since = since
+
+
+class LogFull(Rejected):
+    """The log holds as many unflushed bytes as it may. Slow down, retry later, or raise ``max_bytes``."""
+
+
+class Unavailable(BufstoreError):
+    """A part that the call needs did not answer. Nothing was stored; retry later."""
+
+
+class LogUnavailable(Unavailable):
+    """NATS JetStream cannot be reached, or the stream has no leader."""
+
+
+class StoreUnavailable(Unavailable):
+    """Postgres cannot be reached, and this call needs it."""
+
+
+class Closed(Unavailable):
+    """The store is closed, or was not opened."""
+
+
+class OutcomeUnknown(BufstoreError):
+    """The entry was sent and no answer came: it may be stored or not.
+
+    Retrying is safe: repeat the same call with ``idempotency_key=error.token``.
+    """
+
+    def __init__(self, thread_id: str, token: str) -> None:
+        super().__init__(
+            f"no answer for an entry of thread {thread_id!r}: it may be stored or not; "
+            f"repeat the call with idempotency_key={token!r}"
+        )
+        self.thread_id = thread_id
+        self.token = token
+
+
+class ReadNotFresh(BufstoreError):
+    """The read could not reach its consistency level in time; nothing older is returned instead."""
+
+
+class FlushTimeout(BufstoreError):
+    """The flush did not reach its target before the deadline.
+
+    Nothing is lost: the entries stay in the log. See ``statistics()`` and ``health()`` for why the flusher lags.
+    """
+
+    def __init__(self, thread_id: str | None, *, target: int, flushed: int, reason: str = "") -> None:
+        who = "all threads" if thread_id is None else f"thread {thread_id!r}"
+        super().__init__(f"{who}: flushed up to {flushed}, waited for {target}" + (f" ({reason})" if reason else ""))
+        self.thread_id = thread_id
+        self.target = target
+        self.flushed = flushed
+
+
+class StoreMisconfigured(BufstoreError):
+    """Postgres refuses for a reason that only an operator can mend: login, missing table, permission, read-only."""
+
+
+class LogRolledBack(BufstoreError):
+    """The log ends before what Postgres has applied, or is another one than it was."""
+
+
+class MalformedEntry(BufstoreError):
+    """These bytes are not an entry of a version that this release can read."""
+
+
+class EmbeddedError(BufstoreError):
+    """An embedded server did not start, stop or answer in time."""

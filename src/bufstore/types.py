@@ -1,0 +1,63 @@
+"""Small value types that every room shares, and the rule for ids."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, TypeAlias
+
+import msgspec
+
+from bufstore.errors import InvalidId
+
+#: One message of a conversation: any value built of None, bool, int (64 bit), float, str, bytes, list and dict.
+#: Usually a dict with ``role`` and ``content``; every field, known or not, comes back as it was given.
+Message: TypeAlias = Any
+
+MAX_ID_BYTES = 1024
+
+
+class Consistency(enum.Enum):
+    """How fresh a read must be."""
+
+    #: Postgres overlaid with the unflushed tail of the log: every write acknowledged before the call is visible.
+    READ_YOUR_WRITES = "read-your-writes"
+    #: Flush the thread, then read Postgres: what another reader of the database sees is at least this.
+    STRONG = "strong"
+    #: Postgres as it is: a past state, cheapest.
+    EVENTUAL = "eventual"
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What a write returns, and what a read elsewhere takes as "at least this"."""
+
+    thread_id: str
+    #: The entry's position: its sequence in the log, unique, growing per thread (with gaps).
+    thread_seq: int
+    #: The entry's random id (63 bit).
+    id: int
+    #: The thread's version after the entry: its number of messages.
+    version: int
+    #: True when the idempotency key was already known: nothing new was appended.
+    repeated: bool = False
+
+
+def check_id(value: object, what: str) -> str:
+    """Return `value` if it can be an id of a thread, run or message.
+
+    Raises InvalidId for anything else, before any I/O: not a str, empty, more than 1024 bytes of UTF-8, a NUL
+    (Postgres text has none) or a lone surrogate (UTF-8 has none). Ids that differ in any code point are different
+    ids: nothing is normalised.
+    """
+    if type(value) is not str:
+        raise InvalidId(f"{what} must be a str, not {type(value).__name__}")
+    if not value:
+        raise InvalidId(f"{what} is empty")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise InvalidId(f"{what} {value!r} has a lone surrogate") from None
+    if size > MAX_ID_BYTES:
+        raise InvalidId(f"{what} has {size} bytes of UTF-8, the limit is {MAX_ID_BYTES}")
+    if "\0" in value:
+        raise InvalidId(f"{what} {value!r} has a NUL character")
+    return value
