@@ -1,0 +1,250 @@
+"""What the buffer needs of the outside: a log, a hot state, a ledger; and what it needs of its domain.
+
+Adapters: `bufstore.nats` (log, hot state), `bufstore.postgres.ledger`, `bufstore.memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import msgspec
+
+from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.entry import StoredEntry, StoredMessage
+
+
+class Outgoing(msgspec.Struct, frozen=True, gc=False):
+    """One message to be written."""
+
+    subject: str
+    body: bytes
+    #: Value of the entry header, if it carries one.
+    header: str | None = None
+    #: The subject's last sequence that the write requires; None requires nothing.
+    expected: int | None = None
+    #: Seconds after which the server removes it; 0 keeps it.
+    ttl_s: int = 0
+
+
+class Conflict(Exception):
+    """A subject has another last message than expected. Nothing of the batch was stored."""
+
+
+class BatchRefused(Exception):
+    """The server takes no (such) batch now. Nothing was stored; single messages may still go through."""
+
+
+class AppendUnknown(Exception):
+    """Sent, and no answer: it may be stored or not."""
+
+
+class Stream(Protocol):
+    """One JetStream stream, seen as a writer and reader of subjects.
+
+    Writes raise Conflict, BatchRefused, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
+    """
+
+    @property
+    def message_bytes_max(self) -> int:
+        """The server's max_payload: headers and body of one message."""
+        ...
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        """Store one message durably; its sequence."""
+        ...
+
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        """Store all messages or none, as neighbours; the sequence of the last."""
+        ...
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        """The last message of each subject (wildcards allowed); subjects that have none are left out."""
+        ...
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """The subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
+        ...
+
+
+class Feed(Protocol):
+    """The messages of one partition from a position on, in order, without a hole, until it is lost."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why the feed can deliver no more (a hole, a lost connection, a deleted consumer), or None."""
+        ...
+
+    def take(self) -> list[StoredMessage]:
+        """What has arrived since the last call."""
+        ...
+
+    async def ack(self, seq: int) -> None:
+        """Tell the server that everything up to the message with this sequence is done."""
+        ...
+
+    async def close(self) -> None:
+        """Stop and remove the consumer."""
+        ...
+
+
+class Log(Stream, Protocol):
+    """The stream of entries."""
+
+    async def end(self, timeout_s: float) -> int:
+        """The last sequence of the log, asked now."""
+        ...
+
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Feed:
+        """Deliver the partition from sequence `start`; `wake` is called when something arrived or was lost."""
+        ...
+
+    async def fill(self) -> tuple[int, int]:
+        """Bytes the log holds, and may hold."""
+        ...
+
+    async def purge(self, partition: int, below: int) -> None:
+        """Remove the partition's messages below a sequence."""
+        ...
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        """The message at exactly this sequence, if it is still there."""
+        ...
+
+
+class HotState(Protocol):
+    """Small shared facts that may be lost: run → thread, members, progress, and calls to the owner of a partition."""
+
+    async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
+        """Make `run_id` known as a run of `thread_id`; the thread that it belongs to (maybe another one)."""
+        ...
+
+    async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
+        """The thread of a run, if it is known here."""
+        ...
+
+    async def renew_member(self, member: str, ttl_s: int) -> None:
+        """Keep `member` in the list of live flushers for `ttl_s` more seconds."""
+        ...
+
+    async def leave(self, member: str) -> None:
+        """Take `member` off the list."""
+        ...
+
+    async def members(self) -> list[str]:
+        """The live flushers."""
+        ...
+
+    async def report(self, progress: Mapping[int, int]) -> None:
+        """Publish, per partition, up to which sequence everything is flushed."""
+        ...
+
+    async def on_progress(self, callback: Callable[[int, int], None]) -> None:
+        """Call back with (partition, sequence) for every report of any flusher, from now on."""
+        ...
+
+    async def call_owner(self, partition: int) -> None:
+        """Ask whoever owns the partition to flush now."""
+        ...
+
+    async def on_call(self, callback: Callable[[int], None]) -> None:
+        """Call back with the partition whenever somebody asks for a flush, or -1 when members changed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Up to where a partition is done, and the term of its owner."""
+
+    partition: int
+    term: int
+    seq: int
+    id: int
+
+
+@dataclass
+class Decision:
+    """What one flush transaction writes, decided while the rows are locked."""
+
+    #: The domain's changes, one per thread.
+    batch: Sequence[Any] = ()
+    rows: Mapping[str, Row] = field(default_factory=dict)
+    parked: Sequence[Parked] = ()
+
+
+class NotOwner(Exception):
+    """Another owner has taken the partition: everything in memory for it is void."""
+
+
+class FlushFailed(Exception):
+    """A flush transaction failed and changed nothing (or its outcome is unknown, which a retry finds out)."""
+
+    def __init__(self, message: str, sqlstate: str | None) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+
+
+class Ledger(Protocol):
+    """Where the truth about flushing lives: watermarks, cursors, terms, quarantine.
+
+    Raises FlushFailed for anything the database says, StoreUnavailable when it cannot be reached.
+    """
+
+    async def setup(self) -> None:
+        """Create or migrate the tables."""
+        ...
+
+    async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
+        """Raise the terms: from now on only this owner may commit for these partitions."""
+        ...
+
+    async def cursors(self) -> dict[int, Cursor]:
+        """All partitions' cursors."""
+        ...
+
+    async def row(self, thread_id: str) -> Row:
+        """The thread's row; an empty one if it has none."""
+        ...
+
+    async def flush(
+        self,
+        owned: Sequence[Cursor],
+        threads: Sequence[str],
+        decide: Callable[[Mapping[str, Row]], Decision],
+    ) -> Decision:
+        """One transaction: check the terms, lock the threads' rows, `decide`, write, commit.
+
+        `owned` are the cursors as they shall be afterwards. Raises NotOwner when a term is not the row's.
+        An exception of `decide` rolls back and passes through.
+        """
+        ...
+
+    async def transactions(self) -> int:
+        """How many flush transactions this ledger has committed."""
+        ...
+
+    async def quarantined(self) -> int:
+        """How many entries wait in quarantine."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release connections."""
+        ...
+
+
+State = TypeVar("State")
+
+
+class Domain(Protocol, Generic[State]):
+    """What the entries of this log mean."""
+
+    def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> Any:
+        """One change that equals the entries in order, on a thread of `version`.
+
+        Raises ValueError (or another exception of decoding) when an entry cannot be applied.
+        """
+        ...
+
+
+Sleep = Callable[[float], Awaitable[None]]

@@ -1,0 +1,49 @@
+"""The thread's memory of idempotency keys: a ring of the last 16, carried by every entry.
+
+A writer that holds the compare-and-set sees a repeat in its predecessor's ring before it appends, in whatever
+process the first attempt ran. An entry written without a key has its own id as key, so that a caller who got
+OutcomeUnknown can retry with the id as key. Bound: a repeat is recognised among the thread's last 16 entries.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+SIZE = 16
+_ITEM = 12  # 8 bytes of key hash, 4 bytes of content hash
+
+
+def item(key: str, content: bytes) -> bytes:
+    """The ring's item for a key and the content it was used with (b"" when content does not matter)."""
+    return blake2b(key.encode(), digest_size=8).digest() + (
+        blake2b(content, digest_size=4).digest() if content else b"\0\0\0\0"
+    )
+
+
+def key_of(id_: int) -> str:
+    """The key of an entry that was written without one."""
+    return f"entry-{id_:016x}"
+
+
+def find(ring: bytes, wanted: bytes) -> bool | None:
+    """True when `wanted` was used with the same content, False with other content, None when it is not there."""
+    for i in range(0, len(ring), _ITEM):
+        if ring[i : i + 8] == wanted[:8]:
+            known, given = ring[i + 8 : i + _ITEM], wanted[8:]
+            return known == given or known == b"\0\0\0\0"
+    return None
+
+
+def add(ring: bytes, new: bytes) -> bytes:
+    """The ring with `new` as its last item; the oldest falls out of a full one."""
+    return (ring + new)[-SIZE * _ITEM :]
+
+
+def merge(older: bytes, newer: bytes) -> bytes:
+    """Both rings' items, the newer ones kept where there are more than fit.
+
+    An entry written without knowing the thread carries a ring of its own; the row's memory must outlive it.
+    """
+    known = {newer[i : i + _ITEM] for i in range(0, len(newer), _ITEM)}
+    rest = b"".join(older[i : i + _ITEM] for i in range(0, len(older), _ITEM) if older[i : i + _ITEM] not in known)
+    return (rest + newer)[-SIZE * _ITEM :]

@@ -1,0 +1,65 @@
+"""Where a thread lives in the log: partition, token, subject.
+
+A raw id never reaches a subject, key or header: `token` maps ids injectively into ``[A-Za-z0-9_-]``, so that no id
+can be a wildcard, end a protocol line, or meet another id.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from dataclasses import dataclass
+
+from bufstore.errors import MalformedEntry
+
+
+def token(id_: str) -> str:
+    """The id as base64url of its UTF-8, without padding: injective, at most 1366 characters for 1 KiB."""
+    return base64.urlsafe_b64encode(id_.encode()).rstrip(b"=").decode()
+
+
+def untoken(text: str) -> str:
+    """The id of a token. Raises MalformedEntry for anything that `token` does not make."""
+    try:
+        id_ = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError) as e:
+        raise MalformedEntry(f"not a token: {text[:80]!r}") from e
+    if token(id_) != text:  # a second spelling of an id would be a second subject for one thread
+        raise MalformedEntry(f"not a canonical token: {text[:80]!r}")
+    return id_
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The subjects of one log: ``<prefix>.<partition>.<token>``."""
+
+    prefix: str
+    partitions: int
+
+    def partition(self, thread_id: str) -> int:
+        """The thread's share, the same in every process and release."""
+        return zlib.crc32(thread_id.encode()) % self.partitions
+
+    def of(self, thread_id: str) -> str:
+        """The subject that holds all entries of the thread."""
+        return f"{self.prefix}.{self.partition(thread_id)}.{token(thread_id)}"
+
+    def of_partition(self, partition: int) -> str:
+        """A filter for every entry of the partition."""
+        return f"{self.prefix}.{partition}.*"
+
+    @property
+    def all(self) -> str:
+        """What the stream listens on."""
+        return f"{self.prefix}.*.*"
+
+    def thread_id(self, subject: str) -> str:
+        """The thread of a subject. Raises MalformedEntry when no thread has that subject."""
+        words = subject.split(".")
+        if len(words) != 3 or words[0] != self.prefix:
+            raise MalformedEntry(f"not a subject of this log: {subject[:80]!r}")
+        thread_id = untoken(words[2])
+        if not thread_id or words[1] != str(self.partition(thread_id)):
+            raise MalformedEntry(f"wrong partition in subject {subject[:80]!r}")
+        return thread_id

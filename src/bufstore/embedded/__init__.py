@@ -1,0 +1,92 @@
+"""Real NATS (JetStream) and Postgres servers from wheels, for development, tests and single-machine use.
+
+The servers listen on 127.0.0.1 only, with a generated password, keep their data in a folder that survives
+restarts, write durably, and end with the process that started them, however that ends.
+Needs the `embedded` extra; importing this module does not. Nothing here may be used from two threads at once.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from ._base import START_SECONDS, FolderLock, make_folder, owners
+from ._nats import NatsServer
+from ._postgres import PostgresServer
+from ._wheels import EmbeddedError
+
+__all__ = ["EmbeddedError", "NatsServer", "PostgresServer", "Servers"]
+
+
+class Servers:
+    """A NATS server and a Postgres server in one data folder; a context manager that starts and stops both.
+
+    `data` None: a fresh temporary folder, removed by `stop` or when the process ends.
+    The other arguments are those of `NatsServer` and `PostgresServer`.
+    """
+
+    def __init__(
+        self,
+        data: Path | None = None,
+        *,
+        sync_interval: str = "always",
+        nats_port: int | None = None,
+        postgres_port: int | None = None,
+        nats_config: str = "",
+    ) -> None:
+        self._temporary = data is None
+        self.data = Path(data or Path(tempfile.gettempdir()) / f"bufstore-{uuid.uuid4().hex}").resolve()
+        self._lock: FolderLock | None = None
+        self.nats = NatsServer(
+            self.data / "nats", sync_interval=sync_interval, port=nats_port, extra_config=nats_config
+        )
+        self.postgres = PostgresServer(self.data / "postgres", port=postgres_port)
+        self.nats.temporary = self.postgres.temporary = self._temporary
+        owners.add(self)
+
+    def __repr__(self) -> str:
+        return f"Servers({self.nats!r}, {self.postgres!r})"
+
+    def __enter__(self) -> Servers:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, timeout: float = START_SECONDS) -> None:
+        """Starts both at once, `timeout` seconds for each. Raises EmbeddedError, and then neither runs."""
+        make_folder(self.data)
+        self._lock = self._lock or FolderLock(self.data)
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                attempts = [pool.submit(server.start, timeout) for server in (self.nats, self.postgres)]
+            for attempt in attempts:
+                attempt.result()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stops both gracefully at the same time; removes the folder if it is a temporary one."""
+        if self._lock is None:
+            return
+        with ThreadPoolExecutor(2) as pool:
+            attempts = [pool.submit(server.stop) for server in (self.nats, self.postgres)]
+        self._lock.close()
+        self._lock = None
+        if self._temporary:
+            shutil.rmtree(self.data, ignore_errors=True)
+        for attempt in attempts:
+            attempt.result()
+
+    def _forget(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None

@@ -1,0 +1,169 @@
+"""Keeps a server from outliving the process that owns it, and ends whole process trees.
+
+Run as a script this is the guard: a small process between the owner and one server. It starts the server
+as its child and then waits on standard input, a pipe whose other end only the owner holds. When the owner
+closes the pipe, or dies in any way at all, the guard sees the end of the file and stops the server.
+A pipe works on every Unix; a parent-death signal is Linux-only and tied to the forking thread.
+
+The script imports nothing else from this project, so that it starts in a few hundredths of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+STOP_SECONDS = 8.0  # how long a server may take to stop gracefully before it is killed
+KILL_SECONDS = 10.0  # how long the system may take to carry out SIGKILL or SIGSTOP
+
+
+def find_process(pid: int) -> Any | None:
+    """The psutil process of a pid, or None if there is none. Raises ImportError without psutil."""
+    psutil = importlib.import_module("psutil")
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def alive(process: Any) -> bool:
+    """Whether the process still runs. A zombie does not: its files, ports and memory are released."""
+    return _status(process) not in ("zombie", "dead", "gone")
+
+
+def _status(process: Any) -> str:
+    psutil = importlib.import_module("psutil")
+    try:
+        return str(process.status()) if process.is_running() else "gone"
+    except psutil.NoSuchProcess:
+        return "gone"
+
+
+def _send(process: Any, number: int) -> None:
+    psutil = importlib.import_module("psutil")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)  # psutil refuses if the pid has meanwhile gone to another process
+
+
+def tree(process: Any) -> list[Any]:
+    """The process and everything below it, the process itself first."""
+    psutil = importlib.import_module("psutil")
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Polls until the condition holds; False if it did not within that many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def freeze(process: Any) -> list[Any]:
+    """Stops the execution of a whole tree and returns its members once all of them stand still."""
+
+    def still(one: Any) -> bool:
+        return _status(one) in ("stopped", "zombie", "dead", "gone")
+
+    # The parent first: once it stands still no child can be started behind our back.
+    _send(process, signal.SIGSTOP)
+    wait_until(lambda: still(process), KILL_SECONDS)
+    members = tree(process)
+    for member in members[1:]:
+        _send(member, signal.SIGSTOP)
+    wait_until(lambda: all(still(member) for member in members), KILL_SECONDS)
+    return members
+
+
+def thaw(process: Any) -> None:
+    """Resumes a whole tree, the parent last so that it finds its children running."""
+    for member in reversed(tree(process)):
+        _send(member, signal.SIGCONT)
+
+
+def kill(process: Any) -> bool:
+    """SIGKILLs a whole tree; False if something of it is still there after `KILL_SECONDS`."""
+    members = freeze(process)
+    for member in members:
+        _send(member, signal.SIGKILL)
+    return wait_until(lambda: not any(alive(member) for member in members), KILL_SECONDS)
+
+
+def end(process: Any, number: int) -> bool:
+    """Stops a whole tree with the given signal to its parent, or by SIGKILL if that takes too long."""
+    thaw(process)  # a paused server would not see the signal
+    _send(process, number)
+    return wait_until(lambda: not alive(process), STOP_SECONDS) or kill(process)
+
+
+def _wait_for_owner(asked: threading.Event) -> None:
+    if sys.stdin.buffer.read() == b"stop\n":
+        asked.set()
+    # To the main thread by name: only that one is interrupted in its wait for the server.
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        (folder.parent / "lock").unlink(missing_ok=True)
+        folder.parent.rmdir()  # succeeds for the last of the servers in it
+
+
+def main(folder: Path) -> None:
+    """Runs one server until it exits or the owner is gone. The first line of input says what to run."""
+    order = json.loads(sys.stdin.buffer.readline())
+    who: dict[str, Any] = {}
+    if order["user"] is not None:
+        who = {"user": order["user"][0], "group": order["user"][1], "extra_groups": []}
+    server = subprocess.Popen(
+        order["argv"],
+        cwd=folder,
+        env=order["env"],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),  # the server's log
+        stderr=sys.stderr.fileno(),
+        umask=0o077,
+        **who,
+    )
+    asked = threading.Event()
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        record = {"server": [server.pid, order["argv"]], "guard": [os.getpid(), order["guard"]]}
+        (folder / "run.new").write_text(json.dumps(record))
+        os.replace(folder / "run.new", folder / "run.json")
+        sys.stdout.write(f"{server.pid}\n")
+        sys.stdout.flush()
+        threading.Thread(target=_wait_for_owner, args=(asked,), daemon=True).start()
+        server.wait()
+    except BrokenPipeError:  # the owner died before it read the pid
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # also the one the thread may yet send
+        process = find_process(server.pid) if server.poll() is None else None
+        if process is not None:
+            end(process, order["signal"])
+        server.poll()
+        if order["temporary"] and not asked.is_set():
+            _remove(folder)
+        os._exit(0)  # the thread may hold standard input in a read, which an ordinary exit would wait for
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""The ThreadRunStore domain: what entries mean."""

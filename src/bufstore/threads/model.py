@@ -1,0 +1,251 @@
+"""The records of the ThreadRunStore domain, and the one description of a change: `ThreadChange`.
+
+A *checkpoint* saves the messages and one run of a thread together. A thread's *version* is its number of messages.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bufstore.errors import InvalidRecord
+from bufstore.types import Message, check_id
+
+
+class RunStatus(str, enum.Enum):
+    """Where a run stands."""
+
+    CREATED = "created"
+    RUNNING = "running"
+    WAITING = "waiting"
+    DONE = "done"
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One activation of an agent on a thread. Times are Unix seconds; the store sets none of them."""
+
+    run_id: str
+    thread_id: str
+    agent_id: str = ""
+    status: RunStatus = RunStatus.RUNNING
+    parent_run_id: str | None = None
+    #: The thread this thread descends from; the first run that names one decides (a parent is sticky).
+    parent_thread_id: str | None = None
+    termination_reason: str | None = None
+    input: Any = None
+    output: Any = None
+    error: Any = None
+    #: What the run waits for, while it is WAITING.
+    waiting: Any = None
+    created_at: float | None = None
+    started_at: float | None = None
+    finished_at: float | None = None
+    updated_at: float | None = None
+    steps: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    #: Whatever else the runtime keeps with a run.
+    extensions: dict[str, Any] = {}
+
+    def check(self, thread_id: str) -> None:
+        """Raise InvalidId or InvalidRecord unless this run can be saved with `thread_id`."""
+        check_id(self.run_id, "run_id")
+        if self.thread_id != thread_id:
+            raise InvalidRecord(f"run {self.run_id!r} belongs to thread {self.thread_id!r}, not {thread_id!r}")
+        for name in ("parent_run_id", "parent_thread_id"):
+            if getattr(self, name) is not None:
+                check_id(getattr(self, name), name)
+        if not isinstance(self.status, RunStatus):
+            raise InvalidRecord(f"run {self.run_id!r}: status must be a RunStatus, not {self.status!r}")
+        for name in ("agent_id", "termination_reason"):
+            text = getattr(self, name)
+            if text is not None and ("\0" in text or not _is_unicode(text)):
+                raise InvalidRecord(f"run {self.run_id!r}: {name} has a NUL or a lone surrogate")
+
+
+class Thread(msgspec.Struct, frozen=True, kw_only=True):
+    """A thread as the store knows it, its messages apart."""
+
+    thread_id: str
+    #: Number of messages.
+    version: int = 0
+    parent_thread_id: str | None = None
+    #: The run of the newest checkpoint.
+    latest_run_id: str | None = None
+    #: The run that is RUNNING, if one is.
+    active_run_id: str | None = None
+    #: The run that is not DONE yet, if one is.
+    open_run_id: str | None = None
+
+    def with_run(self, run: Run) -> Thread:
+        """This thread after a checkpoint with `run` (the projection that a checkpoint makes)."""
+        if run.status is RunStatus.RUNNING:
+            active, opened = run.run_id, run.run_id
+        elif run.status is RunStatus.DONE:
+            active = None if self.active_run_id == run.run_id else self.active_run_id
+            opened = None if self.open_run_id == run.run_id else self.open_run_id
+        else:
+            active, opened = None, run.run_id
+        return msgspec.structs.replace(
+            self,
+            latest_run_id=run.run_id,
+            active_run_id=active,
+            open_run_id=opened,
+            parent_thread_id=self.parent_thread_id or run.parent_thread_id,
+        )
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A consistent view of one thread."""
+
+    thread: Thread
+    messages: list[Message]
+    latest_run: Run | None
+
+    @property
+    def version(self) -> int:
+        """Number of messages; pass it to ``checkpoint_append`` as ``expected_version``."""
+        return len(self.messages)
+
+
+class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
+    """What one flush changes in one thread: many entries, folded into one.
+
+    The thread's first `keep` messages stay, everything after them is replaced by `messages`, so that afterwards
+    it has ``keep + len(messages)``; `runs` are upserted. Messages and runs come encoded, as msgpack, because
+    a store that keeps them as bytes need not look inside; `decode_message` and `decode_run` give the values.
+    """
+
+    thread_id: str
+    keep: int
+    messages: Sequence[bytes]
+    #: True when the writer gave the whole list without knowing the thread: `keep` is 0 and many of the
+    #: messages may be there already. Writing only those that differ gives the same result.
+    whole: bool
+    #: The newest record of every run that was saved, encoded, in the order of their last save.
+    runs: Mapping[str, bytes]
+    #: Every (run, status, parent) saved, oldest first, folded over the thread's row: see `Thread.with_run`.
+    saves: Sequence[RunSave]
+
+    @property
+    def version(self) -> int:
+        """Number of messages after the change."""
+        return self.keep + len(self.messages)
+
+    def project(self, thread: Thread) -> Thread:
+        """`thread` (as it was before) after this change."""
+        for save in self.saves:
+            run = Run(
+                run_id=save.run_id,
+                thread_id=self.thread_id,
+                status=save.status,
+                parent_thread_id=save.parent_thread_id,
+            )
+            thread = thread.with_run(run)
+        return msgspec.structs.replace(thread, version=self.version)
+
+
+class RunSave(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a saved run that the thread's row depends on."""
+
+    run_id: str
+    status: RunStatus
+    parent_thread_id: str | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder()
+_run_decoder = msgspec.msgpack.Decoder(Run)
+
+
+def encode_run(run: Run) -> bytes:
+    """The run as msgpack. Raises InvalidRecord when a value in it would not come back exactly."""
+    for name in ("input", "output", "error", "waiting", "extensions"):
+        check_value(getattr(run, name), f"run {run.run_id!r}: {name}")
+    try:
+        return _encoder.encode(run)
+    except _NOT_ENCODABLE as e:
+        raise InvalidRecord(f"run {run.run_id!r}: {_why(e)}") from None
+
+
+def decode_run(data: bytes) -> Run:
+    """The run that `encode_run` encoded."""
+    return _run_decoder.decode(data)
+
+
+def encode_messages(messages: Sequence[Message]) -> list[bytes]:
+    """Each message as msgpack. Raises InvalidRecord, naming the place, when one would not come back exactly."""
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+        raise InvalidRecord(f"messages must be a list, not {type(messages).__name__}")
+    encoded = []
+    encode = _encoder.encode
+    for i, message in enumerate(messages):
+        check_value(message, i)
+        try:
+            encoded.append(encode(message))
+        except _NOT_ENCODABLE as e:
+            raise InvalidRecord(f"messages[{i}]: {_why(e)}") from None
+    return encoded
+
+
+def decode_message(data: bytes) -> Message:
+    """The message that `encode_messages` encoded."""
+    return _decoder.decode(data)
+
+
+#: Deepest nesting of lists and dicts in a message: decoding must not depend on how deep the caller's stack is.
+MAX_DEPTH = 100
+_PLAIN = frozenset((str, int, float, bool, type(None), bytes))
+# What the encoder raises is more than MsgspecError: lone surrogates, integers past 64 bits, foreign types.
+_NOT_ENCODABLE = (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError, UnicodeError)
+
+
+def check_value(value: Any, where: str | int, depth: int = 0) -> None:
+    """Raise InvalidRecord unless `value` is built only of types that msgpack gives back as they were.
+
+    A tuple would come back as a list, a UUID as a str, a dataclass as a dict: such values are refused rather
+    than changed in silence.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return
+    if depth >= MAX_DEPTH:
+        raise InvalidRecord(f"{_place(where)}: nested deeper than {MAX_DEPTH}")
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) not in _PLAIN:
+                raise InvalidRecord(f"{_place(where)}: a key of type {type(key).__name__} would not come back")
+            if type(item) not in _PLAIN:
+                check_value(item, where, depth + 1)
+    elif kind is list:
+        for item in value:
+            if type(item) not in _PLAIN:
+                check_value(item, where, depth + 1)
+    else:
+        raise InvalidRecord(
+            f"{_place(where)}: a value of type {kind.__name__} would not come back as it is; "
+            "use None, bool, int, float, str, bytes, list and dict"
+        )
+
+
+def _place(where: str | int) -> str:
+    return f"messages[{where}]" if isinstance(where, int) else where
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, UnicodeError):
+        return "a str with a lone surrogate cannot be stored"
+    if isinstance(error, OverflowError):
+        return "an integer of more than 64 bits cannot be stored"
+    return str(error)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

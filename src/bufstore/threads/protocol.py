@@ -1,0 +1,77 @@
+"""What a store of threads and runs can do, and what an app's own store must offer to be wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from bufstore.threads.model import Checkpoint, Run, Thread, ThreadChange
+from bufstore.types import Message, Receipt
+
+
+class ThreadReader(Protocol):
+    """The reads. Each returns None for what does not exist and raises StoreUnavailable when it cannot know."""
+
+    async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
+        """The thread, its messages and its latest run, all of one moment."""
+
+    async def load_thread(self, thread_id: str) -> Thread | None:
+        """The thread without its messages."""
+
+    async def load_messages(self, thread_id: str) -> list[Message] | None:
+        """The thread's messages, oldest first."""
+
+    async def load_run(self, run_id: str) -> Run | None:
+        """A run as it was last saved."""
+
+    async def latest_run(self, thread_id: str) -> Run | None:
+        """The run of the thread's newest checkpoint."""
+
+
+class ThreadRunStore(ThreadReader, Protocol):
+    """The contract of PostgresThreadStore, MemoryThreadStore and BufferedThreadStore."""
+
+    async def checkpoint(
+        self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None
+    ) -> Receipt:
+        """Make `messages` the thread's whole list and save `run`, together; create the thread if it is new.
+
+        Returns the receipt once that is durable. Raises InvalidId, InvalidRecord, TooLarge or AlreadyExists (the
+        run id belongs to another thread) before anything is stored; IdempotencyConflict for a key that was used
+        with other content (one used with the same content returns a receipt with ``repeated`` set and stores
+        nothing).
+        """
+
+    async def checkpoint_append(
+        self,
+        thread_id: str,
+        delta: Sequence[Message],
+        run: Run,
+        *,
+        expected_version: int | None = None,
+        idempotency_key: str | None = None,
+    ) -> Receipt:
+        """Append `delta` to the thread's messages and save `run`, together; create the thread if it is new.
+
+        `expected_version`: the number of messages the thread must have before; else VersionConflict. A message
+        whose ``id`` (a str field of a dict message) is in the thread already, or twice in `delta`, raises
+        AlreadyExists. Otherwise like `checkpoint`.
+        """
+
+    async def aclose(self) -> None:
+        """Release what the store holds. Idempotent."""
+
+
+class WrappableStore(ThreadReader, Protocol):
+    """What `BufferedThreadStore` needs of an app's own Postgres store: the reads, and one method.
+
+    `connection` is a psycopg AsyncConnection inside the transaction that also moves our watermarks. Write the
+    batch with it, commit nothing, and the batch takes effect exactly once, in order.
+    """
+
+    async def apply(self, connection: Any, batch: Sequence[ThreadChange]) -> None:
+        """Write one flush: at most one change per thread, in any order, on `connection`.
+
+        The base of each change is exactly the thread as the previous batches left it. Errors pass through: a
+        database error of class 22 or 23 marks the entry as poison, others are retried.
+        """
