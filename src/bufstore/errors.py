@@ -1,29 +1,29 @@
 """Every error that bufstore raises, and what to do about it.
 
-    BufstoreError
-    ├── ConfigError                 at construction or setup: fix the configuration
-    │   └── ConfigDrift             what exists on the server differs from what is configured
-    ├── Rejected                    nothing was stored; the same call will be rejected again unless something changes
-    │   ├── InvalidId               a thread, run or message id that cannot be stored
-    │   ├── InvalidRecord           a message or run that does not round-trip exactly
-    │   ├── TooLarge                larger than the configured limit for one entry
-    │   ├── VersionConflict         the thread moved on: load it and decide again
-    │   ├── AlreadyExists           the id is taken
-    │   ├── NotFound                no such thread or run
-    │   ├── IdempotencyConflict     the same idempotency key with other content
-    │   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
-    │   └── LogFull                 too many unflushed bytes: slow down and retry
-    ├── Unavailable                 nothing was stored; retry later
-    │   ├── LogUnavailable          NATS cannot be reached or has no leader
-    │   ├── StoreUnavailable        Postgres cannot be reached and the call needs it
-    │   └── Closed                  the store is closed or not open yet
-    ├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
-    ├── ReadNotFresh                the read could not reach its consistency level in time
-    ├── FlushTimeout                the flush did not reach its target in time
-    ├── StoreMisconfigured          Postgres answers, and will refuse until someone changes it (login, schema, read-only)
-    ├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
-    ├── MalformedEntry              bytes in the log that are no entry (they go to quarantine)
-    └── EmbeddedError               an embedded development server did not start or stop
+BufstoreError
+├── ConfigError                 at construction or setup: fix the configuration
+│   └── ConfigDrift             what exists on the server differs from what is configured
+├── Rejected                    nothing was stored; the same call will be rejected again unless something changes
+│   ├── InvalidId               a thread, run or message id that cannot be stored
+│   ├── InvalidRecord           a message or run that does not round-trip exactly
+│   ├── TooLarge                larger than the configured limit for one entry
+│   ├── VersionConflict         the thread moved on: load it and decide again
+│   ├── AlreadyExists           the id is taken
+│   ├── NotFound                no such thread or run
+│   ├── IdempotencyConflict     the same idempotency key with other content
+│   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
+│   └── LogFull                 too many unflushed bytes: slow down and retry
+├── Unavailable                 nothing was stored; retry later
+│   ├── LogUnavailable          NATS cannot be reached or has no leader
+│   ├── StoreUnavailable        Postgres cannot be reached and the call needs it
+│   └── Closed                  the store is closed or not open yet
+├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
+├── ReadNotFresh                the read could not reach its consistency level in time
+├── FlushTimeout                the flush did not reach its target in time
+├── StoreMisconfigured          Postgres answers, and will refuse until someone changes it (login, schema, read-only)
+├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
+├── MalformedEntry              bytes in the log that are no entry (they go to quarantine)
+└── EmbeddedError               an embedded development server did not start or stop
 """
 
 from __future__ import annotations

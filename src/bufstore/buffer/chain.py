@@ -64,7 +64,11 @@ def superseded(entry: StoredEntry, row: Row) -> bool:
 
 
 def plan(
-    row: Row, items: Iterable[StoredEntry | Malformed], *, complete: bool, poison: frozenset[int] = frozenset()
+    row: Row,
+    items: Iterable[StoredEntry | Malformed],
+    *,
+    complete: bool,
+    poison: frozenset[int] = frozenset(),
 ) -> Plan:
     """Decide what of a thread's `items` takes effect on `row`.
 

@@ -1,8 +1,8 @@
 """The envelope: how an entry is written to the log, and read back.
 
 An entry is one JetStream message (an oversize one: several). What the buffer needs to know stands in one header,
-``Bufstore-Entry: <version>.<checksum>.<base64 of msgpack>``; the message body is the domain's payload and nothing else. So an
-entry whose body nobody can decode any more still has its place in the chain.
+``Bufstore-Entry: <version>.<checksum>.<base64 of msgpack>``; the message body is the domain's
+payload and nothing else. So an entry whose body nobody can decode any more still has its place in the chain.
 
 The checksum covers body and header fields: what was written is what is read, or it is a MalformedEntry.
 """

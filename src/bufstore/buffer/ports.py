@@ -5,9 +5,9 @@ Adapters: `bufstore.nats` (log, hot state), `bufstore.postgres.ledger`, `bufstor
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
@@ -195,6 +195,14 @@ class Ledger(Protocol):
         """Create or migrate the tables."""
         ...
 
+    async def epoch(self) -> int | None:
+        """The generation of the stream that the rows belong to; None before the first."""
+        ...
+
+    async def set_epoch(self, epoch: int) -> None:
+        """Remember the generation of the stream before it is created."""
+        ...
+
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         """Raise the terms: from now on only this owner may commit for these partitions."""
         ...
@@ -220,10 +228,6 @@ class Ledger(Protocol):
         """
         ...
 
-    async def transactions(self) -> int:
-        """How many flush transactions this ledger has committed."""
-        ...
-
     async def quarantined(self) -> int:
         """How many entries wait in quarantine."""
         ...
@@ -233,18 +237,17 @@ class Ledger(Protocol):
         ...
 
 
-State = TypeVar("State")
+class Inapplicable(Exception):
+    """An entry cannot be applied, on whatever base: it is poison."""
+
+    def __init__(self, entry_id: int, cause: str) -> None:
+        super().__init__(cause)
+        self.entry_id = entry_id
 
 
-class Domain(Protocol, Generic[State]):
+class Domain(Protocol):
     """What the entries of this log mean."""
 
     def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> Any:
-        """One change that equals the entries in order, on a thread of `version`.
-
-        Raises ValueError (or another exception of decoding) when an entry cannot be applied.
-        """
+        """One change that equals the entries in order, on a thread of `version`. Raises Inapplicable."""
         ...
-
-
-Sleep = Callable[[float], Awaitable[None]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -197,7 +198,7 @@ class Server:
         with open(log, "ab", opener=_private) as output:
             self._log_start = output.tell()
             # In a session of its own: Ctrl-C in a terminal goes to the owner, which then stops the servers.
-            self._guard = subprocess.Popen(
+            self._guard = subprocess.Popen(  # noqa: S603 - our own script, no shell
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, cwd="/",
                 start_new_session=True,
             )  # fmt: skip
@@ -224,7 +225,7 @@ class Server:
             time.sleep(0.01)
 
     def _fail(self, what: str) -> None:
-        with open(self.data / "log", "rb") as log:
+        with (self.data / "log").open("rb") as log:
             log.seek(self._log_start)
             lines = log.read().decode(errors="replace").splitlines()
         raise EmbeddedError("\n  ".join([f"{self._name} {what}; the end of its log:", *lines[-20:]]))
@@ -328,12 +329,11 @@ def _port_is_free(port: int) -> bool:
 
 def _recorded(entry: tuple[int, list[str]]) -> Any | None:
     """The recorded process, if the pid still belongs to it: its arguments name the data folder."""
+    psutil = importlib.import_module("psutil")
     pid, argv = entry
     process = _guard.find_process(pid)
-    try:
-        same = process is not None and _guard.alive(process) and process.cmdline()[1:] == argv[1:]
-    except OSError as error:  # another user's process
-        raise EmbeddedError(f"cannot look at process {pid}") from error
-    except Exception:  # psutil's: ended meanwhile, or not ours to look at
-        same = False
-    return process if same else None
+    # An error of psutil means: ended meanwhile, or another user's and therefore not the one recorded.
+    with contextlib.suppress(psutil.Error):
+        if process is not None and _guard.alive(process) and process.cmdline()[1:] == argv[1:]:
+            return process
+    return None

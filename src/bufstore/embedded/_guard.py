@@ -132,7 +132,7 @@ def main(folder: Path) -> None:
     who: dict[str, Any] = {}
     if order["user"] is not None:
         who = {"user": order["user"][0], "group": order["user"][1], "extra_groups": []}
-    server = subprocess.Popen(
+    server = subprocess.Popen(  # noqa: S603 - the owner's order, no shell
         order["argv"],
         cwd=folder,
         env=order["env"],
@@ -143,14 +143,15 @@ def main(folder: Path) -> None:
         **who,
     )
     asked = threading.Event()
+    listener = threading.Thread(target=_wait_for_owner, args=(asked,), daemon=True)
     try:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         record = {"server": [server.pid, order["argv"]], "guard": [os.getpid(), order["guard"]]}
         (folder / "run.new").write_text(json.dumps(record))
-        os.replace(folder / "run.new", folder / "run.json")
+        (folder / "run.new").replace(folder / "run.json")
         sys.stdout.write(f"{server.pid}\n")
         sys.stdout.flush()
-        threading.Thread(target=_wait_for_owner, args=(asked,), daemon=True).start()
+        listener.start()
         server.wait()
     except BrokenPipeError:  # the owner died before it read the pid
         pass
@@ -160,6 +161,8 @@ def main(folder: Path) -> None:
         if process is not None:
             end(process, order["signal"])
         server.poll()
+        if order["temporary"] and listener.ident is not None:
+            listener.join()  # a server that died by itself may be started again as long as the owner lives
         if order["temporary"] and not asked.is_set():
             _remove(folder)
         os._exit(0)  # the thread may hold standard input in a read, which an ordinary exit would wait for

@@ -17,7 +17,8 @@ class NatsServer(Server):
 
     `sync_interval` is nats-server's: "always" (fsync before every acknowledgement) or a duration like "2m".
     `extra_config` is appended to the configuration file; a block it repeats (`jetstream`, `authorization`)
-    replaces the one written here, and must still admit the user of `url`. `port`: None chooses a free one at first start and keeps it.
+    replaces the one written here, and must still admit the user of `url`.
+    `port`: None chooses a free one at first start and keeps it.
     """
 
     _name = "nats-server"
@@ -49,7 +50,8 @@ class NatsServer(Server):
 
         lines = [
             f'listen: "127.0.0.1:{port}"',
-            f"authorization {{ user: {USER}, password: {quoted(self._password)} }}",
+            # A list of users, because a single one excludes the `accounts` that may follow.
+            f"authorization {{ users: [ {{ user: {USER}, password: {quoted(self._password)} }} ] }}",
             f"jetstream {{ store_dir: {quoted(self.data)}, sync_interval: {quoted(self.sync_interval)} }}",
             self.extra_config,
         ]

@@ -60,7 +60,7 @@ class PostgresServer(Server):
         return account, _clean_environment()
 
     def _create(self, account: _wheels.Account | None) -> None:
-        """Makes the database files. Only a complete folder gets the final name: a crash leaves no half one."""
+        """Makes the database files. Only complete ones get the final name: a crash leaves no half folder."""
         for left in self.data.glob("new.*"):
             shutil.rmtree(left, ignore_errors=True)
         fresh = self.data / f"new.{uuid.uuid4().hex}"
@@ -78,9 +78,9 @@ class PostgresServer(Server):
             self._program("initdb"), "-D", str(fresh / "cluster"), "-U", USER, f"--pwfile={password}",
             "--auth=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-instructions",
         ]  # fmt: skip
-        # initdb ends with one fsync of all files; without it a power failure could take acknowledged data along.
+        # initdb ends with an fsync of all files; without it a power failure could take acknowledged data.
         command += ["--no-sync"] if self.temporary else []
-        result = subprocess.run(
+        result = subprocess.run(  # noqa: S603 - our own program, no shell
             command, cwd=fresh, env=_clean_environment(), stdin=subprocess.DEVNULL, capture_output=True,
             timeout=_INIT_SECONDS, **who,
         )  # fmt: skip
@@ -133,8 +133,14 @@ class PostgresServer(Server):
         }  # fmt: skip
         try:
             query = [self._program("psql"), "-XAtqc", "select 1"]
-            result = subprocess.run(query, env=environment, cwd="/", capture_output=True, timeout=seconds,
-                                    stdin=subprocess.DEVNULL)  # fmt: skip
+            result = subprocess.run(  # noqa: S603 - our own program, no shell
+                query,
+                env=environment,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=seconds,
+            )
         except subprocess.TimeoutExpired:
             return False
         return result.stdout.strip() == b"1"

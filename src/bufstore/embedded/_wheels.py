@@ -60,7 +60,8 @@ def _usable(path: Path, account: Account) -> bool:
     """Whether the account may enter the folder or execute the file, asked of the system itself."""
     user, group = account
     test = ["/bin/sh", "-c", 'test -x "$0"', str(path)]
-    return subprocess.run(test, cwd="/", user=user, group=group, extra_groups=[]).returncode == 0
+    result = subprocess.run(test, cwd="/", user=user, group=group, extra_groups=[])  # noqa: S603
+    return result.returncode == 0
 
 
 def check_reachable(folder: Path, account: Account) -> None:

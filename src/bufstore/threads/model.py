@@ -15,7 +15,7 @@ from bufstore.errors import InvalidRecord
 from bufstore.types import Message, check_id
 
 
-class RunStatus(str, enum.Enum):
+class RunStatus(enum.StrEnum):
     """Where a run stands."""
 
     CREATED = "created"
@@ -61,7 +61,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if not isinstance(self.status, RunStatus):
             raise InvalidRecord(f"run {self.run_id!r}: status must be a RunStatus, not {self.status!r}")
         for name in ("agent_id", "termination_reason"):
-            text = getattr(self, name)
+            text: str | None = getattr(self, name)
             if text is not None and ("\0" in text or not _is_unicode(text)):
                 raise InvalidRecord(f"run {self.run_id!r}: {name} has a NUL or a lone surrogate")
 

@@ -1,0 +1,622 @@
+"""The write path: one entry, one message, one round trip.
+
+Theory of operation. The writer knows a thread's last entry, its *tip*, and publishes with the tip's sequence as the
+expected last sequence of the subject. That one publish is order, compare-and-set and durability. Writes to one
+thread queue in its *lane*; what queues while a unit is on its way goes out together in the next one.
+
+Failure model. A unit ends as *stored*, *conflict* (somebody else wrote: nothing of it stored), *not stored*, or
+*unknown*. Unknown is always resolved against the predecessor the unit was sent with: the first entry behind it
+is ours (done), another's (ours can never be stored any more), or none (send the same again; whichever arrives first
+wins, the other meets the compare-and-set). Only then is anything rebuilt: a conflict may be with our own success.
+
+Rule: an expectation of "nothing there" is never remembered (see `bufstore.buffer.chain.superseded`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
+
+from bufstore.buffer import ring as rings
+from bufstore.buffer.chain import Row
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, StoredMessage, assemble, decode, encode
+from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
+from bufstore.buffer.ports import AppendUnknown, Conflict, Log, Outgoing
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import (
+    BufstoreError,
+    Closed,
+    IdempotencyConflict,
+    LogUnavailable,
+    MalformedEntry,
+    OutcomeUnknown,
+    TooLarge,
+)
+from bufstore.types import Receipt
+
+_log = logging.getLogger(__name__)
+
+_UNIT_BYTES_MAX = 8 << 20
+
+
+class Memory(Protocol):
+    """What a domain remembers of a thread's content, to write deltas against."""
+
+    @property
+    def weight(self) -> int:
+        """About how many items it holds."""
+        ...
+
+
+M = TypeVar("M", bound=Memory)
+
+
+@dataclass
+class Tip(Generic[M]):
+    """A thread's last entry, as a writer knows it; what the next entry builds on."""
+
+    #: The expected last sequence of the subject; 0: the log shows nothing.
+    seq: int
+    id: int
+    base: Base
+    seen: int
+    version: int
+    ring: bytes
+    #: None when the content is not known here: only a self-contained entry can follow.
+    memory: M | None
+    #: True when the last entry is not readable: what the thread holds is known to nobody.
+    broken: bool = False
+
+
+class NeedBase(Exception):
+    """Raised by `prepare`: this write cannot be built without the thread's content."""
+
+
+class _NeedRow(Exception):
+    """An idempotency key can only be judged by what Postgres remembers of the thread."""
+
+
+@dataclass
+class Draft(Generic[M]):
+    """What `prepare` makes of a tip."""
+
+    payload: bytes
+    self_contained: bool
+    version: int
+    memory: M | None
+    #: Takes back what `prepare` changed in the memory.
+    undo: Callable[[], None]
+
+
+Prepare = Callable[[Tip[M]], Draft[M]]
+
+
+class Writer(Protocol[M]):
+    """What the appender asks of the domain besides `prepare`."""
+
+    async def load_base(self, thread_id: str) -> tuple[int, Row, M]:
+        """The thread's content: the position of its last entry in the log (0: none there), its row as it will be
+        once the tail is flushed, and what to remember of its content.
+
+        Raises StoreUnavailable when Postgres is needed and does not answer.
+        """
+        ...
+
+    def observe(self, memory: M, entry: StoredEntry) -> None:
+        """Bring the memory up to date with an entry that another writer appended."""
+        ...
+
+
+@dataclass(eq=False)
+class _Write(Generic[M]):
+    prepare: Prepare[M]
+    item: bytes
+    keyed: bool
+    id: int
+    done: asyncio.Future[Receipt]
+    started: float
+    #: True from the first send whose outcome is not known (yet).
+    maybe_stored: bool = False
+
+
+@dataclass(eq=False)
+class _Unit(Generic[M]):
+    """Writes of one thread on their way, and what is undone if they fail."""
+
+    writes: list[tuple[_Write[M], int]] = field(default_factory=list)  # with the number of messages
+    messages: list[Outgoing] = field(default_factory=list)
+    drafts: list[Draft[M]] = field(default_factory=list)
+    before: Tip[M] | None = None
+    after: Tip[M] | None = None
+
+    def undo(self) -> None:
+        for draft in reversed(self.drafts):
+            draft.undo()
+        self.drafts.clear()
+
+
+@dataclass(eq=False)
+class _Lane(Generic[M]):
+    thread_id: str
+    queue: deque[_Write[M]] = field(default_factory=deque)
+
+
+class Appender(Generic[M]):
+    """Appends entries; see the module's text. One per process and log."""
+
+    def __init__(
+        self,
+        log: Log,
+        subjects: Subjects,
+        config: BufferConfig,
+        writer: Writer[M],
+        load_row: Callable[[str], Awaitable[Row]],
+        drop_connection: Callable[[str], None],
+    ) -> None:
+        self._log = log
+        self._subjects = subjects
+        self._config = config
+        self._writer = writer
+        self._load_row = load_row
+        self._drop_connection = drop_connection
+        self._group = GroupCommit(log)
+        self._lanes: dict[str, _Lane[M]] = {}
+        self._tips: OrderedDict[str, Tip[M]] = OrderedDict()
+        self._weight = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._lookups = _Lookups(log, config.append_timeout_s)
+        self._seen = (0, float("-inf"))
+        self._outstanding: set[_Write[M]] = set()
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self.appended = 0
+        self.conflicts = 0
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._group.start()
+
+    async def aclose(self) -> None:
+        """Refuse new writes, wait for those on their way (bounded by their own deadlines), stop."""
+        self._closed = True
+        waiting = [w.done for w in self._outstanding]
+        if waiting:
+            await asyncio.wait(waiting, timeout=self._config.append_timeout_s)
+        await self._group.aclose()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for write in self._outstanding:
+            if not write.done.done():
+                write.done.set_exception(AppendUnknown("closed") if write.maybe_stored else Closed("the store is closed"))
+
+    def tip(self, thread_id: str) -> Tip[M] | None:
+        """The thread's last entry if this process wrote or saw it lately."""
+        return self._tips.get(thread_id)
+
+    def forget(self, thread_id: str) -> None:
+        """Look the thread up again before its next write."""
+        tip = self._tips.pop(thread_id, None)
+        if tip is not None:
+            self._weight -= _weight(tip)
+
+    async def append(
+        self, thread_id: str, prepare: Prepare[M], *, key: str | None = None, content: bytes = b""
+    ) -> Receipt:
+        """Append the entry that `prepare` makes of the thread's tip; its receipt, once it is durable.
+
+        `prepare` is called again when another writer was faster. `key` and `content`: an idempotency key, and
+        what it stands for. Raises what `prepare` raises, and the errors of `ThreadRunStore.checkpoint`.
+        """
+        if self._closed:
+            raise Closed("the store is closed")
+        id_ = secrets.randbits(63) or 1
+        write = _Write(
+            prepare=prepare,
+            item=rings.item(key if key is not None else rings.key_of(id_), content if key is not None else b""),
+            keyed=key is not None,
+            id=id_,
+            done=self._loop.create_future(),
+            started=self._loop.time(),
+        )
+        self._outstanding.add(write)
+        lane = self._lanes.get(thread_id)
+        if lane is None:
+            lane = self._lanes[thread_id] = _Lane(thread_id)
+            lane.queue.append(write)
+            self._advance(lane)
+        else:
+            lane.queue.append(write)
+        try:
+            async with asyncio.timeout(self._config.append_timeout_s):
+                return await write.done
+        except TimeoutError:
+            if write.maybe_stored:
+                raise OutcomeUnknown(thread_id, key if key is not None else rings.key_of(id_)) from None
+            raise LogUnavailable("the log took no entry in time; nothing was stored") from None
+        except AppendUnknown:
+            raise OutcomeUnknown(thread_id, key if key is not None else rings.key_of(id_)) from None
+        finally:
+            self._outstanding.discard(write)
+
+    # --- the lane: one unit of a thread at a time ---------------------------------------------------------
+
+    def _advance(self, lane: _Lane[M], tip: Tip[M] | None = None) -> None:
+        """Send what is queued, if the tip is known; else look it up first."""
+        while lane.queue and lane.queue[0].done.done():
+            lane.queue.popleft()
+        if not lane.queue:
+            self._lanes.pop(lane.thread_id, None)
+            return
+        tip = tip or self._tips.get(lane.thread_id)
+        if tip is None:
+            self._spawn(self._find(lane, lambda: self._look_up(lane.thread_id)))
+            return
+        try:
+            unit = self._build(lane, tip)
+        except NeedBase:
+            self._spawn(self._find(lane, lambda: self._load_base(lane.thread_id), for_head=True))
+            return
+        except _NeedRow:
+            self._spawn(self._find(lane, lambda: self._load_tip_of_row(lane.thread_id), for_head=True))
+            return
+        if unit is None:
+            self._advance(lane)
+            return
+        self._send(lane, unit)
+
+    def _build(self, lane: _Lane[M], tip: Tip[M]) -> _Unit[M] | None:
+        """Take writes off the queue into a unit; None if all of them ended without one."""
+        unit: _Unit[M] = _Unit(before=tip)
+        size = 0
+        while lane.queue:
+            write = lane.queue[0]
+            if write.done.done():
+                lane.queue.popleft()
+                continue
+            # What is refused because of the tip must be refused because of a durable one: what stands in this
+            # very unit may still fail. So such writes wait for the next round.
+            first = not unit.writes
+            if write.keyed and tip.base is Base.UNKNOWN:
+                if first:
+                    raise _NeedRow
+                break
+            known = rings.find(tip.ring, write.item)
+            if known is not None:
+                if not first:
+                    break
+                lane.queue.popleft()
+                self._settle_repeat(lane.thread_id, write, tip, known)
+                continue
+            try:
+                draft = write.prepare(tip)
+            except NeedBase:
+                if first:
+                    raise
+                break
+            except Exception as e:
+                if not first:
+                    break
+                lane.queue.popleft()
+                if not write.done.done():
+                    write.done.set_exception(e)
+                continue
+            entry = Entry(
+                id=write.id,
+                prev_id=tip.id,
+                base=tip.base,
+                seen=tip.seen,
+                version=draft.version,
+                self_contained=draft.self_contained,
+                ring=rings.add(tip.ring, write.item),
+                payload=draft.payload,
+            )
+            try:
+                messages = self._messages(lane.thread_id, entry, tip.seq if first else None)
+            except BufstoreError as e:
+                draft.undo()
+                if not first:
+                    break
+                lane.queue.popleft()
+                write.done.set_exception(e)
+                continue
+            size += len(draft.payload)
+            if not first and (size > _UNIT_BYTES_MAX or len(unit.messages) + len(messages) > BATCH_MESSAGES_MAX):
+                draft.undo()
+                break
+            lane.queue.popleft()
+            unit.writes.append((write, len(messages)))
+            unit.messages += messages
+            unit.drafts.append(draft)
+            tip = Tip(
+                seq=-1,
+                id=entry.id,
+                base=Base.CHAINED,
+                seen=0,
+                version=draft.version,
+                ring=entry.ring,
+                memory=draft.memory,
+            )
+        unit.after = tip
+        return unit if unit.writes else None
+
+    def _messages(self, thread_id: str, entry: Entry, expected: int | None) -> list[Outgoing]:
+        if len(entry.payload) > self._config.log.max_entry_bytes:
+            raise TooLarge(len(entry.payload), self._config.log.max_entry_bytes)
+        parts = encode(entry, self._log.message_bytes_max)
+        if len(parts) > BATCH_MESSAGES_MAX:
+            raise TooLarge(len(entry.payload), BATCH_MESSAGES_MAX * self._log.message_bytes_max)
+        subject = self._subjects.of(thread_id)
+        return [Outgoing(subject, body, header, expected if i == 0 else None) for i, (header, body) in enumerate(parts)]
+
+    def _settle_repeat(self, thread_id: str, write: _Write[M], tip: Tip[M], same: bool) -> None:
+        if same:
+            write.done.set_result(Receipt(thread_id, tip.seq or tip.seen, tip.id, tip.version, repeated=True))
+        else:
+            write.done.set_exception(
+                IdempotencyConflict(f"thread {thread_id!r}: the idempotency key was used with other content")
+            )
+
+    def _send(self, lane: _Lane[M], unit: _Unit[M]) -> None:
+        for write, _ in unit.writes:
+            write.maybe_stored = True
+        stored = self._group.submit(unit.messages)
+        stored.add_done_callback(lambda f: self._on_answer(lane, unit, f))
+
+    def _on_answer(self, lane: _Lane[M], unit: _Unit[M], stored: asyncio.Future[int]) -> None:
+        error = stored.exception() if not stored.cancelled() else AppendUnknown("cancelled")
+        if error is None:
+            self._on_stored(lane, unit, stored.result())
+        else:
+            self._spawn(self._recover(lane, unit, error))
+
+    def _on_stored(self, lane: _Lane[M], unit: _Unit[M], seq: int) -> None:
+        assert unit.after is not None and unit.before is not None
+        unit.after.seq = seq
+        self._remember(lane.thread_id, unit.after)
+        self._seen = max(self._seen, (seq, self._loop.time()))
+        late = unit.before.seq == 0
+        for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
+            if not write.done.done():
+                if late and self._loop.time() - write.started > self._config.failover_window_s / 2:
+                    # The expectation of "nothing there" may have been met because entries were purged meanwhile.
+                    write.done.set_exception(AppendUnknown("the answer came too late to be relied on"))
+                else:
+                    write.done.set_result(Receipt(lane.thread_id, seq, write.id, draft.version))
+            seq -= count
+        self.appended += len(unit.writes)
+        self._advance(lane)
+
+    # --- what is rare: lookups, conflicts, lost answers ---------------------------------------------------
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _find(self, lane: _Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False) -> None:
+        """Find a tip, trying again while the log is away and somebody still waits; then go on.
+
+        `for_head`: only the first write in the queue needs what is looked for, and alone fails without it.
+        """
+        try:
+            tip = None
+            async for attempt in AsyncRetrying(
+                wait=wait_exponential_jitter(initial=0.02, max=1, jitter=0.05),
+                retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
+                stop=lambda _: all(w.done.done() for w in lane.queue),
+                reraise=True,
+            ):
+                with attempt:
+                    tip = await find()
+        except (BufstoreError, AppendUnknown) as e:
+            self._fail(lane, e, for_head)
+        except Exception as e:
+            _log.exception("looking up a thread failed", extra={"action": "lookup_error"})
+            self._fail(lane, LogUnavailable(f"looking up the thread failed: {type(e).__name__}"), for_head)
+        else:
+            self._advance(lane, tip)
+
+    def _fail(self, lane: _Lane[M], error: Exception, for_head: bool) -> None:
+        self.forget(lane.thread_id)
+        failed = [lane.queue.popleft()] if for_head and lane.queue else list(lane.queue)
+        if not for_head:
+            lane.queue.clear()
+        for write in failed:
+            if not write.done.done():
+                write.done.set_exception(error)
+        self._advance(lane)
+
+    async def _look_up(self, thread_id: str) -> Tip[M]:
+        """The tip from the log's last message of the thread. Postgres is not asked."""
+        seen = await self._seen_lately()
+        last = await self._lookups.last(self._subjects.of(thread_id))
+        if last is None:
+            return Tip(seq=0, id=0, base=Base.UNKNOWN, seen=seen, version=0, ring=b"", memory=None)
+        tip = self._tip_of(last)
+        self._remember(thread_id, tip)
+        return tip
+
+    def _tip_of(self, last: StoredMessage) -> Tip[M]:
+        try:
+            entry, _, _ = decode(last)
+        except MalformedEntry:
+            return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True)
+        return Tip(last.seq, entry.id, Base.CHAINED, 0, entry.version, entry.ring, None)
+
+    def _tip_of_row(self, row: Row, seen: int, memory: M | None) -> Tip[M]:
+        base = Base.STORED if row.flushed_seq else Base.NONE
+        return Tip(0, row.applied_id, base, max(seen, row.flushed_seq), row.version, row.ring, memory)
+
+    async def _load_base(self, thread_id: str) -> Tip[M]:
+        """The tip with the thread's content, from Postgres and the tail."""
+        seen = await self._seen_lately()
+        seq, row, memory = await self._writer.load_base(thread_id)
+        if not seq:
+            return self._tip_of_row(row, seen, memory)
+        broken = row.broken_since is not None
+        tip = Tip(seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, memory, broken)
+        self._remember(thread_id, tip)
+        return tip
+
+    async def _load_tip_of_row(self, thread_id: str) -> Tip[M]:
+        seen = await self._seen_lately()
+        row = await self._load_row(thread_id)
+        if await self._log.after(self._subjects.of(thread_id), 0, self._config.append_timeout_s, limit=1):
+            return await self._look_up(thread_id)  # somebody wrote in between
+        return self._tip_of_row(row, seen, None)
+
+    async def _seen_lately(self) -> int:
+        """A position at or above everything that has been purged by now.
+
+        Purged is only what was committed `failover_window_s` ago, so the log's end at any later moment is one.
+        """
+        seq, at = self._seen
+        now = self._loop.time()
+        if now - at > self._config.failover_window_s / 4:
+            seq = await self._log.end(self._config.append_timeout_s)
+            self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
+        return seq
+
+    async def _recover(self, lane: _Lane[M], unit: _Unit[M], error: BaseException) -> None:
+        """After a unit that was not stored, or may not have been."""
+        before = unit.before
+        assert before is not None
+        if isinstance(error, AppendUnknown):
+            # Nothing that waits in this connection's buffers may reach the server after we have looked.
+            self._drop_connection("an append got no answer")
+            outcome = await self._resolve(lane, unit)
+            if outcome is None:  # every caller has given up
+                unit.undo()
+                self.forget(lane.thread_id)
+                self._advance(lane)
+                return
+            if isinstance(outcome, int):
+                self._on_stored(lane, unit, outcome)
+                return
+            error = outcome
+        unit.undo()
+        self.forget(lane.thread_id)
+        for write, _ in unit.writes:
+            write.maybe_stored = False
+        if isinstance(error, (Conflict, LogUnavailable)):
+            self.conflicts += isinstance(error, Conflict)
+            lane.queue.extendleft(w for w, _ in reversed(unit.writes))
+            if isinstance(error, Conflict) and before.seq and before.memory is not None:
+                await self._find(lane, lambda: self._catch_up(lane.thread_id, before))
+            elif isinstance(error, LogUnavailable):
+                await asyncio.sleep(0.05)
+                await self._find(lane, lambda: self._look_up(lane.thread_id))
+            else:
+                await self._find(lane, lambda: self._look_up(lane.thread_id))
+            return
+        for write, _ in unit.writes:
+            if not write.done.done():
+                write.done.set_exception(error)
+        self._advance(lane)
+
+    async def _resolve(self, lane: _Lane[M], unit: _Unit[M]) -> int | Exception | None:
+        """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
+        assert unit.before is not None
+        subject = unit.messages[0].subject
+        pause = wait_exponential_jitter(initial=0.05, max=1, jitter=0.05)
+        async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
+            with attempt:
+                if all(w.done.done() for w, _ in unit.writes):
+                    return None
+                try:
+                    behind = await self._log.after(subject, unit.before.seq, 2.0, limit=len(unit.messages))
+                    ours = bool(behind) and _id_of(behind[0]) == unit.writes[0][0].id
+                    if ours:  # a unit is stored as neighbours or not at all
+                        return behind[len(unit.messages) - 1].seq
+                    if behind:
+                        return Conflict("another entry stands where ours would")
+                    return await self._group.submit(unit.messages)
+                except Conflict:
+                    raise _StillUnknown from None  # maybe with the first sending of ours: look again
+                except (AppendUnknown, LogUnavailable):
+                    self._drop_connection("an append got no answer")
+                    raise _StillUnknown from None
+                except BufstoreError as e:
+                    _log.warning("an append stays unknown: %s", e, extra={"action": "append_unknown"})
+                    raise _StillUnknown from None
+        return None
+
+    async def _catch_up(self, thread_id: str, before: Tip[M]) -> Tip[M]:
+        """The tip after the entries that others appended behind `before`."""
+        memory = before.memory
+        assert memory is not None
+        subject = self._subjects.of(thread_id)
+        messages = await self._log.after(subject, before.seq, self._config.append_timeout_s)
+        tip = before
+        for item in assemble(messages, thread_id):
+            if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
+                return self._tip_of(messages[-1])
+            e = item.entry
+            self._writer.observe(memory, item)
+            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory)
+        self._remember(thread_id, tip)
+        return tip
+
+    def _remember(self, thread_id: str, tip: Tip[M]) -> None:
+        old = self._tips.pop(thread_id, None)
+        self._weight += _weight(tip) - (_weight(old) if old is not None else 0)
+        self._tips[thread_id] = tip
+        while len(self._tips) > self._config.cached_threads or self._weight > 64 * self._config.cached_threads:
+            _, dropped = self._tips.popitem(last=False)
+            self._weight -= _weight(dropped)
+
+
+class _StillUnknown(Exception):
+    """Look again."""
+
+
+def _weight(tip: Tip[M]) -> int:
+    return tip.memory.weight if tip.memory is not None else 0
+
+
+def _id_of(message: StoredMessage) -> int:
+    try:
+        return decode(message)[0].id
+    except MalformedEntry:
+        return 0
+
+
+class _Lookups:
+    """Joins the lookups of one turn of the event loop into one request."""
+
+    def __init__(self, log: Log, timeout_s: float) -> None:
+        self._log = log
+        self._timeout_s = timeout_s
+        self._waiting: dict[str, asyncio.Future[StoredMessage | None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def last(self, subject: str) -> StoredMessage | None:
+        future = self._waiting.get(subject)
+        if future is None:
+            if not self._waiting:
+                task = asyncio.create_task(self._ask())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            future = self._waiting[subject] = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(future)
+
+    async def _ask(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        try:
+            found = await self._log.last(list(waiting), self._timeout_s)
+        except Exception as e:
+            for future in waiting.values():
+                future.set_exception(e)
+                future.exception()
+        else:
+            for subject, future in waiting.items():
+                future.set_result(found.get(subject))

@@ -1,0 +1,87 @@
+"""An owner's memory of one partition: what has arrived, and what of it is settled."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable
+
+from bufstore.buffer.entry import Assembler, Malformed, StoredEntry, StoredMessage
+from bufstore.buffer.ports import Cursor, Feed
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import MalformedEntry
+
+Item = StoredEntry | Malformed
+
+
+class Share:
+    """One owned partition, from takeover until it is lost or given up."""
+
+    def __init__(self, cursor: Cursor, feed: Feed, subjects: Subjects) -> None:
+        self.cursor = cursor
+        self.feed = feed
+        self._subjects = subjects
+        self._assembler = Assembler()
+        #: What has arrived and is not settled, in order of the log.
+        self.pending: dict[int, Item] = {}
+        self.pending_bytes = 0
+        #: (commit time, cursor position) of past commits, oldest first: what retention counts from.
+        self.commits: deque[tuple[float, int]] = deque()
+        self.purged_below = 0
+        self._last = (cursor.seq, cursor.id)
+
+    def collect(self) -> int:
+        """Take over what the feed delivered; how many entries became complete."""
+        before = len(self.pending)
+        for message in self.feed.take():
+            for item in self._items(message):
+                self.pending[item.seq] = item
+                self.pending_bytes += _size(item)
+                self._last = (item.seq, _id(item))
+        return len(self.pending) - before
+
+    def cursor_after(self, settled: Collection[int]) -> Cursor:
+        """The cursor once the entries at these positions are settled too.
+
+        It stands before the first entry that is not; so everything up to it is applied or parked.
+        """
+        position = (self.cursor.seq, self.cursor.id)
+        for seq, item in self.pending.items():
+            if seq not in settled:
+                return Cursor(self.cursor.partition, self.cursor.term, *position)
+            position = (seq, _id(item))
+        return Cursor(self.cursor.partition, self.cursor.term, *position)
+
+    def settle(self, settled: Iterable[int], cursor: Cursor, now: float, resolution_s: float) -> None:
+        """Forget what a commit has settled."""
+        for seq in settled:
+            item = self.pending.pop(seq, None)
+            if item is not None:
+                self.pending_bytes -= _size(item)
+        moved = cursor.seq > self.cursor.seq
+        self.cursor = cursor
+        if moved and (not self.commits or now - self.commits[-1][0] >= resolution_s):
+            self.commits.append((now, cursor.seq))
+
+    def purgeable(self, before: float) -> int | None:
+        """Everything below this position was passed by a commit earlier than `before`; None if nothing new was."""
+        found = None
+        while self.commits and self.commits[0][0] <= before:
+            found = self.commits.popleft()[1]
+        return found if found is not None and found > self.purged_below else None
+
+    def _items(self, message: StoredMessage) -> Iterable[Item]:
+        try:
+            thread_id = self._subjects.thread_id(message.subject)
+        except MalformedEntry as e:
+            return (Malformed(message.subject, message.seq, (message,), str(e)),)
+        return self._assembler.feed(message, thread_id)
+
+
+def _id(item: Item) -> int:
+    return item.entry.id if isinstance(item, StoredEntry) else 0
+
+
+def _size(item: Item) -> int:
+    # What an entry costs besides its payload is more than the payload of a small one.
+    size = len(item.entry.payload) if isinstance(item, StoredEntry) else sum(len(m.body) for m in item.messages)
+    return size + 512

@@ -1,0 +1,1 @@
+"""The adapters to NATS JetStream: the only modules that import nats."""

@@ -1,0 +1,230 @@
+"""One supervised connection to NATS.
+
+nats-py's own reconnect is switched off. A client that reconnects keeps bytes it could not send and sends them later,
+is closed for good by some errors, and may lose its reading task while it says it is connected. Here a client lives
+for one TCP connection: when anything is wrong with it, it is thrown away with all it holds, and a new one is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
+
+import nats.errors
+from bufstore.buffer.ports import AppendUnknown
+from bufstore.config import NatsConfig, mask_url
+from bufstore.errors import Closed, ConfigError, LogUnavailable
+from nats.aio.client import Client, RawCredentials
+from nats.aio.msg import Msg
+
+_log = logging.getLogger(__name__)
+
+#: A dead server is noticed after at most two of these.
+_PING_INTERVAL_S = 5
+
+
+class Connection:
+    """Connects, watches, and connects again, until `aclose`."""
+
+    def __init__(self, config: NatsConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._client: Client | None = None
+        self._lost: asyncio.Event = asyncio.Event()
+        self._up: asyncio.Event = asyncio.Event()
+        self._hooks: list[Callable[[Client], Awaitable[None]]] = []
+        self._supervisor: asyncio.Task[None] | None = None
+        self._reason = "not connected yet"
+        self._closed = False
+        #: Messages sent and received by earlier clients; see `traffic`.
+        self._past = [0, 0]
+
+    def on_connect(self, hook: Callable[[Client], Awaitable[None]]) -> None:
+        """Run `hook` on every new client before anybody else uses it (subscriptions, checks)."""
+        self._hooks.append(hook)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Messages sent and received since the start."""
+        stats = self._client.stats if self._client else {"out_msgs": 0, "in_msgs": 0}
+        return self._past[0] + stats["out_msgs"], self._past[1] + stats["in_msgs"]
+
+    async def open(self) -> None:
+        """Connect. Raises ConfigError when the server refuses us, LogUnavailable when none can be reached."""
+        try:
+            await self._connect()
+        except nats.errors.AuthorizationError:
+            raise ConfigError(f"NATS refused the credentials ({self._where()})") from None
+        except (TimeoutError, OSError, nats.errors.Error) as e:
+            raise LogUnavailable(f"cannot reach NATS at {self._where()}: {_text(e)}") from None
+        self._supervisor = asyncio.create_task(self._supervise(), name="bufstore-nats-connection")
+
+    async def aclose(self) -> None:
+        """Close the connection and stop watching it."""
+        self._closed = True
+        self._reason = "closed"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        await self._discard()
+
+    def client(self) -> Client:
+        """The live client. Raises LogUnavailable (or Closed) when there is none now."""
+        if self._closed:
+            raise Closed("the store is closed")
+        if self._client is None or not self._client.is_connected:
+            raise LogUnavailable(f"not connected to NATS at {self._where()}: {self._reason}")
+        return self._client
+
+    async def wait_up(self, timeout_s: float) -> Client:
+        """The live client, waiting for one if need be. Raises LogUnavailable after `timeout_s`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(max(timeout_s, 0)):
+                while not self._closed and (self._client is None or not self._client.is_connected):
+                    self._up.clear()
+                    await self._up.wait()
+        return self.client()
+
+    def drop(self, reason: str) -> None:
+        """Throw the current client away: what it has sent and got no answer for must not be sent again by it."""
+        self._reason = reason
+        self._lost.set()
+
+    async def request(
+        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+    ) -> bytes:
+        """Send a request and return the answer's payload.
+
+        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came.
+        """
+        client = self.client()
+        try:
+            return (await client.request(subject, payload, timeout=timeout_s, headers=headers)).data
+        except nats.errors.NoRespondersError:
+            raise LogUnavailable("no JetStream answers on NATS (starting, or without a leader)") from None
+        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
+            raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
+        except (TimeoutError, nats.errors.TimeoutError):
+            raise AppendUnknown("no answer from NATS in time") from None
+        except asyncio.CancelledError:
+            # nats-py cancels the futures of requests in flight when a connection closes under them. Our own
+            # cancellation must pass; theirs is an answer that will never come.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise AppendUnknown("the connection closed before NATS answered") from None
+        except OSError as e:
+            raise AppendUnknown(f"the connection failed: {_text(e)}") from None
+
+    async def _connect(self) -> None:
+        error: Exception | None = None
+        for url in self._config.servers:
+            client = Client()
+            try:
+                await client.connect(servers=[url], **self._options(client))
+                for hook in self._hooks:
+                    await hook(client)
+            except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
+                error = e
+                await _close(client)
+                if isinstance(e, ValueError):
+                    raise ConfigError(f"NATS configuration: {_text(e)}") from None
+                continue
+            except BaseException:
+                await _close(client)
+                raise
+            self._client = client
+            self._lost.clear()
+            self._up.set()
+            return
+        assert error is not None
+        raise error
+
+    def _options(self, client: Client) -> dict[str, Any]:
+        async def on_closed() -> None:
+            if self._client is client:
+                self.drop(_text(client.last_error) if client.last_error else "the connection was closed")
+
+        async def on_error(e: Exception) -> None:
+            _log.debug("nats client: %s", _text(e), extra={"action": "nats_error"})
+
+        c = self._config
+        options: dict[str, Any] = {
+            "name": self._name,
+            "allow_reconnect": False,
+            "pending_size": 0,
+            "ping_interval": _PING_INTERVAL_S,
+            "max_outstanding_pings": 1,
+            "connect_timeout": c.connect_timeout_s,
+            "closed_cb": on_closed,
+            "error_cb": on_error,
+            "user": c.user,
+            "password": c.password,
+            "token": c.token,
+        }
+        if c.credentials is not None:
+            text = str(c.credentials)
+            options["user_credentials"] = RawCredentials(text) if "-----BEGIN" in text else Path(text)
+        if c.tls is not None:
+            options["tls"] = c.tls
+        if c.tls_hostname is not None:
+            options["tls_hostname"] = c.tls_hostname
+        return options
+
+    async def _supervise(self) -> None:
+        while True:
+            while not self._lost.is_set():
+                # The client may have lost its tasks without telling; so look now and then.
+                with contextlib.suppress(asyncio.TimeoutError):
+                    async with asyncio.timeout(1):
+                        await self._lost.wait()
+                if self._client is not None and not self._client.is_connected:
+                    self._lost.set()
+            _log.warning("lost NATS: %s", self._reason, extra={"action": "nats_lost"})
+            await self._discard()
+            async for attempt in AsyncRetrying(
+                wait=wait_exponential_jitter(initial=0.05, max=2, jitter=0.2),
+                retry=retry_if_exception_type(Exception),
+            ):
+                with attempt:
+                    await self._reconnect()
+            _log.info("connected to NATS again", extra={"action": "nats_connected"})
+
+    async def _reconnect(self) -> None:
+        try:
+            await self._connect()
+        except Exception as e:
+            self._reason = _text(e)
+            raise
+
+    async def _discard(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            self._past[0] += client.stats["out_msgs"]
+            self._past[1] += client.stats["in_msgs"]
+            await _close(client)
+
+    def _where(self) -> str:
+        return ", ".join(mask_url(u) for u in self._config.servers)
+
+
+async def _close(client: Client) -> None:
+    try:
+        async with asyncio.timeout(2):
+            await client.close()
+    except Exception as e:
+        _log.debug("closing a nats client: %s", _text(e), extra={"action": "nats_close"})
+
+
+def _text(error: BaseException | None) -> str:
+    # nats-py puts URLs into some messages; a URL may carry a password.
+    return " ".join(mask_url(w) if "@" in w else w for w in f"{type(error).__name__}: {error}".split(" "))
+
+
+Message = Msg

@@ -1,0 +1,224 @@
+"""Following one partition of the log: a durable pull consumer of one owner's term.
+
+The feed promises an unbroken sequence: the cursor will say "everything up to here is done", so a delivery that was
+lost on the way must not pass unnoticed. Each delivery carries the consumer's own dense counter, and each idle
+heartbeat its last value: a jump means a lost message, silence a lost connection. Then the feed is *lost*, and its
+owner takes the partition again from the cursor. Nothing is ever asked for twice, and nothing is repaired here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import nats.errors
+from bufstore.buffer.entry import HEADER, StoredMessage
+from bufstore.errors import LogUnavailable
+from bufstore.nats.connection import Connection
+from bufstore.nats.setup import check
+from bufstore.nats.stream import NatsStream
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+_log = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.5
+_EXPIRES_S = 30
+#: A consumer whose owner is gone removes itself after this long.
+_INACTIVE_S = 300
+#: Entries wait in the owner's memory while Postgres is away; a redelivery would only repeat what it holds.
+_ACK_WAIT_S = 600
+
+
+def consumer_config(name: str, filter_subject: str, start: int, pending_max: int) -> dict[str, Any]:
+    """The consumer of one partition and term."""
+    return {
+        "name": name,
+        "durable_name": name,
+        "deliver_policy": "by_start_sequence",
+        "opt_start_seq": start,
+        # The owner acks a prefix, its cursor: one ack for all up to it (docs/adr/0003).
+        "ack_policy": "all",
+        "ack_wait": _ACK_WAIT_S * 1_000_000_000,
+        "max_deliver": -1,
+        "max_ack_pending": pending_max,
+        "filter_subject": filter_subject,
+        "inactive_threshold": _INACTIVE_S * 1_000_000_000,
+        "replay_policy": "instant",
+    }
+
+
+class NatsFeed:
+    """See `bufstore.buffer.ports.Feed`."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        stream: NatsStream,
+        api: str,
+        stream_name: str,
+        consumer: str,
+        wake: Callable[[], None],
+        messages_max: int,
+        bytes_max: int,
+    ) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._pull_subject = f"{api}.CONSUMER.MSG.NEXT.{stream_name}.{consumer}"
+        self._delete_verb = f"CONSUMER.DELETE.{stream_name}.{consumer}"
+        self._wake = wake
+        self._messages_max = messages_max
+        self._bytes_max = bytes_max
+        self._client: Client | None = None
+        self._subscription: Subscription | None = None
+        self._inbox = ""
+        self._arrived: list[StoredMessage] = []
+        #: What was delivered and is not acked yet: (sequence, reply subject, bytes).
+        self._held: deque[tuple[int, str, int]] = deque()
+        self._counter = 0
+        self._last_seq = 0
+        self._held_bytes = 0
+        self._outstanding = 0
+        self._heard = 0.0
+        self._lost: str | None = None
+
+    async def start(self, client: Client) -> None:
+        """Subscribe and ask for the first messages."""
+        self._client = client
+        self._inbox = client.new_inbox()
+        self._subscription = await client.subscribe(
+            self._inbox, cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+        await self._pull()
+
+    @property
+    def lost(self) -> str | None:
+        if self._lost is None:
+            if self._client is None or not self._client.is_connected:
+                self._lost = "the connection to NATS was lost"
+            elif self._outstanding and asyncio.get_running_loop().time() - self._heard > 3 * _HEARTBEAT_S:
+                self._lost = "NATS sends no heartbeat"
+        return self._lost
+
+    def take(self) -> list[StoredMessage]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    async def ack(self, seq: int) -> None:
+        reply = None
+        while self._held and self._held[0][0] <= seq:
+            _, reply, size = self._held.popleft()
+            self._held_bytes -= size
+        if reply is None or self._client is None:
+            return
+        try:
+            # The third line that matters, the ack: only after the commit. Acking first would let the log forget
+            # what a crash between the two keeps out of Postgres. Losing an ack is harmless.
+            await self._client.publish(reply, b"+ACK")
+        except nats.errors.Error:
+            return
+        await self._pull()
+
+    async def close(self) -> None:
+        if self._subscription is not None and self._client is not None and self._client.is_connected:
+            try:
+                await self._subscription.unsubscribe()
+                await self._stream.api(self._delete_verb, timeout_s=2.0)
+            except (nats.errors.Error, LogUnavailable) as e:
+                _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
+
+    async def _pull(self) -> None:
+        """Keep one request open while there is room for what it may bring."""
+        room = self._messages_max - len(self._held)
+        full = room <= self._messages_max // 4 or self._held_bytes >= self._bytes_max
+        if self._outstanding or full or self._lost or self._client is None:
+            return
+        self._outstanding = room
+        self._heard = asyncio.get_running_loop().time()
+        request = {
+            "batch": room,
+            "max_bytes": self._bytes_max,
+            "expires": _EXPIRES_S * 1_000_000_000,
+            "idle_heartbeat": int(_HEARTBEAT_S * 1_000_000_000),
+        }
+        try:
+            await self._client.publish(self._pull_subject, json.dumps(request).encode(), reply=self._inbox)
+        except nats.errors.Error as e:
+            self._lose(f"asking for messages failed: {type(e).__name__}")
+
+    async def _on_message(self, msg: Msg) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        headers = msg.headers or {}
+        status = headers.get("Status")
+        if status is not None and not msg.reply:
+            await self._on_status(status, headers)
+            return
+        words = msg.reply.split(".")
+        # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>, and from 2.16 on
+        # with domain and account hash before the stream.
+        at = 2 if len(words) < 11 else 4
+        seq, counter = int(words[at + 3]), int(words[at + 4])
+        if counter != self._counter + 1:
+            self._lose(f"delivery {self._counter + 1} is missing")
+            return
+        self._counter = counter
+        self._outstanding -= 1
+        if seq > self._last_seq:  # else a redelivery of what is still held
+            self._last_seq = seq
+            self._held.append((seq, msg.reply, len(msg.data)))
+            self._held_bytes += len(msg.data)
+            self._arrived.append(StoredMessage(msg.subject, seq, headers.get(HEADER), msg.data))
+            self._wake()
+        if not self._outstanding:
+            await self._pull()
+
+    async def _on_status(self, status: str, headers: dict[str, str]) -> None:
+        if status == "100":
+            last = headers.get("Nats-Last-Consumer")
+            if last is not None and int(last) > self._counter:
+                self._lose(f"deliveries up to {last} are missing after {self._counter}")
+            return
+        if status == "408" or (status == "409" and "Bytes" in headers.get("Description", "")):
+            # The request ended (its time, or its bytes): ask again.
+            self._outstanding = 0
+            await self._pull()
+            return
+        self._lose(f"the consumer ended: {status} {headers.get('Description', '')}")
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is None:
+            self._lost = reason
+            self._wake()
+
+
+async def open_feed(
+    connection: Connection,
+    stream: NatsStream,
+    api: str,
+    stream_name: str,
+    config: dict[str, Any],
+    wake: Callable[[], None],
+    bytes_max: int,
+) -> NatsFeed:
+    """Create the consumer (or check the one that is there) and follow it. Raises ConfigDrift, LogUnavailable."""
+    name = config["name"]
+    client = connection.client()
+    answer = await stream.api(
+        f"CONSUMER.CREATE.{stream_name}.{name}.{config['filter_subject']}",
+        {"stream_name": stream_name, "config": config, "action": ""},
+    )
+    check(
+        f"consumer {name}",
+        config,
+        answer["config"],
+        "a consumer of this name is not ours",
+        f"nats consumer rm {name}",
+    )
+    feed = NatsFeed(connection, stream, api, stream_name, name, wake, config["max_ack_pending"], bytes_max)
+    await feed.start(client)
+    return feed

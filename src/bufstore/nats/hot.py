@@ -1,0 +1,143 @@
+"""The hot bucket: run → thread, live members, progress. All of it may be lost without losing a write.
+
+Values are put by plain publishes on the bucket's subjects, so whoever listens on such a subject hears of a change
+without a consumer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bufstore.buffer.group_commit import GroupCommit
+from bufstore.buffer.ports import Conflict, Outgoing
+from bufstore.buffer.subjects import token, untoken
+from bufstore.config import LogConfig
+from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.nats.connection import Connection
+from bufstore.nats.errors import StreamMissing
+from bufstore.nats.setup import ensure_bucket
+from bufstore.nats.stream import NatsStream
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 3.0
+
+
+class NatsHotState:
+    """See `bufstore.buffer.ports.HotState`."""
+
+    def __init__(self, connection: Connection, api: str, config: LogConfig) -> None:
+        self._connection = connection
+        self._config = config
+        self._keys = f"$KV.{config.bucket}."
+        self._calls = f"{config.subject}-flush."
+        self._stream = NatsStream(connection, api, f"KV_{config.bucket}", config.replicas)
+        self._writes = GroupCommit(self._stream)
+        self._listeners: list[tuple[str, Callable[[Msg], None]]] = []
+        connection.on_connect(self._listen)
+
+    async def setup(self) -> None:
+        """Create the bucket or check it; start writing."""
+        await ensure_bucket(self._stream, self._config)
+        self._writes.start()
+
+    async def aclose(self) -> None:
+        """Stop writing."""
+        await self._writes.aclose()
+
+    async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
+        subject = f"{self._keys}run.{token(run_id)}"
+        message = Outgoing(subject, token(thread_id).encode(), expected=0)
+        try:
+            await self._put(message, timeout_s)
+            return thread_id
+        except Conflict:
+            owner = await self.thread_of_run(run_id, timeout_s)
+            if owner is None:
+                raise LogUnavailable(f"run {run_id!r} is being removed from the hot bucket") from None
+            return owner
+
+    async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
+        subject = f"{self._keys}run.{token(run_id)}"
+        try:
+            found = (await self._stream.last([subject], timeout_s)).get(subject)
+        except StreamMissing:
+            return None
+        try:
+            return untoken(found.body.decode("ascii", "replace")) if found is not None and found.body else None
+        except MalformedEntry:
+            return None
+
+    async def renew_member(self, member: str, ttl_s: int) -> None:
+        await self._put(Outgoing(f"{self._keys}member.{member}", b"", ttl_s=ttl_s), _TIMEOUT_S)
+
+    async def leave(self, member: str) -> None:
+        # The shortest time to live there is: a delete marker would stay for ever.
+        await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
+        await self._connection.client().publish(self._calls + "members", b"")
+
+    async def members(self) -> list[str]:
+        found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
+        return sorted(s.rpartition(".")[2] for s, message in found.items() if message.body != b"left")
+
+    async def announce(self) -> None:
+        """Tell the other members that the list has changed."""
+        await self._connection.client().publish(self._calls + "members", b"")
+
+    async def report(self, progress: Mapping[int, int]) -> None:
+        for partition, seq in progress.items():
+            # Not awaited until stored: the next report overwrites it, and Postgres holds the truth.
+            await self._connection.client().publish(f"{self._keys}flushed.{partition}", str(seq).encode())
+
+    async def on_progress(self, callback: Callable[[int, int], None]) -> None:
+        def heard(msg: Msg) -> None:
+            callback(int(msg.subject.rpartition(".")[2]), int(msg.data))
+
+        await self._add_listener(f"{self._keys}flushed.*", heard)
+
+    async def call_owner(self, partition: int) -> None:
+        await self._connection.client().publish(f"{self._calls}{partition}", b"")
+
+    async def on_call(self, callback: Callable[[int], None]) -> None:
+        def heard(msg: Msg) -> None:
+            word = msg.subject.rpartition(".")[2]
+            callback(-1 if word == "members" else int(word))
+
+        await self._add_listener(f"{self._calls}*", heard)
+
+    async def _put(self, message: Outgoing, timeout_s: float) -> int:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._writes.submit([message])
+        except StreamMissing:
+            # Somebody removed the bucket. Nothing in it is needed to be right: make a new one.
+            _log.warning("the hot bucket is gone; creating it", extra={"action": "hot_recreated"})
+            await ensure_bucket(self._stream, self._config)
+            async with asyncio.timeout(timeout_s):
+                return await self._writes.submit([message])
+        except TimeoutError:
+            raise LogUnavailable("the hot bucket does not answer in time") from None
+
+    async def _add_listener(self, subject: str, heard: Callable[[Msg], None]) -> None:
+        self._listeners.append((subject, heard))
+        await _subscribe(self._connection.client(), subject, heard)
+
+    async def _listen(self, client: Client) -> None:
+        for subject, heard in self._listeners:
+            await _subscribe(client, subject, heard)
+
+
+async def _subscribe(client: Client, subject: str, heard: Callable[[Msg], None]) -> None:
+    async def on_message(msg: Msg) -> None:
+        try:
+            heard(msg)
+        except ValueError:  # anybody may publish here
+            _log.debug("not understood: %s", msg.subject, extra={"action": "hot_ignored"})
+
+    options: dict[str, Any] = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
+    await client.subscribe(subject, cb=on_message, **options)

@@ -1,0 +1,100 @@
+"""The log: the stream THREADLOG."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import LogRolledBack
+from bufstore.nats.connection import Connection
+from bufstore.nats.errors import StreamMissing
+from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
+from bufstore.nats.setup import check_stream, stream_config
+from bufstore.nats.stream import NatsStream
+from nats.aio.client import Client
+
+
+class NatsLog(NatsStream):
+    """See `bufstore.buffer.ports.Log`."""
+
+    def __init__(self, connection: Connection, api: str, config: BufferConfig) -> None:
+        super().__init__(connection, api, config.log.stream, config.log.replicas)
+        self._config = config
+        self._subjects = Subjects(config.log.subject, config.log.partitions)
+        #: The highest position this process knows to be in the log.
+        self._highest = 0
+        self._rolled_back: str | None = None
+        connection.on_connect(self._check_end)
+
+    async def epoch(self) -> int | None:
+        """The existing stream's epoch, after checking its configuration; None if there is no stream."""
+        try:
+            info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
+        except StreamMissing:
+            return None
+        self._highest = max(self._highest, int(info["state"]["last_seq"]))
+        return check_stream(self._config.log, info["config"])
+
+    async def create(self, epoch: int) -> None:
+        """Create the stream as generation `epoch`; a no-op if another process was faster."""
+        wanted = stream_config(self._config.log, epoch)
+        await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        self._check()
+        return self._note(await super().publish(message, timeout_s))
+
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        self._check()
+        return self._note(await super().publish_batch(messages, timeout_s))
+
+    async def end(self, timeout_s: float) -> int:
+        self._check()
+        info = await self.api(f"STREAM.INFO.{self._config.log.stream}", timeout_s=timeout_s)
+        return self._note(int(info["state"]["last_seq"]))
+
+    async def fill(self) -> tuple[int, int]:
+        info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
+        return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
+
+    async def purge(self, partition: int, below: int) -> None:
+        await self.api(
+            f"STREAM.PURGE.{self._config.log.stream}",
+            {"filter": self._subjects.of_partition(partition), "seq": below},
+        )
+
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> NatsFeed:
+        config = consumer_config(
+            f"{self._config.log.subject}-flusher-{partition}-{term}",
+            self._subjects.of_partition(partition),
+            start,
+            self._config.flush_max_entries,
+        )
+        # One message must always fit, or the feed would never get past it.
+        bytes_max = max(self._config.flush_max_bytes // self._config.log.partitions, 2 * self.message_bytes_max)
+        return await open_feed(self._connection, self, self._api, self._config.log.stream, config, wake, bytes_max)
+
+    def _note(self, seq: int) -> int:
+        self._highest = max(self._highest, seq)
+        return seq
+
+    def _check(self) -> None:
+        if self._rolled_back is not None:
+            raise LogRolledBack(self._rolled_back)
+
+    async def _check_end(self, client: Client) -> None:
+        """Before a new connection is used: is this still the log that we wrote to?"""
+        if not self._highest:
+            return
+        answer = await client.request(f"{self._api}.STREAM.INFO.{self._config.log.stream}", b"", timeout=5)
+        info = json.loads(answer.data)
+        if (info.get("error") or {}).get("err_code") == 10059:
+            self._rolled_back = f"stream {self._config.log.stream} is gone"
+        elif "state" in info:
+            end = int(info["state"]["last_seq"])
+            self._rolled_back = None
+            if end < self._highest:
+                self._rolled_back = f"the log ends at {end}, this process has seen {self._highest} in it"

@@ -1,0 +1,122 @@
+"""The stream, the bucket and the consumers as they must be, and what to say when they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import LogConfig
+from bufstore.errors import ConfigDrift
+from bufstore.nats.errors import StreamMissing
+from bufstore.nats.stream import NatsStream
+
+#: Each generation of the stream starts at epoch x 2^40, so that a position is one growing number.
+EPOCH_BITS = 40
+EPOCHS_MAX = 1 << 22
+
+_OURS = "bufstore."
+
+
+def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
+    """The log: nothing ages out of it, nothing is dropped from it, and what is too much is refused."""
+    return {
+        "name": config.stream,
+        "subjects": [Subjects(config.subject, config.partitions).all],
+        "retention": "limits",  # an ack must not delete: a failed-over Postgres may need the entry again
+        "discard": "new",  # "old" would drop the oldest unflushed entries
+        "max_age": 0,
+        "max_msgs": -1,
+        "max_msgs_per_subject": -1,
+        "max_msg_size": -1,
+        "max_bytes": config.max_bytes,
+        "allow_atomic": True,
+        "first_seq": max(1, epoch << EPOCH_BITS),
+        **_common(config),
+        "metadata": {_OURS + "partitions": str(config.partitions), _OURS + "epoch": str(epoch)},
+    }
+
+
+def bucket_config(config: LogConfig) -> dict[str, Any]:
+    """The hot bucket: a KV bucket (one value per key) whose keys may have a time to live."""
+    return {
+        "name": f"KV_{config.bucket}",
+        "subjects": [f"$KV.{config.bucket}.>"],
+        "retention": "limits",
+        "discard": "new",
+        "max_age": 0,
+        "max_msgs": -1,
+        "max_msgs_per_subject": 1,
+        "max_msg_size": -1,
+        "max_bytes": -1,
+        "allow_atomic": True,
+        "allow_msg_ttl": True,
+        "deny_delete": True,
+        **_common(config),
+    }
+
+
+def _common(config: LogConfig) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "storage": "file",
+        "num_replicas": config.replicas,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "deny_purge": False,
+    }
+    placement: dict[str, Any] = {}
+    if config.placement_cluster:
+        placement["cluster"] = config.placement_cluster
+    if config.placement_tags:
+        placement["tags"] = list(config.placement_tags)
+    if placement:
+        common["placement"] = placement
+    return common
+
+
+async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
+    """Create the hot bucket, or check it. Raises ConfigDrift."""
+    wanted = bucket_config(config)
+    try:
+        info = await stream.api(f"STREAM.INFO.{wanted['name']}")
+    except StreamMissing:
+        info = await stream.api(f"STREAM.CREATE.{wanted['name']}", wanted)
+    check(f"bucket {config.bucket}", wanted, info["config"], "LogConfig", f"nats stream edit {wanted['name']}")
+
+
+def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
+    """Compare an existing log with the configuration; its epoch. Raises ConfigDrift."""
+    metadata = found.get("metadata") or {}
+    what = f"stream {config.stream}"
+    partitions = metadata.get(_OURS + "partitions")
+    if partitions != str(config.partitions):
+        raise ConfigDrift(
+            what,
+            "partitions",
+            expected=str(config.partitions),
+            found=partitions,
+            way_out="The number of partitions is fixed for the life of a stream: "
+            f"set LogConfig.partitions to {partitions}"
+            + (
+                " or choose another stream name." if partitions else ", or choose another stream: this one is not ours."
+            ),
+        )
+    wanted = stream_config(config, int(metadata.get(_OURS + "epoch", "0")))
+    for field in ("first_seq", "metadata"):
+        wanted.pop(field)
+    check(what, wanted, found, "LogConfig", f"nats stream edit {config.stream}")
+    return int(metadata.get(_OURS + "epoch", "0"))
+
+
+def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str) -> None:
+    """Raise ConfigDrift for the first field that differs, with both values and both ways out."""
+    for field, expected in wanted.items():
+        value = found.get(field, type(expected)())  # the server leaves out what is zero, false or empty
+        if value != expected:
+            raise ConfigDrift(
+                what,
+                field,
+                expected=expected,
+                found=value,
+                way_out=f"Change it on the server (`{edit}`) or in the configuration ({ours}).",
+            )

@@ -1,0 +1,257 @@
+"""Writing and reading one JetStream stream: single messages, atomic batches (ADR-50), direct gets (ADR-31)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+import nats.errors
+from bufstore.buffer.entry import HEADER, StoredMessage
+from bufstore.buffer.ports import AppendUnknown, Outgoing
+from bufstore.errors import LogUnavailable
+from bufstore.nats.connection import Connection
+from bufstore.nats.errors import ApiError, to_error
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_SUBJECTS_PER_GET = 1000
+_MESSAGES_PER_GET = 1000
+
+
+class _PubAck(msgspec.Struct):
+    seq: int = 0
+    error: ApiError | None = None
+
+
+class _Answer(msgspec.Struct):
+    error: ApiError | None = None
+
+
+_ack_decoder = msgspec.json.Decoder(_PubAck)
+_answer_decoder = msgspec.json.Decoder(_Answer)
+
+
+class NatsStream:
+    """One stream; see `bufstore.buffer.ports.Stream` for what each method promises."""
+
+    def __init__(self, connection: Connection, api: str, name: str, replicas: int) -> None:
+        self._connection = connection
+        self._api = api
+        self._name = name
+        # Direct gets are answered by any replica, which may lag: on a replicated stream only the leader is asked.
+        self._leader_only = replicas > 1
+        self._gets: dict[str, _Get] = {}
+        self._inbox = ""
+        self._tokens = itertools.count()
+        connection.on_connect(self._subscribe)
+
+    async def _subscribe(self, client: Client) -> None:
+        for get in self._gets.values():
+            get.fail(LogUnavailable("the connection was lost while reading"))
+        self._inbox = client.new_inbox()
+        await client.subscribe(self._inbox + ".*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
+
+    @property
+    def message_bytes_max(self) -> int:
+        return self._connection.client().max_payload
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        return self._seq(
+            await self._connection.request(message.subject, message.body, timeout_s, _headers(message) or None)
+        )
+
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        if len(messages) == 1:
+            return await self.publish(messages[0], timeout_s)
+        client = self._connection.client()
+        batch = secrets.token_hex(8)
+        try:
+            for i, message in enumerate(messages[:-1], 1):
+                headers = _headers(message)
+                headers["Nats-Batch-Id"] = batch
+                headers["Nats-Batch-Sequence"] = str(i)
+                await client.publish(message.subject, message.body, headers=headers)
+        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError, OSError) as e:
+            # Without its commit message a batch is never stored.
+            raise LogUnavailable(f"the connection to NATS failed: {type(e).__name__}") from None
+        if self._connection.client() is not client:
+            raise LogUnavailable("the connection to NATS was lost within a batch")
+        headers = _headers(messages[-1])
+        headers["Nats-Batch-Id"] = batch
+        headers["Nats-Batch-Sequence"] = str(len(messages))
+        headers["Nats-Batch-Commit"] = "1"
+        return self._seq(await self._connection.request(messages[-1].subject, messages[-1].body, timeout_s, headers))
+
+    def _seq(self, answer: bytes) -> int:
+        try:
+            ack = _ack_decoder.decode(answer)
+        except msgspec.MsgspecError:
+            raise AppendUnknown("NATS answered with something that is no publish ack") from None
+        if ack.error is not None:
+            raise to_error(ack.error)
+        if ack.seq <= 0:
+            raise AppendUnknown("NATS answered without a sequence")
+        return ack.seq
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        found: dict[str, StoredMessage] = {}
+        if self._leader_only and not any("*" in s or ">" in s for s in subjects):
+            for message in await asyncio.gather(*(self._leader_get({"last_by_subj": s}, timeout_s) for s in subjects)):
+                if message is not None:
+                    found[message.subject] = message
+            return found
+        for i in range(0, len(subjects), _SUBJECTS_PER_GET):
+            request = {"multi_last": list(subjects[i : i + _SUBJECTS_PER_GET])}
+            for message in await self._get_all(request, timeout_s):
+                found[message.subject] = message
+        return found
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        if not self._leader_only:
+            request = {"seq": seq + 1, "next_by_subj": subject, "batch": limit or _MESSAGES_PER_GET}
+            return await self._get_all(request, timeout_s, limit)
+        messages: list[StoredMessage] = []
+        while not limit or len(messages) < limit:
+            message = await self._leader_get({"seq": seq + 1, "next_by_subj": subject}, timeout_s)
+            if message is None:
+                break
+            messages.append(message)
+            seq = message.seq
+        return messages
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        """The message at exactly this sequence, from the leader."""
+        return await self._leader_get({"seq": seq}, 5.0)
+
+    async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
+        """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
+        try:
+            answer = await self._connection.request(
+                f"{self._api}.{verb}", json.dumps(body).encode() if body is not None else b"", timeout_s
+            )
+        except AppendUnknown as e:
+            raise LogUnavailable(f"NATS does not answer {verb.split('.')[0]} requests: {e}") from None
+        error = _answer_decoder.decode(answer).error
+        if error is not None:
+            raise to_error(error)
+        result: dict[str, Any] = json.loads(answer)
+        return result
+
+    async def _leader_get(self, request: dict[str, Any], timeout_s: float) -> StoredMessage | None:
+        try:
+            answer = await self._connection.request(
+                f"{self._api}.STREAM.MSG.GET.{self._name}", json.dumps(request).encode(), timeout_s
+            )
+        except AppendUnknown as e:
+            raise LogUnavailable(f"the log's leader does not answer: {e}") from None
+        got = _get_decoder.decode(answer)
+        if got.error is not None:
+            if got.error.err_code == 10037:  # no message found
+                return None
+            raise to_error(got.error)
+        m = got.message
+        assert m is not None
+        return StoredMessage(m.subject, m.seq, _header_of(m.hdrs), m.data)
+
+    async def _get_all(self, request: dict[str, Any], timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """A direct get with its continuations: the server stops an answer at some bytes or messages."""
+        messages: list[StoredMessage] = []
+        while True:
+            part, pending = await self._get(request, timeout_s)
+            messages += part
+            if not pending or not part or (limit and len(messages) >= limit):
+                return messages
+            request = {**request, "seq": part[-1].seq + 1}
+
+    async def _get(self, request: dict[str, Any], timeout_s: float) -> tuple[list[StoredMessage], int]:
+        client = self._connection.client()
+        token = str(next(self._tokens))
+        get = self._gets[token] = _Get()
+        try:
+            await client.publish(
+                f"{self._api}.DIRECT.GET.{self._name}",
+                json.dumps(request).encode(),
+                reply=f"{self._inbox}.{token}",
+            )
+            async with asyncio.timeout(timeout_s):
+                return await get.done
+        except TimeoutError:
+            raise LogUnavailable("the log does not answer reads in time") from None
+        except (nats.errors.Error, OSError) as e:
+            raise LogUnavailable(f"reading the log failed: {type(e).__name__}") from None
+        finally:
+            del self._gets[token]
+
+    async def _on_reply(self, msg: Msg) -> None:
+        # The reply's own subject is lost in the message (it has the stored one in a header), except on a status;
+        # both come on the inbox subject that the request named.
+        get = self._gets.get(msg.subject.rpartition(".")[2])
+        if get is not None:
+            get.add(msg)
+
+
+class _Get:
+    """The answers to one direct get, until its end."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[tuple[list[StoredMessage], int]] = asyncio.get_running_loop().create_future()
+        self._messages: list[StoredMessage] = []
+
+    def add(self, msg: Msg) -> None:
+        headers = msg.headers or {}
+        status = headers.get("Status")
+        if status is None:
+            self._messages.append(
+                StoredMessage(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers.get(HEADER), msg.data)
+            )
+        elif not self.done.done():
+            if status in ("204", "404"):
+                self.done.set_result((self._messages, int(headers.get("Nats-Num-Pending", "0"))))
+            else:
+                self.fail(LogUnavailable(f"the log refused a read: {status} {headers.get('Description', '')}"))
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # a reader that was cancelled will not look at it
+
+
+class _LeaderMessage(msgspec.Struct):
+    subject: str
+    seq: int
+    data: bytes = b""
+    hdrs: bytes = b""
+
+
+class _LeaderGet(msgspec.Struct):
+    message: _LeaderMessage | None = None
+    error: ApiError | None = None
+
+
+_get_decoder = msgspec.json.Decoder(_LeaderGet)
+
+
+def _headers(message: Outgoing) -> dict[str, str]:
+    headers = {}
+    if message.header is not None:
+        headers[HEADER] = message.header
+    if message.expected is not None:
+        headers[_EXPECTED] = str(message.expected)
+    if message.ttl_s:
+        headers["Nats-TTL"] = f"{message.ttl_s}s"
+    return headers
+
+
+def _header_of(raw: bytes) -> str | None:
+    for line in raw.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.strip() == HEADER.encode():
+            return value.strip().decode("ascii", "replace")
+    return None

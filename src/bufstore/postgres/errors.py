@@ -1,0 +1,75 @@
+"""Postgres' errors, as bufstore's: one table, applied at the edge.
+
+What the table does not name (class 22 and 23 above all: the entry's own fault) passes as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+import psycopg_pool
+
+from bufstore.errors import BufstoreError, Closed, StoreMisconfigured, StoreUnavailable
+
+
+class NoAnswer(StoreUnavailable):
+    """The connection ended, or the time ran out, before Postgres answered.
+
+    A read may be repeated. A write may have taken effect: its caller says which with an idempotency key.
+    """
+
+
+#: SQLSTATE (or its beginning) -> what it means here. Looked up longest first.
+_BY_SQLSTATE: dict[str, type[BufstoreError]] = {
+    "08": NoAnswer,  # connection failure
+    "57P01": NoAnswer,  # the administrator ended the session, or Postgres shuts down
+    "57P02": NoAnswer,  # another backend crashed
+    "57P03": StoreUnavailable,  # Postgres starts up, shuts down or recovers
+    "57P05": NoAnswer,  # idle session timeout
+    "25P03": NoAnswer,  # idle in transaction timeout
+    "25P04": NoAnswer,  # transaction timeout
+    "53": StoreUnavailable,  # disk full, out of memory, too many connections
+    "40001": StoreUnavailable,  # serialization failure: rolled back
+    "40P01": StoreUnavailable,  # deadlock: rolled back
+    "40003": NoAnswer,  # "statement completion unknown"
+    "55P03": StoreUnavailable,  # lock timeout
+    "57014": StoreUnavailable,  # statement timeout, or cancelled by someone
+    "28": StoreMisconfigured,  # login
+    "3D000": StoreMisconfigured,  # no such database
+    "3F000": StoreMisconfigured,  # no such schema
+    "42": StoreMisconfigured,  # no such table or function, no permission
+    "25006": StoreMisconfigured,  # read-only
+}
+
+
+@contextmanager
+def map_errors() -> Iterator[None]:
+    """Raise bufstore's error for a database error inside the block, with the original as its cause."""
+    try:
+        yield
+    except (psycopg.Error, OSError) as e:
+        mapped = mapped_error(e)
+        if mapped is None:
+            raise
+        raise mapped from e
+
+
+def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
+    """The bufstore error that stands for `error`, or None when the table does not know it."""
+    if isinstance(error, OSError):  # TimeoutError is one
+        return NoAnswer(f"no answer from Postgres: {str(error) or 'the time ran out'}")
+    if isinstance(error, psycopg_pool.PoolClosed):
+        return Closed("the store is closed or not open: call open(), or use `async with`")
+    if isinstance(error, (psycopg_pool.PoolTimeout, psycopg_pool.TooManyRequests)):
+        return StoreUnavailable("no connection to Postgres became free in time")
+    state = error.sqlstate
+    if state is None:
+        # Without a SQLSTATE the server said nothing: libpq lost the connection.
+        return NoAnswer("the connection to Postgres was lost") if isinstance(error, psycopg.OperationalError) else None
+    for length in (5, 2):
+        kind = _BY_SQLSTATE.get(state[:length])
+        if kind is not None:
+            return kind(f"Postgres says: {error.diag.message_primary or type(error).__name__} (SQLSTATE {state})")
+    return None

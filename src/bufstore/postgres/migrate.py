@@ -1,0 +1,107 @@
+"""SQL files: numbered migrations, and the named queries beside them.
+
+A folder of SQL files belongs to one *room* of tables. ``NNNN_what.sql`` are its migrations, applied in order,
+once; each other ``name.sql`` is a query. In all of them ``{schema}`` stands for the (quoted) schema name.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.resources.abc import Traversable
+from typing import Any, LiteralString, cast
+
+from psycopg import AsyncConnection, sql
+
+from bufstore.errors import ConfigError
+
+_NUMBERED = re.compile(r"(\d{4})_.+\.sql")
+#: The functions' bodies stand between these, so the schema's name must not hold it.
+_BODY_QUOTE = "$body$"
+#: Postgres cuts longer identifiers short, in silence.
+_MAX_IDENTIFIER_BYTES = 63
+#: Any fixed number: one migration at a time in a database.
+_MIGRATION_LOCK = 0x6275_6673_746F_7265
+
+
+def check_schema(schema: str) -> str:
+    """Return `schema` if it can name our schema; else raise ConfigError."""
+    size = len(schema.encode(errors="replace"))
+    if not 1 <= size <= _MAX_IDENTIFIER_BYTES or "\0" in schema or _BODY_QUOTE in schema or schema.startswith("pg_"):
+        raise ConfigError(
+            f"schema {schema!r}: a name of 1 to {_MAX_IDENTIFIER_BYTES} bytes is needed, "
+            f"without NUL and {_BODY_QUOTE}, that does not start with pg_"
+        )
+    return schema
+
+
+def queries(folder: Traversable, schema: str) -> dict[str, LiteralString]:
+    """The folder's queries by file name (without ``.sql``), for `schema`.
+
+    They have ``$1`` placeholders, for psycopg's raw cursors: ``%`` in a schema's name needs no care there.
+    """
+    return {
+        file.name.removesuffix(".sql"): _rendered(file, schema)
+        for file in folder.iterdir()
+        if file.name.endswith(".sql") and not _NUMBERED.fullmatch(file.name)
+    }
+
+
+async def migrate(connection: AsyncConnection[Any], schema: str, folder: Traversable, room: str) -> list[int]:
+    """Bring the tables of `room` in `schema` up to date; return the versions that were applied now.
+
+    All in one transaction, one process at a time; a schema that is up to date is only read, so a role without
+    DDL rights can start an app. Raises ConfigError when a newer release has migrated the schema already.
+    """
+    check_schema(schema)
+    migrations = {
+        int(match[1]): _rendered(file, schema)
+        for file in folder.iterdir()
+        if (match := _NUMBERED.fullmatch(file.name))
+    }
+    async with connection.transaction():
+        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATION_LOCK])
+        known = await _applied(connection, schema, room)
+        if known and max(known) > max(migrations):
+            raise ConfigError(
+                f"the {room} tables in schema {schema!r} have version {max(known)}, made by a newer release; "
+                f"this one knows up to {max(migrations)}: upgrade bufstore"
+            )
+        missing = sorted(set(migrations) - known)
+        if missing:
+            await _prepare(connection, schema)
+        for version in missing:
+            await connection.execute(migrations[version])
+            await connection.execute(
+                sql.SQL("INSERT INTO {}.bufstore_migrations (room, version) VALUES ({}, {})").format(
+                    sql.Identifier(schema), room, version
+                )
+            )
+    return missing
+
+
+async def _applied(connection: AsyncConnection[Any], schema: str, room: str) -> set[int]:
+    table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
+    cursor = await connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table.as_string(connection)])
+    if await cursor.fetchone() != (True,):
+        return set()
+    cursor = await connection.execute(sql.SQL("SELECT version FROM {} WHERE room = {}").format(table, room))
+    return {row[0] for row in await cursor.fetchall()}
+
+
+async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
+    # Not IF NOT EXISTS alone: that asks for the right to create schemas even when this one is there.
+    cursor = await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])
+    if not cursor.rowcount:
+        await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
+    await connection.execute(
+        sql.SQL(
+            "CREATE TABLE IF NOT EXISTS {}.bufstore_migrations ("
+            "room text, version int, applied_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (room, version))"
+        ).format(sql.Identifier(schema))
+    )
+
+
+def _rendered(file: Traversable, schema: str) -> LiteralString:
+    # Our own file with a quoted identifier in it: as literal as a string can be that is read from a file.
+    text = file.read_text(encoding="utf-8").replace("{schema}", sql.Identifier(schema).as_string())
+    return cast("LiteralString", text)

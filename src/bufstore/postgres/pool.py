@@ -1,0 +1,157 @@
+"""The pool of connections: opens without Postgres, lends only live connections, ends every call in time.
+
+It works behind a pooler in transaction mode: autocommit, no prepared statements, no session state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Self
+
+import psycopg
+from psycopg import AsyncConnection
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import TupleRow
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
+
+from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
+from bufstore.postgres.errors import map_errors
+
+#: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
+_NUDGE_S = 0.5
+#: How long the cancellation of a statement may take once a call's time is over.
+_GRACE_S = 0.5
+#: What the server says to a client that will never get in. Only its text says so: libpq gives no SQLSTATE here.
+_REFUSED = re.compile(
+    r"authentication failed|no pg_hba\.conf entry|(role|database) \".*\" does not exist|permission denied|"
+    r"not permitted to log in|no password supplied|certificate verify failed|server does not support SSL|"
+    r"does not match host name",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class _Failure:
+    """The pool's last failure to connect, until it succeeds again."""
+
+    reason: str | None = None
+
+
+class _Connection(AsyncConnection[TupleRow]):
+    @classmethod
+    async def connect(cls, conninfo: str = "", *, failure: _Failure, **kwargs: Any) -> Self:  # type: ignore[override]
+        try:
+            connection = await super().connect(conninfo, **kwargs)
+        except psycopg.OperationalError as e:
+            # The last line: with several hosts there is one for each. It names host and user, never a password.
+            failure.reason = str(e).strip().splitlines()[-1].rpartition("failed: ")[2] or "connection failed"
+            raise
+        failure.reason = None
+        return connection
+
+
+class Pool(AsyncConnectionPool[_Connection]):
+    """An `AsyncConnectionPool` with one more way to borrow: `lend`."""
+
+    def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
+        self._failure = _Failure()
+        options = {"connect_timeout": max(2, round(connect_timeout_s)), "application_name": "bufstore"}
+        super().__init__(
+            make_conninfo(**(options | _parsed(conninfo))),
+            connection_class=_Connection,
+            kwargs={"autocommit": True, "prepare_threshold": None, "failure": self._failure},
+            min_size=min(2, size),
+            max_size=size,
+            open=False,
+            name="bufstore",
+            # Its own back-off would go on sleeping for minutes when Postgres is back: see `_live`.
+            reconnect_timeout=0,
+        )
+
+    @asynccontextmanager
+    async def lend(self, timeout_s: float) -> AsyncIterator[AsyncConnection[TupleRow]]:
+        """A live connection for the block, which ends (and the connection is back) after `timeout_s` at most.
+
+        Errors in the block are mapped (`bufstore.postgres.errors`). Raises StoreUnavailable when no connection
+        could be had (the block did not begin), NoAnswer when the connection or the time ended in the block,
+        StoreMisconfigured when Postgres refuses the login, Closed.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        with map_errors():
+            connection = await self._live(deadline)
+            # psycopg answers a cancellation by cancelling the statement and waiting for the end of it: seconds,
+            # when the network swallows everything. Hanging up ends that wait, too.
+            guard = loop.call_at(deadline + _GRACE_S, _hang_up, connection)
+            try:
+                async with asyncio.timeout_at(deadline), connection:
+                    yield connection
+            finally:
+                # Also after a cancellation: the pool rolls back what is open, or drops the connection.
+                await self.putconn(connection)
+                guard.cancel()
+
+    async def _live(self, deadline: float) -> AsyncConnection[TupleRow]:
+        loop = asyncio.get_running_loop()
+        while True:
+            left = deadline - loop.time()
+            try:
+                connection = await self.getconn(min(left, _NUDGE_S))
+            except PoolTimeout:
+                # Asked again, the pool tries to connect again: Postgres that is back is noticed at once.
+                self._raise_refusal()
+                if left <= _NUDGE_S:
+                    reason = self._failure.reason or "all connections are in use"
+                    raise StoreUnavailable(f"no connection to Postgres in time: {reason}") from None
+                continue
+            if _is_alive(connection):
+                return connection
+            await self.putconn(connection)
+
+    def _raise_refusal(self) -> None:
+        reason = self._failure.reason
+        if reason is not None and _REFUSED.search(reason):
+            raise StoreMisconfigured(f"Postgres refuses the connection: {reason}") from None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.max_size} connections>"
+
+
+async def open_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
+    """An open pool of up to `size` connections. Postgres need not be up: the first call that needs it says so."""
+    pool = new_pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
+    await pool.open(wait=False)
+    return pool
+
+
+def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
+    """A pool still to be opened. Raises ConfigError when `conninfo` is none; the error does not show it."""
+    if size < 1:
+        raise ConfigError("the pool needs at least one connection")
+    return Pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
+
+
+def _parsed(conninfo: str) -> dict[str, Any]:
+    try:
+        return dict(conninfo_to_dict(conninfo))
+    except psycopg.ProgrammingError:
+        # libpq's message quotes the string, password and all.
+        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)") from None
+
+
+def _is_alive(connection: AsyncConnection[Any]) -> bool:
+    """False when the server has closed this idle connection: read what has arrived, without waiting."""
+    try:
+        connection.pgconn.consume_input()
+    except psycopg.Error:
+        return False
+    return not connection.closed
+
+
+def _hang_up(connection: AsyncConnection[Any]) -> None:
+    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.pgconn.socket)) as connected:
+        connected.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,368 @@
+"""Threads, messages and runs in Postgres: a store of its own, and the target that the buffer flushes into."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.resources import files
+from typing import Any, NamedTuple, Self
+
+import msgspec
+from psycopg import AsyncConnection
+from psycopg.errors import UniqueViolation
+
+from bufstore.errors import (
+    AlreadyExists,
+    BufstoreError,
+    ConfigError,
+    IdempotencyConflict,
+    OutcomeUnknown,
+    TooLarge,
+    VersionConflict,
+)
+from bufstore.postgres import columns
+from bufstore.postgres.errors import NoAnswer
+from bufstore.postgres.migrate import check_schema, migrate, queries
+from bufstore.postgres.pool import Pool, new_pool
+from bufstore.threads.model import (
+    Checkpoint,
+    Run,
+    RunStatus,
+    Thread,
+    ThreadChange,
+    decode_message,
+    decode_run,
+    encode_messages,
+    encode_run,
+)
+from bufstore.types import Message, Receipt, check_id
+
+_FOLDER = files("bufstore.postgres") / "threads"
+#: Largest call that is written straight to Postgres: a parameter has to stay below 1 GB.
+_CALL_BYTES = 512 << 20
+
+
+class Watermark(NamedTuple):
+    """The buffer's row of a thread."""
+
+    flushed_seq: int
+    applied_id: int
+    version: int
+    ring: bytes
+    broken_since: int | None
+
+
+class ThreadRows(msgspec.Struct, frozen=True, kw_only=True):
+    """What Postgres holds of a thread, of one moment, still encoded."""
+
+    #: None when the thread has no row (and only a watermark).
+    thread: Thread | None
+    messages: list[bytes]
+    latest_run: bytes | None
+    #: None when it was not asked for, or the buffer has no row for the thread.
+    watermark: Watermark | None
+
+
+class PostgresThreadStore:
+    """A `ThreadRunStore` on a Postgres of version 15 or later.
+
+    `conninfo` is a URL or key=value string; `timeout_s` bounds every call, waiting for a connection included.
+    Give `pool` to share another store's (``other.pool``), which then opens and closes it. Works behind a pooler
+    in transaction mode. Call `setup` once per release, `open` (or ``async with``) before use.
+
+    Reads and writes raise StoreUnavailable when Postgres cannot be reached, StoreMisconfigured when it refuses
+    (login, missing tables, read-only) and Closed.
+    """
+
+    def __init__(
+        self,
+        conninfo: str = "",
+        *,
+        schema: str = "bufstore",
+        pool_size: int = 16,
+        timeout_s: float = 10.0,
+        pool: Pool | None = None,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ConfigError("PostgresThreadStore.timeout_s must be positive")
+        self.schema = check_schema(schema)
+        self.pool = pool or new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
+        self._owns_pool = pool is None
+        self._timeout_s = timeout_s
+        self._sql = queries(_FOLDER, schema)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
+
+    async def open(self) -> None:
+        """Open the pool. Returns at once: Postgres need not be up yet."""
+        if self._owns_pool:
+            await self.pool.open(wait=False)
+
+    async def aclose(self) -> None:
+        """Close the pool (unless it is another store's). Idempotent."""
+        if self._owns_pool:
+            await self.pool.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def setup(self) -> None:
+        """Create or update the tables. Safe to call again and by several processes at once.
+
+        Raises ConfigError when a newer release has updated them already.
+        """
+        async with self.pool.lend(self._timeout_s) as connection:
+            await migrate(connection, self.schema, _FOLDER, "threads")
+
+    # -- writes ------------------------------------------------------------------------------------------------
+
+    async def checkpoint(
+        self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None
+    ) -> Receipt:
+        """Make `messages` the thread's whole list and save `run`: see `ThreadRunStore.checkpoint`.
+
+        One round trip; only messages that differ are written. Raises OutcomeUnknown when the connection was lost
+        and a second try could not find out what came of the first.
+        """
+        call = _Call.of(thread_id, messages, run, idempotency_key)
+        return await self._save(call, append=False, expected=None)
+
+    async def checkpoint_append(
+        self,
+        thread_id: str,
+        delta: Sequence[Message],
+        run: Run,
+        *,
+        expected_version: int | None = None,
+        idempotency_key: str | None = None,
+    ) -> Receipt:
+        """Append `delta` to the thread's messages and save `run`: see `ThreadRunStore.checkpoint_append`.
+
+        One round trip. Raises OutcomeUnknown like `checkpoint`.
+        """
+        call = _Call.of(thread_id, delta, run, idempotency_key)
+        ids = [h for h in call.id_hashes if h is not None]
+        if len(set(ids)) < len(ids):
+            raise AlreadyExists(f"thread {thread_id!r}: two of the messages to append have the same id")
+        return await self._save(call, append=True, expected=expected_version)
+
+    async def _save(self, call: _Call, *, append: bool, expected: int | None) -> Receipt:
+        # Without a key of the caller's a random one does: it makes the second try below exactly-once.
+        key = call.key if call.key is not None else secrets.token_hex(8)
+        entry_id = secrets.randbits(63)
+        parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
+        row = await self._exactly_once(call.thread_id, key, parameters)
+        outcome, saves, last_id, version = row
+        if outcome == "repeated" and (last_id == entry_id or call.key is None):
+            # The first try had taken effect: it was this call's own.
+            return Receipt(thread_id=call.thread_id, thread_seq=saves, id=entry_id, version=version)
+        if outcome in ("stored", "repeated"):
+            return Receipt(
+                thread_id=call.thread_id,
+                thread_seq=saves,
+                id=last_id,
+                version=version,
+                repeated=outcome == "repeated",
+            )
+        raise _refusal(outcome, call, expected, version)
+
+    async def _exactly_once(self, thread_id: str, key: str, parameters: Sequence[Any]) -> tuple[Any, ...]:
+        """Run the checkpoint function; when no answer comes, once more with the same key."""
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        unanswered = False
+        while True:
+            try:
+                rows = await self._fetch("checkpoint", parameters, deadline=deadline)
+            except NoAnswer as e:
+                if unanswered or asyncio.get_running_loop().time() >= deadline:
+                    raise OutcomeUnknown(thread_id, key) from e
+                unanswered = True
+            except UniqueViolation:
+                # Two new checkpoints at the same moment, on two threads, with one run id: ours came second.
+                raise AlreadyExists(f"the run id belongs to another thread than {thread_id!r}") from None
+            except BufstoreError as e:
+                # Refused now, but what the first try did is still not known.
+                if unanswered:
+                    raise OutcomeUnknown(thread_id, key) from e
+                raise
+            else:
+                return rows[0]
+
+    async def apply(self, connection: AsyncConnection[Any], batch: Sequence[ThreadChange]) -> None:
+        """Write `batch` (at most one change per thread) on `connection`, in the caller's transaction.
+
+        A fixed number of statements in one round trip, whatever the size (large payloads: one per 16 MiB).
+        psycopg's errors pass through; a run id of another thread is a UniqueViolation.
+        """
+        # One order for all writers: batches that lock rows in different orders deadlock. Code points and
+        # COLLATE "C" agree on it.
+        changes = sorted(batch, key=lambda change: change.thread_id)
+        if not changes:
+            return
+        runs = columns.run_columns(changes)
+        async with connection.pipeline():
+            await self._send(connection, "apply_threads", columns.thread_columns(changes))
+            ends = (columns.texts(c.thread_id for c in changes), columns.ints(c.version for c in changes))
+            await self._send(connection, "apply_cut", ends)
+            for name, whole in (("apply_messages", False), ("apply_whole_messages", True)):
+                for messages in columns.message_columns(c for c in changes if c.whole is whole):
+                    await self._send(connection, name, messages)
+            for records in runs:
+                await self._send(connection, "apply_runs", records)
+
+    # -- reads -------------------------------------------------------------------------------------------------
+
+    async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
+        """The thread, its messages and its latest run, all of one moment; None if there is no such thread."""
+        rows = await self.load_rows(thread_id)
+        if rows is None or rows.thread is None:
+            return None
+        return Checkpoint(
+            thread=rows.thread,
+            messages=[decode_message(m) for m in rows.messages],
+            latest_run=None if rows.latest_run is None else decode_run(rows.latest_run),
+        )
+
+    async def load_thread(self, thread_id: str) -> Thread | None:
+        """The thread without its messages."""
+        rows = await self._read("load_thread", check_id(thread_id, "thread_id"))
+        return _thread(thread_id, rows[0]) if rows else None
+
+    async def load_messages(self, thread_id: str) -> list[Message] | None:
+        """The thread's messages, oldest first; None if there is no such thread."""
+        rows = await self.load_rows(thread_id)
+        return None if rows is None or rows.thread is None else [decode_message(m) for m in rows.messages]
+
+    async def load_run(self, run_id: str) -> Run | None:
+        """A run as it was last saved."""
+        row = await self.load_run_row(run_id)
+        return None if row is None else decode_run(row[1])
+
+    async def latest_run(self, thread_id: str) -> Run | None:
+        """The run of the thread's newest checkpoint."""
+        rows = await self._read("latest_run", check_id(thread_id, "thread_id"))
+        return decode_run(rows[0][0]) if rows else None
+
+    async def load_rows(self, thread_id: str, *, with_watermark: bool = False) -> ThreadRows | None:
+        """The thread's rows, encoded, of one snapshot; None when Postgres knows nothing of the thread.
+
+        `with_watermark` adds the buffer's row for the thread (its tables must be in the same schema).
+        """
+        name = "load_rows_with_watermark" if with_watermark else "load_rows"
+        first, *messages = await self._read(name, check_id(thread_id, "thread_id"))
+        _, latest_run, version, *_ = first
+        watermark = Watermark(*first[7:]) if with_watermark and first[7] is not None else None
+        if version is None and watermark is None:
+            return None
+        return ThreadRows(
+            thread=None if version is None else _thread(thread_id, first[2:7]),
+            messages=[row[1] for row in messages],
+            latest_run=latest_run,
+            watermark=watermark,
+        )
+
+    async def load_run_row(self, run_id: str) -> tuple[str, bytes] | None:
+        """The run's thread id and its record, encoded."""
+        rows = await self._read("load_run", check_id(run_id, "run_id"))
+        return (rows[0][0], rows[0][1]) if rows else None
+
+    # -- statements --------------------------------------------------------------------------------------------
+
+    async def _read(self, name: str, parameter: str) -> list[tuple[Any, ...]]:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            return await self._fetch(name, (parameter,), deadline=deadline)
+        except NoAnswer:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+            return await self._fetch(name, (parameter,), deadline=deadline)
+
+    async def _fetch(self, name: str, parameters: Sequence[Any], *, deadline: float) -> list[tuple[Any, ...]]:
+        left = deadline - asyncio.get_running_loop().time()
+        async with self.pool.lend(left) as connection:
+            cursor = columns.Cursor(connection)
+            await cursor.execute(self._sql[name], parameters, binary=True)
+            return await cursor.fetchall()
+
+    async def _send(self, connection: AsyncConnection[Any], name: str, parameters: Sequence[Any]) -> None:
+        await columns.Cursor(connection).execute(self._sql[name], parameters)
+
+
+class _Call(NamedTuple):
+    """One checkpoint, checked and encoded: nothing of the caller's objects is left in it."""
+
+    thread_id: str
+    payloads: list[bytes]
+    id_hashes: list[int | None]
+    run_id: str
+    record: bytes
+    status: RunStatus
+    parent_thread_id: str | None
+    key: str | None
+
+    @classmethod
+    def of(cls, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> _Call:
+        check_id(thread_id, "thread_id")
+        run.check(thread_id)
+        if key is not None:
+            check_id(key, "idempotency_key")
+        payloads = encode_messages(messages)
+        record = encode_run(run)
+        size = sum(map(len, payloads)) + len(record)
+        if size > _CALL_BYTES:
+            raise TooLarge(size, _CALL_BYTES)
+        hashes = [columns.id_hash(p) for p in payloads]
+        return cls(thread_id, payloads, hashes, run.run_id, record, run.status, run.parent_thread_id, key)
+
+    def parameters(self, *, append: bool, expected: int | None, key: str, entry_id: int) -> tuple[Any, ...]:
+        content = blake2b(b"append" if append else b"whole", digest_size=4)
+        for part in (self.record, *self.payloads):
+            content.update(len(part).to_bytes(8))
+            content.update(part)
+        return (
+            self.thread_id,
+            append,
+            expected,
+            columns.blobs(self.payloads),
+            columns.longs(self.id_hashes),
+            self.run_id,
+            self.record,
+            self.status.value,
+            self.parent_thread_id,
+            blake2b(key.encode(), digest_size=8).digest(),
+            content.digest(),
+            entry_id,
+        )
+
+
+def _refusal(outcome: str, call: _Call, expected: int | None, version: int) -> BufstoreError:
+    match outcome:
+        case "run taken":
+            return AlreadyExists(f"run {call.run_id!r} belongs to another thread than {call.thread_id!r}")
+        case "message exists":
+            return AlreadyExists(f"thread {call.thread_id!r} already has a message with the id of an appended one")
+        case "version conflict":
+            assert expected is not None
+            return VersionConflict(call.thread_id, expected=expected, actual=version)
+        case "other content":
+            return IdempotencyConflict(f"thread {call.thread_id!r}: this key was used with other content")
+    raise AssertionError(f"checkpoint_v1 returned {outcome!r}")
+
+
+def _thread(thread_id: str, row: Sequence[Any]) -> Thread:
+    version, parent, latest, active, opened = row
+    return Thread(
+        thread_id=thread_id,
+        version=version,
+        parent_thread_id=parent,
+        latest_run_id=latest,
+        active_run_id=active,
+        open_run_id=opened,
+    )
