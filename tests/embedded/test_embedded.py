@@ -29,6 +29,7 @@ from bufstore.embedded import EmbeddedError, NatsServer, PostgresServer, Servers
 
 psutil: Any = pytest.importorskip("psutil")
 SOURCE = Path(next(iter(bufstore.__path__))).parent
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path[1:]])}
 ROOT = os.geteuid() == 0
 
 # Starts both servers, says where they are, and waits for ever.
@@ -81,9 +82,8 @@ def gone(pid: int) -> bool:
 def own(data: Path | None, *, then: str = "", **options: Any) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     """Another process that owns servers."""
     script = OWNER.format(data=repr(str(data)) if data else None, then=then)
-    environment = os.environ | {"PYTHONPATH": str(SOURCE)}
     process = subprocess.Popen(
-        [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True, **options
+        [sys.executable, "-c", script], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, **options
     )
     assert process.stdout is not None
     with process.stdout:
@@ -318,7 +318,7 @@ def test_a_forked_child_does_not_keep_the_servers_alive(folder: Path) -> None:
     script = OWNER.format(data=repr(str(folder / "data")), then=fork)
     owner = subprocess.Popen(
         [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": str(SOURCE)},
+        env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -196,7 +196,9 @@ class Appender(Generic[M]):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for write in self._outstanding:
             if not write.done.done():
-                write.done.set_exception(AppendUnknown("closed") if write.maybe_stored else Closed("the store is closed"))
+                write.done.set_exception(
+                    AppendUnknown("closed") if write.maybe_stored else Closed("the store is closed")
+                )
 
     def tip(self, thread_id: str) -> Tip[M] | None:
         """The thread's last entry if this process wrote or saw it lately."""

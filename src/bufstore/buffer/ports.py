@@ -13,6 +13,7 @@ import msgspec
 
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import StoredEntry, StoredMessage
+from bufstore.buffer.verdict import Verdict
 
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
@@ -132,6 +133,10 @@ class HotState(Protocol):
         """Take `member` off the list."""
         ...
 
+    async def announce(self) -> None:
+        """Tell the other flushers that the list has changed."""
+        ...
+
     async def members(self) -> list[str]:
         """The live flushers."""
         ...
@@ -180,9 +185,9 @@ class NotOwner(Exception):
 class FlushFailed(Exception):
     """A flush transaction failed and changed nothing (or its outcome is unknown, which a retry finds out)."""
 
-    def __init__(self, message: str, sqlstate: str | None) -> None:
+    def __init__(self, message: str, verdict: Verdict) -> None:
         super().__init__(message)
-        self.sqlstate = sqlstate
+        self.verdict = verdict
 
 
 class Ledger(Protocol):
@@ -190,6 +195,10 @@ class Ledger(Protocol):
 
     Raises FlushFailed for anything the database says, StoreUnavailable when it cannot be reached.
     """
+
+    async def open(self) -> None:
+        """Get ready; the database need not be up."""
+        ...
 
     async def setup(self) -> None:
         """Create or migrate the tables."""
@@ -245,9 +254,6 @@ class Inapplicable(Exception):
         self.entry_id = entry_id
 
 
-class Domain(Protocol):
-    """What the entries of this log mean."""
-
-    def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> Any:
-        """One change that equals the entries in order, on a thread of `version`. Raises Inapplicable."""
-        ...
+#: What the entries of this log mean: one change that equals the entries in order, on a thread of a version.
+#: Raises Inapplicable.
+Coalesce = Callable[[str, int, Sequence[StoredEntry]], Any]

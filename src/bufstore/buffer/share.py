@@ -27,7 +27,6 @@ class Share:
         #: (commit time, cursor position) of past commits, oldest first: what retention counts from.
         self.commits: deque[tuple[float, int]] = deque()
         self.purged_below = 0
-        self._last = (cursor.seq, cursor.id)
 
     def collect(self) -> int:
         """Take over what the feed delivered; how many entries became complete."""
@@ -36,7 +35,6 @@ class Share:
             for item in self._items(message):
                 self.pending[item.seq] = item
                 self.pending_bytes += _size(item)
-                self._last = (item.seq, _id(item))
         return len(self.pending) - before
 
     def cursor_after(self, settled: Collection[int]) -> Cursor:
@@ -59,8 +57,11 @@ class Share:
                 self.pending_bytes -= _size(item)
         moved = cursor.seq > self.cursor.seq
         self.cursor = cursor
-        if moved and (not self.commits or now - self.commits[-1][0] >= resolution_s):
-            self.commits.append((now, cursor.seq))
+        if not moved:
+            return
+        if len(self.commits) > 1 and now - self.commits[-2][0] < resolution_s:
+            self.commits.pop()  # counting from a later commit keeps entries a little longer, never shorter
+        self.commits.append((now, cursor.seq))
 
     def purgeable(self, before: float) -> int | None:
         """Everything below this position was passed by a commit earlier than `before`; None if nothing new was."""

@@ -14,8 +14,9 @@ class Verdict(enum.Enum):
 
     #: Passing: connection, serialization, deadlock, resources. Try again later, as it was.
     RETRY = "retry"
-    #: Something holds a row that this flush needs. Split, so that it delays only its own thread.
-    LOCKED = "locked"
+    #: Something about one thread: a row that somebody holds, an app's code that raised. Split, so that it delays
+    #: only its own thread, and try that one again.
+    ISOLATE = "isolate"
     #: An entry cannot be applied. Split down to it.
     POISON = "poison"
     #: An operator has to mend it: login, schema, permission, read-only. Say so, keep everything, try again slowly.
@@ -23,7 +24,7 @@ class Verdict(enum.Enum):
 
 
 _BY_STATE = {
-    "55P03": Verdict.LOCKED,  # lock_timeout
+    "55P03": Verdict.ISOLATE,  # lock_timeout
     "25006": Verdict.STOP,  # read-only transaction
     "3D000": Verdict.STOP,  # no such database
     "3F000": Verdict.STOP,  # no such schema

@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
+from bufstore.errors import EmbeddedError
+
 from ._base import START_SECONDS, FolderLock, make_folder, owners
 from ._nats import NatsServer
 from ._postgres import PostgresServer
-from ._wheels import EmbeddedError
 
 __all__ = ["EmbeddedError", "NatsServer", "PostgresServer", "Servers"]
 

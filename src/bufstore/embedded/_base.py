@@ -20,8 +20,9 @@ import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
+from bufstore.errors import EmbeddedError
+
 from . import _guard, _wheels
-from ._wheels import EmbeddedError
 
 START_SECONDS = 30.0
 USER = "bufstore"

@@ -7,9 +7,10 @@ import os
 import socket
 from pathlib import Path
 
+from bufstore.errors import EmbeddedError
+
 from . import _wheels
 from ._base import USER, Server, write_private
-from ._wheels import EmbeddedError
 
 
 class NatsServer(Server):

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bufstore.errors import EmbeddedError
+
 from . import _guard, _wheels
 from ._base import USER, Server, write_private
-from ._wheels import EmbeddedError
 
 _INIT_SECONDS = 120.0  # for the first creation of the database
 

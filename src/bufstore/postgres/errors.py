@@ -67,9 +67,11 @@ def mapped_error(error: psycopg.Error | OSError) -> BufstoreError | None:
     state = error.sqlstate
     if state is None:
         # Without a SQLSTATE the server said nothing: libpq lost the connection.
-        return NoAnswer("the connection to Postgres was lost") if isinstance(error, psycopg.OperationalError) else None
+        lost = isinstance(error, psycopg.OperationalError)
+        return NoAnswer("the connection to Postgres was lost") if lost else None
     for length in (5, 2):
         kind = _BY_SQLSTATE.get(state[:length])
         if kind is not None:
-            return kind(f"Postgres says: {error.diag.message_primary or type(error).__name__} (SQLSTATE {state})")
+            text = error.diag.message_primary or type(error).__name__
+            return kind(f"Postgres says: {text} (SQLSTATE {state})")
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from importlib.resources.abc import Traversable
-from typing import Any, LiteralString, cast
+from typing import Any, LiteralString
 
 from psycopg import AsyncConnection, sql
 
@@ -26,7 +26,8 @@ _MIGRATION_LOCK = 0x6275_6673_746F_7265
 def check_schema(schema: str) -> str:
     """Return `schema` if it can name our schema; else raise ConfigError."""
     size = len(schema.encode(errors="replace"))
-    if not 1 <= size <= _MAX_IDENTIFIER_BYTES or "\0" in schema or _BODY_QUOTE in schema or schema.startswith("pg_"):
+    reserved = "\0" in schema or _BODY_QUOTE in schema or schema.startswith("pg_")
+    if reserved or not 1 <= size <= _MAX_IDENTIFIER_BYTES:
         raise ConfigError(
             f"schema {schema!r}: a name of 1 to {_MAX_IDENTIFIER_BYTES} bytes is needed, "
             f"without NUL and {_BODY_QUOTE}, that does not start with pg_"
@@ -54,9 +55,7 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     """
     check_schema(schema)
     migrations = {
-        int(match[1]): _rendered(file, schema)
-        for file in folder.iterdir()
-        if (match := _NUMBERED.fullmatch(file.name))
+        int(match[1]): _rendered(file, schema) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name))
     }
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATION_LOCK])
@@ -103,5 +102,4 @@ async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
 
 def _rendered(file: Traversable, schema: str) -> LiteralString:
     # Our own file with a quoted identifier in it: as literal as a string can be that is read from a file.
-    text = file.read_text(encoding="utf-8").replace("{schema}", sql.Identifier(schema).as_string())
-    return cast("LiteralString", text)
+    return file.read_text(encoding="utf-8").replace("{schema}", sql.Identifier(schema).as_string())

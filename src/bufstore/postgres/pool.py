@@ -24,8 +24,8 @@ from bufstore.postgres.errors import map_errors
 
 #: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
 _NUDGE_S = 0.5
-#: How long the cancellation of a statement may take once a call's time is over.
-_GRACE_S = 0.5
+#: When a call's time is over: how long the cancel request may take, and then the statement to end.
+_GRACE_S = 0.25
 #: What the server says to a client that will never get in. Only its text says so: libpq gives no SQLSTATE here.
 _REFUSED = re.compile(
     r"authentication failed|no pg_hba\.conf entry|(role|database) \".*\" does not exist|permission denied|"
@@ -33,6 +33,7 @@ _REFUSED = re.compile(
     r"does not match host name",
     re.IGNORECASE | re.DOTALL,
 )
+_REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
 
 
 class _Failure:
@@ -47,8 +48,9 @@ class _Connection(AsyncConnection[TupleRow]):
         try:
             connection = await super().connect(conninfo, **kwargs)
         except psycopg.OperationalError as e:
-            # The last line: with several hosts there is one for each. It names host and user, never a password.
-            failure.reason = str(e).strip().splitlines()[-1].rpartition("failed: ")[2] or "connection failed"
+            # With several hosts there are several. The text names host and user, never a password.
+            reasons = _REASON.findall(str(e))
+            failure.reason = "".join(reasons[-1]) if reasons else "connection failed"
             raise
         failure.reason = None
         return connection
@@ -59,9 +61,12 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
         self._failure = _Failure()
-        options = {"connect_timeout": max(2, round(connect_timeout_s)), "application_name": "bufstore"}
+        defaults: dict[str, Any] = {
+            "connect_timeout": max(2, round(connect_timeout_s)),
+            "application_name": "bufstore",
+        }
         super().__init__(
-            make_conninfo(**(options | _parsed(conninfo))),
+            make_conninfo(**(defaults | _parsed(conninfo))),
             connection_class=_Connection,
             kwargs={"autocommit": True, "prepare_threshold": None, "failure": self._failure},
             min_size=min(2, size),
@@ -84,18 +89,19 @@ class Pool(AsyncConnectionPool[_Connection]):
         deadline = loop.time() + timeout_s
         with map_errors():
             connection = await self._live(deadline)
-            # psycopg answers a cancellation by cancelling the statement and waiting for the end of it: seconds,
-            # when the network swallows everything. Hanging up ends that wait, too.
-            guard = loop.call_at(deadline + _GRACE_S, _hang_up, connection)
+            alarm = _Alarm(connection, deadline)
             try:
-                async with asyncio.timeout_at(deadline), connection:
+                # The alarm ends the statement; the timeout is for what else the block may wait for.
+                async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
                     yield connection
             finally:
+                if alarm.off():
+                    # The cancel request may still be under way: it must not hit the next one's statement.
+                    await connection.close()
                 # Also after a cancellation: the pool rolls back what is open, or drops the connection.
                 await self.putconn(connection)
-                guard.cancel()
 
-    async def _live(self, deadline: float) -> AsyncConnection[TupleRow]:
+    async def _live(self, deadline: float) -> _Connection:
         loop = asyncio.get_running_loop()
         while True:
             left = deadline - loop.time()
@@ -152,6 +158,34 @@ def _is_alive(connection: AsyncConnection[Any]) -> bool:
     return not connection.closed
 
 
-def _hang_up(connection: AsyncConnection[Any]) -> None:
-    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(connection.pgconn.socket)) as connected:
-        connected.shutdown(socket.SHUT_RDWR)
+class _Alarm:
+    """Ends the connection's statement when its time is over.
+
+    Not by cancelling our task: psycopg would then wait for the server up to ten seconds. And a statement that the
+    server has cancelled is known to have done nothing, where one that was abandoned is not.
+    """
+
+    def __init__(self, connection: AsyncConnection[Any], deadline: float) -> None:
+        self._connection = connection
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
+        self._task: asyncio.Task[None] | None = None
+
+    def off(self) -> bool:
+        """Disarm it; true when it has rung."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        return self._task is not None
+
+    def _ring(self) -> None:
+        self._task = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        with suppress(psycopg.Error):
+            await self._connection.cancel_safe(timeout=_GRACE_S)
+            await asyncio.sleep(_GRACE_S)
+        # No server, or one too busy to cancel: hang up, which wakes psycopg at once.
+        with suppress(OSError, psycopg.Error):
+            connected = socket.socket(fileno=os.dup(self._connection.pgconn.socket))
+            with connected:
+                connected.shutdown(socket.SHUT_RDWR)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.resources import files
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -256,7 +257,8 @@ class PostgresThreadStore:
         `with_watermark` adds the buffer's row for the thread (its tables must be in the same schema).
         """
         name = "load_rows_with_watermark" if with_watermark else "load_rows"
-        first, *messages = await self._read(name, check_id(thread_id, "thread_id"))
+        rows = await self._read(name, check_id(thread_id, "thread_id"))
+        first, *messages = sorted(rows, key=itemgetter(0))
         _, latest_run, version, *_ = first
         watermark = Watermark(*first[7:]) if with_watermark and first[7] is not None else None
         if version is None and watermark is None:

@@ -55,9 +55,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         check_id(self.run_id, "run_id")
         if self.thread_id != thread_id:
             raise InvalidRecord(f"run {self.run_id!r} belongs to thread {self.thread_id!r}, not {thread_id!r}")
-        for name in ("parent_run_id", "parent_thread_id"):
-            if getattr(self, name) is not None:
-                check_id(getattr(self, name), name)
+        for field in ("parent_run_id", "parent_thread_id"):
+            if getattr(self, field) is not None:
+                check_id(getattr(self, field), field)
         if not isinstance(self.status, RunStatus):
             raise InvalidRecord(f"run {self.run_id!r}: status must be a RunStatus, not {self.status!r}")
         for name in ("agent_id", "termination_reason"):

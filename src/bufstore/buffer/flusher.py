@@ -1,0 +1,512 @@
+"""The flush path: gather, coalesce, one transaction, ack, purge.
+
+Rule 1: Postgres holds the truth. Watermarks, cursors, terms and parked entries change in the flush transaction
+only; leases, acks and what is in memory here may be lost or wrong at any moment without losing an entry.
+Rule 2: any doubt about a partition (a hole in its feed, another owner, a lost connection) ends in the same way: its
+memory is dropped and it is taken again, from the cursor, with a higher term.
+
+Theory of operation. A member renews its lease and computes the partitions that it owns. Taking a partition raises its
+term in Postgres, which fences every earlier owner, and follows the log from the cursor. Every window, all owned
+partitions are flushed in one transaction: rows locked in id order, `chain.plan` on the locked rows decides what is
+applied, the domain coalesces it, watermarks and cursors move, commit. Then the progress report, then the ack, later
+the purge.
+
+Failure model. What passes is retried from memory. What says that one entry is to blame is split: by partition, by
+thread, by entry; so a locked row delays only its own thread, and poison parks alone. What only an operator can
+mend is retried slowly and reported. The loops restart themselves after an error nobody thought of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity.stop import stop_when_event_set
+
+from bufstore.buffer.chain import Parked, Row, plan
+from bufstore.buffer.entry import Malformed, StoredEntry, StoredMessage, assemble, decode
+from bufstore.buffer.membership import owned
+from bufstore.buffer.ports import (
+    AppendUnknown,
+    Coalesce,
+    Cursor,
+    Decision,
+    FlushFailed,
+    HotState,
+    Inapplicable,
+    Ledger,
+    Log,
+    NotOwner,
+)
+from bufstore.buffer.share import Item, Share
+from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.verdict import Verdict
+from bufstore.config import BufferConfig
+from bufstore.errors import BufstoreError, LogRolledBack, MalformedEntry, StoreMisconfigured, StoreUnavailable
+
+_log = logging.getLogger(__name__)
+
+_PURGE_INTERVAL_S = 5.0
+#: Above this part of max_bytes the wish to retain flushed entries gives way.
+_PRESSURE = 0.7
+_BACKOFF_MAX_S = 2.0
+_LOCKED_RETRY_S = 0.5
+
+
+@dataclass
+class FlusherState:
+    """What the flusher did and where it stands; counters since the start."""
+
+    running: bool = False
+    partitions: tuple[int, ...] = ()
+    transactions: int = 0
+    entries: int = 0
+    changes: int = 0
+    parked: int = 0
+    retries: int = 0
+    takeovers: int = 0
+    pending: int = 0
+    #: Why nothing is flushed at the moment; empty when all is well.
+    trouble: str = ""
+    #: True when the trouble needs an operator.
+    stopped: bool = False
+
+
+class _Later(Exception):
+    """Not now; everything stays as it is."""
+
+
+class _Gap(Exception):
+    """Entries are missing between a row and what has arrived; fetch them first."""
+
+    def __init__(self, threads: Mapping[str, tuple[int, int]]) -> None:
+        super().__init__(f"{len(threads)} threads have gaps")
+        self.threads = threads
+
+
+class Flusher:
+    """Flushes the partitions it owns; see the module's text. One per process and log."""
+
+    def __init__(
+        self,
+        log: Log,
+        hot: HotState,
+        ledger: Ledger,
+        coalesce: Coalesce,
+        subjects: Subjects,
+        config: BufferConfig,
+        member: str,
+        on_parked: Callable[[str], None] = lambda thread_id: None,
+    ) -> None:
+        self._log = log
+        self._hot = hot
+        self._ledger = ledger
+        self._coalesce = coalesce
+        self._subjects = subjects
+        self._config = config
+        self._member = member
+        self._on_parked = on_parked
+        self._loop = asyncio.get_running_loop()
+        self._shares: dict[int, Share] = {}
+        self._wanted: frozenset[int] = frozenset()
+        self._wake = asyncio.Event()
+        self._members_changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._asked_at = float("-inf")
+        self._asked = False
+        self._window_began: float | None = None
+        self._locked: dict[str, float] = {}
+        self._poison: set[int] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.state = FlusherState()
+
+    async def start(self) -> None:
+        """Join the members and begin to flush."""
+        await self._hot.on_call(self._on_call)
+        self.state.running = True
+        for name, work in (("member", self._keep_lease), ("flush", self._flush_windows), ("purge", self._purge)):
+            task = asyncio.create_task(self._supervise(name, work), name=f"bufstore-flusher-{name}")
+            self._tasks.append(task)
+
+    async def aclose(self) -> None:
+        """Stop: finish the window on its way, give up the partitions, leave the members."""
+        self._stopping.set()
+        self._wake.set()
+        self._members_changed.set()
+        _, late = await asyncio.wait(self._tasks, timeout=self._config.flush_timeout_s) if self._tasks else ((), ())
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for share in list(self._shares.values()):
+            await self._drop(share, "closing")
+        with contextlib.suppress(BufstoreError, AppendUnknown):
+            await self._hot.leave(self._member)
+        self.state.running = False
+
+    def ask(self) -> None:
+        """Flush now instead of at the end of the window; also what arrives within the next second."""
+        self._asked_at = self._loop.time()
+        self._wake.set()
+
+    def owns(self, partition: int) -> bool:
+        """Whether this flusher holds the partition."""
+        return partition in self._shares
+
+    # --- supervision ------------------------------------------------------------------------------------------
+
+    async def _supervise(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+        while not self._stopping.is_set():
+            try:
+                await work()
+            except Exception as e:
+                self.state.trouble = f"{name}: unexpected {type(e).__name__}"
+                _log.exception("the flusher's %s loop failed; it starts again", name, extra={"action": "flusher_error"})
+                await self._pause(1.0)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, or until stopped."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    # --- membership -------------------------------------------------------------------------------------------
+
+    def _on_call(self, partition: int) -> None:
+        if partition < 0:
+            self._members_changed.set()
+        elif partition in self._shares:
+            self.ask()
+
+    async def _keep_lease(self) -> None:
+        lease_until = 0.0
+        announced = False
+        while not self._stopping.is_set():
+            self._members_changed.clear()
+            began = self._loop.time()
+            try:
+                await self._hot.renew_member(self._member, self._config.lease_s)
+                lease_until = began + self._config.lease_s  # counted from before the server's clock started
+                if not announced:
+                    await self._hot.announce()
+                    announced = True
+                    self._members_changed.clear()
+                self._own(owned(self._member, await self._hot.members(), self._subjects.partitions))
+            except (BufstoreError, AppendUnknown) as e:
+                _log.warning("cannot renew the lease: %s", e, extra={"action": "lease_error"})
+                if self._loop.time() > lease_until - self._config.lease_s / 3:
+                    self._own(frozenset())  # stop before others may begin
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with asyncio.timeout(self._config.lease_s / 3):
+                    await self._members_changed.wait()
+
+    def _own(self, partitions: frozenset[int]) -> None:
+        if partitions != self._wanted:
+            self._wanted = partitions
+            self._wake.set()
+
+    async def _adjust(self) -> None:
+        """Give up what is not ours (any more) or lost, take what is."""
+        for partition, share in list(self._shares.items()):
+            if share.feed.lost is not None:
+                await self._drop(share, share.feed.lost)
+            elif partition not in self._wanted:
+                await self._drop(share, "another member owns it")
+        missing = sorted(self._wanted - self._shares.keys())
+        if not missing:
+            return
+        try:
+            for cursor in await self._ledger.take(missing, self._member):
+                await self._follow(cursor)
+        except (StoreUnavailable, StoreMisconfigured, FlushFailed, LogRolledBack, BufstoreError, AppendUnknown) as e:
+            self._report_trouble(e, stopped=isinstance(e, (StoreMisconfigured, LogRolledBack)))
+            raise _Later from e
+
+    async def _follow(self, cursor: Cursor) -> None:
+        """Check that the log still is the one that the cursor speaks of, and follow it from there."""
+        end = await self._log.end(5.0)
+        if end < cursor.seq:
+            raise LogRolledBack(
+                f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
+            )
+        if cursor.id:
+            found = await self._log.identity(cursor.seq)
+            if found is not None and _id_of(found) != cursor.id:
+                raise LogRolledBack(f"position {cursor.seq} of the log holds another entry than the one applied")
+        feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake.set)
+        self._shares[cursor.partition] = Share(cursor, feed, self._subjects)
+        self.state.takeovers += 1
+        self.state.partitions = tuple(sorted(self._shares))
+
+    async def _drop(self, share: Share, reason: str) -> None:
+        _log.info("partition %d: %s", share.cursor.partition, reason, extra={"action": "partition_dropped"})
+        self._shares.pop(share.cursor.partition, None)
+        self.state.partitions = tuple(sorted(self._shares))
+        await share.feed.close()
+
+    # --- the window -------------------------------------------------------------------------------------------
+
+    async def _flush_windows(self) -> None:
+        pause = wait_exponential_jitter(initial=0.05, max=_BACKOFF_MAX_S, jitter=0.05)
+        while True:
+            async for attempt in AsyncRetrying(
+                wait=pause,
+                retry=retry_if_exception_type(_Later),
+                stop=stop_when_event_set(self._stopping),  # type: ignore[arg-type]
+                sleep=self._pause,
+                before_sleep=self._count_retry,
+                retry_error_callback=lambda _: None,
+            ):
+                with attempt:
+                    await self._window()
+            if self._stopping.is_set():
+                return
+
+    def _count_retry(self, state: RetryCallState) -> None:
+        self.state.retries += 1
+
+    async def _window(self) -> None:
+        """Gather until a window is due, flush it."""
+        while True:
+            self._wake.clear()
+            if not self._stopping.is_set():
+                await self._adjust()
+            for share in self._shares.values():
+                share.collect()
+            pending = self._pending()
+            self.state.pending = sum(len(s.pending) for s in self._shares.values())
+            wait = self._due_in(pending)
+            if wait <= 0:
+                break
+            if self._stopping.is_set():
+                return
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._wake.wait()
+        self._window_began = None
+        if pending:
+            self._asked_at = float("-inf")
+            await self._settle(pending)
+        self.state.trouble, self.state.stopped = "", False
+
+    def _due_in(self, pending: Mapping[str | None, list[Item]]) -> float:
+        """Seconds until the window must be flushed; at most what keeps lost feeds from going unnoticed."""
+        count = sum(len(items) for items in pending.values())
+        size = sum(share.pending_bytes for share in self._shares.values())
+        if not count:
+            return 0 if self._stopping.is_set() else 1.0
+        now = self._loop.time()
+        if self._window_began is None:
+            self._window_began = now
+        full = count >= self._config.flush_max_entries // 2 or size >= self._config.flush_max_bytes // 2
+        if now - self._asked_at < 1.0 or full or self._stopping.is_set():
+            return 0
+        return min(self._window_began + self._config.flush_interval_s - now, 1.0)
+
+    def _pending(self) -> dict[str | None, list[Item]]:
+        """What to flush, by thread, bounded; threads whose row is locked by somebody wait their turn."""
+        now = self._loop.time()
+        self._locked = {t: until for t, until in self._locked.items() if until > now}
+        room = self._config.flush_max_entries
+        found: dict[str | None, list[Item]] = {}
+        for share in self._shares.values():
+            for item in share.pending.values():
+                if item.thread_id in self._locked:
+                    continue
+                if room <= 0:
+                    return found
+                room -= 1
+                found.setdefault(item.thread_id, []).append(item)
+        return found
+
+    # --- one transaction, split when it cannot commit whole ----------------------------------------------------------
+
+    async def _settle(self, threads: Mapping[str | None, list[Item]]) -> None:
+        try:
+            await self._commit(threads)
+        except NotOwner as e:
+            for partition in {self._partition_of(t, items) for t, items in threads.items()}:
+                if partition in self._shares:
+                    await self._drop(self._shares[partition], f"another owner took it ({e})")
+            raise _Later from e
+        except (StoreUnavailable, StoreMisconfigured) as e:
+            self._report_trouble(e, stopped=isinstance(e, StoreMisconfigured))
+            raise _Later from e
+        except FlushFailed as e:
+            what = e.verdict
+            if what in (Verdict.RETRY, Verdict.STOP):
+                self._report_trouble(e, stopped=what is Verdict.STOP)
+                raise _Later from e
+            await self._settle_parts(threads, what, e)
+        except (BufstoreError, AppendUnknown) as e:
+            self._report_trouble(e, stopped=False)
+            raise _Later from e
+
+    async def _settle_parts(self, threads: Mapping[str | None, list[Item]], what: Verdict, error: FlushFailed) -> None:
+        """Commit in smaller parts what cannot be committed whole."""
+        if len(threads) > 1:
+            for part in _split(threads, self._partition_of):
+                await self._settle(part)
+            return
+        ((thread_id, items),) = threads.items()
+        if what is Verdict.ISOLATE:
+            assert thread_id is not None
+            self._locked[thread_id] = self._loop.time() + _LOCKED_RETRY_S
+        elif len(items) > 1:
+            # In order, and only as far as it goes: the second half builds on the first.
+            await self._settle({thread_id: items[: len(items) // 2]})
+            if thread_id not in self._locked:
+                await self._settle({thread_id: items[len(items) // 2 :]})
+        else:
+            item = items[0]
+            if not isinstance(item, StoredEntry) or item.entry.id in self._poison:
+                # Parking itself was refused: this is not about the entry.
+                self._report_trouble(error, stopped=False)
+                raise _Later from error
+            self._poison.add(item.entry.id)
+            await self._settle(threads)
+
+    async def _commit(self, threads: Mapping[str | None, list[Item]]) -> None:
+        """Flush these threads' entries in one transaction; on return they are settled."""
+        filled: dict[str, list[Item]] = {}
+        while True:
+            settled = {item.seq for items in threads.values() for item in items}
+            shares = [share for _, share in sorted(self._shares.items()) if not settled.isdisjoint(share.pending)]
+            cursors = [share.cursor_after(settled) for share in shares]
+            try:
+                decision = await self._ledger.flush(
+                    cursors,
+                    sorted(t for t in threads if t is not None),
+                    lambda rows: self._decide(threads, filled, rows),
+                )
+                break
+            except _Gap as gap:
+                for thread_id, (after, before) in gap.threads.items():
+                    filled[thread_id] = await self._fill(thread_id, after, before)
+        # The second line that matters, the commit, is behind us: entries, watermarks and cursor are in Postgres
+        # together. Acknowledging before it would lose what a crash rolls back.
+        now = self._loop.time()
+        for share, cursor in zip(shares, cursors, strict=True):
+            share.settle(settled, cursor, now, resolution_s=1.0)
+        self._count(threads, decision)
+        with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
+            await self._hot.report({c.partition: c.seq for c in cursors})
+        for share in shares:
+            await share.feed.ack(share.cursor.seq)
+
+    def _decide(
+        self, threads: Mapping[str | None, list[Item]], filled: Mapping[str, list[Item]], rows: Mapping[str, Row]
+    ) -> Decision:
+        batch = []
+        new_rows: dict[str, Row] = {}
+        parked: list[Parked] = []
+        gaps: dict[str, tuple[int, int]] = {}
+        for thread_id, items in threads.items():
+            if thread_id is None:
+                parked += [Parked(item, item.cause) for item in items if isinstance(item, Malformed)]
+                continue
+            row = rows[thread_id]
+            while True:
+                complete = thread_id in filled
+                todo = plan(
+                    row, [*filled.get(thread_id, ()), *items], complete=complete, poison=frozenset(self._poison)
+                )
+                if todo.gap_before is not None:
+                    gaps[thread_id] = (row.flushed_seq, todo.gap_before)
+                    break
+                try:
+                    if todo.apply:
+                        batch.append(self._coalesce(thread_id, row.version, todo.apply))
+                except Inapplicable as e:
+                    self._poison.add(e.entry_id)
+                    continue
+                new_rows[thread_id] = todo.row
+                parked += todo.park
+                break
+        if gaps:
+            raise _Gap(gaps)
+        return Decision(batch=batch, rows=new_rows, parked=parked)
+
+    async def _fill(self, thread_id: str, after: int, before: int) -> list[Item]:
+        """The thread's entries in the log between two positions."""
+        messages = await self._log.after(self._subjects.of(thread_id), after, 10.0)
+        return [item for item in assemble(messages, thread_id) if item.seq < before]
+
+    def _partition_of(self, thread_id: str | None, items: Sequence[Item]) -> int:
+        if thread_id is not None:
+            return self._subjects.partition(thread_id)
+        item = items[0]
+        assert isinstance(item, Malformed)
+        return next((p for p, s in self._shares.items() if item.seq in s.pending), -1)
+
+    def _count(self, threads: Mapping[str | None, list[Item]], decision: Decision) -> None:
+        self.state.transactions += 1
+        self.state.entries += sum(len(items) for items in threads.values())
+        self.state.changes += len(decision.batch)
+        self.state.parked += len(decision.parked)
+        for parked in decision.parked:
+            item = parked.item
+            _log.error(
+                "entry %d of thread %s is quarantined: %s",
+                item.seq,
+                item.thread_id,
+                parked.cause,
+                extra={"action": "entry_parked"},
+            )
+            if isinstance(item, StoredEntry):
+                self._poison.discard(item.entry.id)
+            if item.thread_id is not None:
+                self._on_parked(item.thread_id)
+
+    def _report_trouble(self, error: BaseException, *, stopped: bool) -> None:
+        text = f"{type(error).__name__}: {error}"
+        if text != self.state.trouble:
+            level = logging.ERROR if stopped else logging.WARNING
+            _log.log(level, "cannot flush: %s", text, extra={"action": "flush_failed"})
+        self.state.trouble, self.state.stopped = text, stopped
+
+    # --- retention --------------------------------------------------------------------------------------------
+
+    async def _purge(self) -> None:
+        """Remove what was committed long enough ago."""
+        interval = min(_PURGE_INTERVAL_S, self._config.retain_after_flush_s / 4)
+        while not self._stopping.is_set():
+            await self._pause(interval)
+            try:
+                await self._purge_once()
+            except (BufstoreError, AppendUnknown) as e:
+                _log.warning("purging failed: %s", e, extra={"action": "purge_failed"})
+
+    async def _purge_once(self) -> None:
+        used, limit = await self._log.fill()
+        pressed = used > _PRESSURE * limit
+        keep = self._config.failover_window_s if pressed else self._config.retain_after_flush_s
+        for share in list(self._shares.values()):
+            below = share.purgeable(self._loop.time() - keep)
+            if below is not None:
+                # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
+                await self._log.purge(share.cursor.partition, below)
+                share.purged_below = below
+
+
+def _split(
+    threads: Mapping[str | None, list[Item]], partition_of: Callable[[str | None, Sequence[Item]], int]
+) -> list[dict[str | None, list[Item]]]:
+    """Smaller parts of a window: by partition if there are several, else halves."""
+    parts: dict[int, dict[str | None, list[Item]]] = {}
+    for thread_id, items in threads.items():
+        parts.setdefault(partition_of(thread_id, items), {})[thread_id] = items
+    if len(parts) > 1:
+        return list(parts.values())
+    names = list(threads)
+    return [{t: threads[t] for t in half} for half in (names[: len(names) // 2], names[len(names) // 2 :])]
+
+
+def _id_of(message: StoredMessage) -> int:
+    try:
+        return decode(message)[0].id
+    except MalformedEntry:
+        return 0

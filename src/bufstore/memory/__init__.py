@@ -1,0 +1,1 @@
+"""In memory: for users' tests, and as the oracle of ours."""

@@ -1,0 +1,76 @@
+"""The ledger in memory: with `MemoryThreadStore`, a buffered store for tests that need a real log and no Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.ports import Cursor, Decision, FlushFailed, NotOwner
+from bufstore.buffer.verdict import Verdict
+from bufstore.errors import Rejected
+
+
+class Applies(Protocol):
+    """The part of a store that a flush needs."""
+
+    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
+        """Write the batch, whole or not at all."""
+        ...
+
+
+class MemoryLedger:
+    """See `bufstore.buffer.ports.Ledger`."""
+
+    def __init__(self, target: Applies) -> None:
+        self._target = target
+        self._rows: dict[str, Row] = {}
+        self._cursors: dict[int, Cursor] = {}
+        self._epoch: int | None = None
+        self.parked: list[Parked] = []
+
+    async def open(self) -> None:
+        """Nothing to open."""
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+    async def setup(self) -> None:
+        """Nothing to create."""
+
+    async def epoch(self) -> int | None:
+        return self._epoch
+
+    async def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
+        for p in partitions:
+            old = self._cursors.get(p, Cursor(p, 0, 0, 0))
+            self._cursors[p] = Cursor(p, old.term + 1, old.seq, old.id)
+        return [self._cursors[p] for p in sorted(partitions)]
+
+    async def cursors(self) -> dict[int, Cursor]:
+        return dict(self._cursors)
+
+    async def row(self, thread_id: str) -> Row:
+        return self._rows.get(thread_id, Row())
+
+    async def flush(
+        self, owned: Sequence[Cursor], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
+    ) -> Decision:
+        for cursor in owned:
+            if self._cursors[cursor.partition].term != cursor.term:
+                raise NotOwner(f"partition {cursor.partition}")
+        decision = decide({t: self._rows.get(t, Row()) for t in threads})
+        try:
+            await self._target.apply(None, decision.batch)
+        except Rejected as e:
+            raise FlushFailed(str(e), Verdict.POISON) from e
+        self._rows |= decision.rows
+        self._cursors |= {c.partition: c for c in owned}
+        self.parked += decision.parked
+        return decision
+
+    async def quarantined(self) -> int:
+        return len(self.parked)

@@ -1,0 +1,9 @@
+UPDATE {schema}.buffer_threads AS b SET
+    flushed_seq = s.flushed_seq,
+    applied_id = s.applied_id,
+    version = s.version,
+    ring = s.ring,
+    broken_since = nullif(s.broken_since, 0)
+FROM unnest($1::text[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bytea[], $6::bigint[])
+    AS s (thread_id, flushed_seq, applied_id, version, ring, broken_since)
+WHERE b.thread_id = s.thread_id

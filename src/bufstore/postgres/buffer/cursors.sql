@@ -1,0 +1,1 @@
+SELECT partition, term, cursor_seq, cursor_id FROM {schema}.buffer_partitions ORDER BY partition

@@ -1,0 +1,1 @@
+SELECT epoch FROM {schema}.buffer_log

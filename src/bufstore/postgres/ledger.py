@@ -1,0 +1,189 @@
+"""The ledger in Postgres: watermarks, cursors, terms and the quarantine, and the one flush transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any, Protocol
+
+import msgspec
+import psycopg
+from psycopg import AsyncConnection
+
+from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.entry import Malformed
+from bufstore.buffer.ports import Cursor, Decision, FlushFailed, NotOwner
+from bufstore.buffer.verdict import Verdict, verdict
+from bufstore.errors import BufstoreError
+from bufstore.postgres import columns
+from bufstore.postgres.migrate import check_schema, migrate, queries
+from bufstore.postgres.pool import Pool, new_pool
+
+_FOLDER = files("bufstore.postgres") / "buffer"
+#: Enough for one flush and the reads of waiters beside it.
+_CONNECTIONS = 3
+
+
+class Applies(Protocol):
+    """The part of a store that a flush needs."""
+
+    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
+        """Write the batch on the connection; see `bufstore.threads.protocol.WrappableStore`."""
+        ...
+
+
+class PostgresLedger:
+    """See `bufstore.buffer.ports.Ledger`. Its tables stand in `schema`, beside those of the store it flushes into."""
+
+    def __init__(self, conninfo: str, target: Applies, *, schema: str = "bufstore", timeout_s: float = 30.0) -> None:
+        self.schema = check_schema(schema)
+        self._target = target
+        self._timeout_s = timeout_s
+        self._pool: Pool = new_pool(conninfo, size=_CONNECTIONS)
+        self._sql = queries(_FOLDER, schema)
+        self._ready = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(schema={self.schema!r})"
+
+    async def open(self) -> None:
+        """Open the pool; Postgres need not be up."""
+        await self._pool.open(wait=False)
+
+    async def aclose(self) -> None:
+        await self._pool.close()
+
+    async def setup(self) -> None:
+        if not self._ready:
+            async with self._pool.lend(self._timeout_s) as connection:
+                await migrate(connection, self.schema, _FOLDER, "buffer")
+            self._ready = True
+
+    async def epoch(self) -> int | None:
+        rows = await self._fetch("epoch")
+        return int(rows[0][0]) if rows else None
+
+    async def set_epoch(self, epoch: int) -> None:
+        await self._fetch("set_epoch", epoch)
+
+    async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
+        rows = await self._fetch("take", columns.ints(sorted(partitions)), owner)
+        return [Cursor(*row) for row in sorted(rows)]
+
+    async def cursors(self) -> dict[int, Cursor]:
+        return {row[0]: Cursor(*row) for row in await self._fetch("cursors")}
+
+    async def row(self, thread_id: str) -> Row:
+        rows = await self._fetch("row", thread_id)
+        return _row(rows[0]) if rows else Row()
+
+    async def quarantined(self) -> int:
+        return int((await self._fetch("quarantined"))[0][0])
+
+    async def flush(
+        self, owned: Sequence[Cursor], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
+    ) -> Decision:
+        await self.setup()
+        async with self._pool.lend(self._timeout_s) as connection:
+            try:
+                async with connection.transaction():
+                    rows = await self._lock(connection, owned, threads)
+                    decision = decide(rows)
+                    if decision.batch:
+                        await self._apply(connection, decision.batch)
+                    await self._advance(connection, owned, decision)
+            except psycopg.Error as e:
+                if e.sqlstate is None:
+                    raise  # the connection: mapped at the edge
+                text = e.diag.message_primary or type(e).__name__
+                raise FlushFailed(f"Postgres says: {text} (SQLSTATE {e.sqlstate})", verdict(e.sqlstate)) from e
+        return decision
+
+    async def _lock(
+        self, connection: AsyncConnection[Any], owned: Sequence[Cursor], threads: Sequence[str]
+    ) -> dict[str, Row]:
+        names = columns.texts(threads)
+        # One round trip: the partitions first, so that a fenced owner creates no rows.
+        async with connection.pipeline():
+            terms = await self._send(connection, "lock_partitions", columns.ints(c.partition for c in owned))
+            await self._send(connection, "insert_missing", names)
+            rows = await self._send(connection, "lock_threads", names)
+        held = {partition: term for partition, term, _ in await terms.fetchall()}
+        for cursor in owned:
+            if held.get(cursor.partition) != cursor.term:
+                raise NotOwner(f"partition {cursor.partition} has term {held.get(cursor.partition)}, not {cursor.term}")
+        return {row[0]: _row(row[1:]) for row in await rows.fetchall()}
+
+    async def _apply(self, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
+        try:
+            await self._target.apply(connection, batch)
+        except (psycopg.Error, BufstoreError, OSError):
+            raise
+        except Exception as e:
+            # The app's own code: nobody knows what it means, so it may delay the threads that it fails on, only.
+            raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.ISOLATE) from e
+
+    async def _advance(self, connection: AsyncConnection[Any], owned: Sequence[Cursor], decision: Decision) -> None:
+        async with connection.pipeline():
+            if decision.rows:
+                await self._send(connection, "advance_threads", *_row_columns(decision.rows))
+            if decision.parked:
+                await self._send(connection, "park", *_parked_columns(decision.parked))
+            await self._send(
+                connection,
+                "advance_cursors",
+                columns.ints(c.partition for c in owned),
+                columns.longs(c.seq for c in owned),
+                columns.longs(c.id for c in owned),
+            )
+
+    async def _send(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> columns.Cursor:
+        cursor = columns.Cursor(connection)
+        await cursor.execute(self._sql[name], parameters, binary=True)
+        return cursor
+
+    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        await self.setup()
+        async with self._pool.lend(self._timeout_s) as connection:
+            cursor = await self._send(connection, name, *parameters)
+            return await cursor.fetchall() if cursor.description else []
+
+
+def _row(columns_: Sequence[Any]) -> Row:
+    flushed_seq, applied_id, version, ring, broken_since = columns_
+    return Row(
+        flushed_seq=flushed_seq,
+        applied_id=applied_id,
+        version=version,
+        ring=bytes(ring),
+        broken_since=broken_since,
+    )
+
+
+def _row_columns(rows: Mapping[str, Row]) -> tuple[columns.Array, ...]:
+    return (
+        columns.texts(rows),
+        columns.longs(r.flushed_seq for r in rows.values()),
+        columns.longs(r.applied_id for r in rows.values()),
+        columns.longs(r.version for r in rows.values()),
+        columns.blobs([r.ring for r in rows.values()]),
+        columns.longs(r.broken_since or 0 for r in rows.values()),
+    )
+
+
+def _parked_columns(parked: Sequence[Parked]) -> tuple[columns.Array, ...]:
+    blobs = [msgspec.msgpack.encode(_whole(p)) for p in parked]
+    return (
+        columns.longs(p.item.seq for p in parked),
+        columns.texts(sha256(blob).hexdigest() for blob in blobs),
+        columns.texts(p.item.thread_id for p in parked),
+        columns.longs(0 if isinstance(p.item, Malformed) else p.item.entry.id for p in parked),
+        columns.texts(p.cause.replace("\0", "?") for p in parked),
+        columns.blobs(blobs),
+    )
+
+
+def _whole(parked: Parked) -> Any:
+    """The parked item with nothing left out: raw messages if they could not be decoded, else the entry."""
+    return parked.item.messages if isinstance(parked.item, Malformed) else parked.item

@@ -1,0 +1,89 @@
+"""Reading what a store holds of a thread, together with the watermark that says how fresh it is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from bufstore.buffer.chain import Row
+from bufstore.buffer.ports import Ledger
+from bufstore.errors import ReadNotFresh
+from bufstore.threads.model import Run, encode_messages, encode_run
+from bufstore.threads.overlay import ThreadState
+from bufstore.threads.protocol import ThreadReader
+
+_TRIES = 5
+
+
+class StateReader(Protocol):
+    """Reads a thread's state and its row, both of one moment."""
+
+    async def state(self, thread_id: str) -> ThreadState:
+        """The state; an empty one for a thread that does not exist. Raises StoreUnavailable."""
+        ...
+
+    async def run(self, run_id: str) -> Run | None:
+        """A run as the store holds it."""
+        ...
+
+
+class KeepsRows(Protocol):
+    """A store that gives state and watermark in one statement, encoded."""
+
+    async def load_rows(self, thread_id: str, *, with_watermark: bool) -> Any:
+        """See `bufstore.postgres.store.PostgresThreadStore.load_rows`."""
+        ...
+
+    async def load_run(self, run_id: str) -> Run | None:
+        """See `ThreadReader.load_run`."""
+        ...
+
+
+class SnapshotReader:
+    """One statement, one snapshot."""
+
+    def __init__(self, store: KeepsRows) -> None:
+        self._store = store
+
+    async def state(self, thread_id: str) -> ThreadState:
+        rows = await self._store.load_rows(thread_id, with_watermark=True)
+        if rows is None:
+            return ThreadState(row=Row(), thread=None, messages=[], latest_run=None)
+        return ThreadState(
+            row=rows.watermark or Row(version=len(rows.messages)),
+            thread=rows.thread,
+            messages=rows.messages,
+            latest_run=rows.latest_run,
+        )
+
+    async def run(self, run_id: str) -> Run | None:
+        return await self._store.load_run(run_id)
+
+
+class ComparingReader:
+    """Any store: read the row before and after the state; equal rows mean that no flush came between."""
+
+    def __init__(self, store: ThreadReader, ledger: Ledger) -> None:
+        self._store = store
+        self._ledger = ledger
+
+    async def state(self, thread_id: str) -> ThreadState:
+        row = await self._ledger.row(thread_id)
+        for attempt in range(_TRIES):
+            found = await self._store.load_checkpoint(thread_id)
+            after = await self._ledger.row(thread_id)
+            if after == row:
+                if found is None:
+                    return ThreadState(row=row, thread=None, messages=[], latest_run=None)
+                return ThreadState(
+                    row=row if row.flushed_seq else Row(version=len(found.messages)),
+                    thread=found.thread,
+                    messages=encode_messages(found.messages),
+                    latest_run=encode_run(found.latest_run) if found.latest_run is not None else None,
+                )
+            row = after
+            await asyncio.sleep(0.01 * attempt)  # flushed at each try: let a window pass
+        raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
+
+    async def run(self, run_id: str) -> Run | None:
+        return await self._store.load_run(run_id)

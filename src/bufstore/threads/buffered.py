@@ -1,0 +1,425 @@
+"""BufferedThreadStore: a ThreadRunStore whose writes go through the log.
+
+Writes append to the log and return when that is durable; the flusher moves them into the wrapped store. Reads join
+what the store holds with the thread's tail in the log. This file puts the parts together; the write path is
+`bufstore.threads.write` → `bufstore.buffer.appender`, the flush path `bufstore.buffer.flusher`, the read path
+`bufstore.threads.read`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from bufstore.buffer.appender import Appender
+from bufstore.buffer.chain import Row
+from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.flush_waiter import FlushWaiter
+from bufstore.buffer.flusher import Flusher, FlusherState
+from bufstore.buffer.ports import Ledger
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig, NatsConfig, as_nats_config
+from bufstore.errors import AlreadyExists, BufstoreError, ConfigError, LogRolledBack, StoreUnavailable
+from bufstore.memory.ledger import MemoryLedger
+from bufstore.memory.store import MemoryThreadStore
+from bufstore.nats.connection import Connection
+from bufstore.nats.hot import NatsHotState
+from bufstore.nats.log import NatsLog
+from bufstore.nats.setup import EPOCH_BITS
+from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.store import PostgresThreadStore
+from bufstore.threads.base import ComparingReader, SnapshotReader, StateReader
+from bufstore.threads.coalesce import coalesce
+from bufstore.threads.memory import MessageMemory, digests_of, ids_of, ids_of_encoded
+from bufstore.threads.model import Checkpoint, Run, Thread, decode_message, decode_run, encode_messages, encode_run
+from bufstore.threads.overlay import ThreadState
+from bufstore.threads.payload import content_hash, decode_payload
+from bufstore.threads.protocol import WrappableStore
+from bufstore.threads.read import ThreadReads
+from bufstore.threads.write import Call, save_of
+from bufstore.types import Consistency, Message, Receipt, check_id
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counters of this process since the start, and where the buffer stands."""
+
+    appended: int
+    conflicts: int
+    flusher: FlusherState
+    log_bytes: int
+    log_bytes_max: int
+    #: Messages sent to and received from NATS.
+    nats_sent: int
+    nats_received: int
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether this process can write, read and flush; empty strings mean yes."""
+
+    log: str
+    store: str
+    flusher: str
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing is wrong."""
+        return not (self.log or self.store or self.flusher)
+
+
+class BufferedThreadStore:
+    """A `ThreadRunStore` in front of another store: make one with `open`, close it with `aclose` or ``async with``."""
+
+    def __init__(
+        self,
+        store: WrappableStore,
+        ledger: Ledger,
+        nats: NatsConfig,
+        consistency: Consistency,
+        config: BufferConfig,
+    ) -> None:
+        self._store = store
+        self._ledger = ledger
+        self._consistency = consistency
+        self._config = config
+        self._subjects = Subjects(config.log.subject, config.log.partitions)
+        self._member = secrets.token_hex(8)
+        self._connection = Connection(nats, f"bufstore-{self._member}")
+        self._log = NatsLog(self._connection, nats.api, config)
+        self._hot = NatsHotState(self._connection, nats.api, config.log)
+        self._appender: Appender[MessageMemory] = Appender(
+            self._log, self._subjects, config, self, self._ledger.row, self._connection.drop
+        )
+        self._flusher = (
+            Flusher(
+                self._log,
+                self._hot,
+                ledger,
+                coalesce,
+                self._subjects,
+                config,
+                self._member,
+                on_parked=self._appender.forget,
+            )
+            if config.flusher
+            else None
+        )
+        self._waiter = FlushWaiter(self._hot, ledger, self._subjects, self._flusher)
+        reader: StateReader = (
+            SnapshotReader(store)
+            if isinstance(store, PostgresThreadStore) and isinstance(ledger, PostgresLedger)
+            else ComparingReader(store, ledger)
+        )
+        self._reads = ThreadReads(
+            self._log, self._hot, self._subjects, reader, self._waiter, config, own_seq=self._own_seq
+        )
+        self._claimed_runs: OrderedDict[str, str] = OrderedDict()
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        store: WrappableStore,
+        *,
+        nats: str | Sequence[str] | NatsConfig = "nats://127.0.0.1:4222",
+        postgres: str | None = None,
+        schema: str = "bufstore",
+        consistency: Consistency = Consistency.READ_YOUR_WRITES,
+        config: BufferConfig | None = None,
+    ) -> Self:
+        """Connect, create what is missing, check what is there, and begin to flush.
+
+        `store`: a PostgresThreadStore or MemoryThreadStore (opened and closed with this one), or an app's own.
+        `postgres`: where an app's own store keeps its tables; ours are made in `schema` there, because both change in
+        one transaction. `consistency` is the level of reads that name none.
+
+        Postgres may be down, if the log exists already. Raises ConfigError (ConfigDrift names the field),
+        LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
+        """
+        config = config or BufferConfig()
+        self = cls(store, _ledger_for(store, postgres, schema), as_nats_config(nats), consistency, config)
+        try:
+            await self._start()
+        except BaseException:
+            await self._release()
+            raise
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._store!r}, stream={self._config.log.stream!r})"
+
+    async def _start(self) -> None:
+        await self._connection.open()
+        await self._ledger.open()
+        if isinstance(self._store, PostgresThreadStore):
+            await self._store.open()
+        await self._prepare_log()
+        await self._hot.setup()
+        self._appender.start()
+        await self._waiter.start()
+        if self._flusher is not None:
+            await self._flusher.start()
+
+    async def _prepare_log(self) -> None:
+        """Make sure that the log exists and that it is the one that Postgres speaks of."""
+        epoch = await self._log.epoch()
+        try:
+            await self._ledger.setup()
+            if isinstance(self._store, PostgresThreadStore):
+                await self._store.setup()
+            known = await self._ledger.epoch()
+        except StoreUnavailable as e:
+            if epoch is None:
+                raise StoreUnavailable(
+                    f"stream {self._config.log.stream} does not exist, and only Postgres can tell at which position "
+                    f"a new one may begin: {e}"
+                ) from e
+            return
+        if epoch is None:
+            epoch = known or 0
+            cursors = await self._ledger.cursors()
+            if any(c.seq >= max(1, epoch << EPOCH_BITS) for c in cursors.values()):
+                raise LogRolledBack(
+                    f"stream {self._config.log.stream} is gone, and Postgres has applied entries of it (epoch {epoch}): "
+                    "restore it from a backup; or, to give up what it held unflushed, raise buffer_log.epoch by one"
+                )
+            await self._ledger.set_epoch(epoch)
+            await self._log.create(epoch)
+            await self._log.epoch()
+        elif known is None:
+            await self._ledger.set_epoch(epoch)
+        elif known > epoch:
+            raise LogRolledBack(f"stream {self._config.log.stream} has epoch {epoch}, Postgres knows epoch {known}")
+
+    async def aclose(self) -> None:
+        """Finish the writes on their way, flush what this process still can, stop, and release everything.
+
+        Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        await self._appender.aclose()
+        if self._flusher is not None and not self._flusher.state.trouble:
+            with contextlib.suppress(BufstoreError):
+                await self.force_flush_all()
+        await self._release()
+
+    async def _release(self) -> None:
+        if self._flusher is not None:
+            await self._flusher.aclose()
+        await self._reads.aclose()
+        await self._appender.aclose()
+        await self._hot.aclose()
+        await self._connection.aclose()
+        await self._ledger.aclose()
+        if isinstance(self._store, PostgresThreadStore):
+            await self._store.aclose()
+
+    # --- writes -----------------------------------------------------------------------------------------------
+
+    async def checkpoint(
+        self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None
+    ) -> Receipt:
+        """See `ThreadRunStore.checkpoint`. Also raises LogFull, LogUnavailable (nothing stored) and OutcomeUnknown.
+
+        Needs Postgres only with an idempotency key on a thread that the log does not know: then StoreUnavailable.
+        """
+        call = self._call(thread_id, messages, run, idempotency_key)
+        await self._claim(run)
+        return await self._appender.append(
+            thread_id, call.whole_list, key=idempotency_key, content=_content(call, idempotency_key)
+        )
+
+    async def checkpoint_append(
+        self,
+        thread_id: str,
+        delta: Sequence[Message],
+        run: Run,
+        *,
+        expected_version: int | None = None,
+        idempotency_key: str | None = None,
+    ) -> Receipt:
+        """See `ThreadRunStore.checkpoint_append`. Also raises what `checkpoint` does, and ThreadQuarantined.
+
+        Needs Postgres when this process has not written to the thread lately: then StoreUnavailable.
+        """
+        call = self._call(thread_id, delta, run, idempotency_key)
+        present = [i for i in call.ids if i]
+        if len(set(present)) < len(present):
+            raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
+        await self._claim(run)
+        return await self._appender.append(
+            thread_id, call.appending(expected_version), key=idempotency_key, content=_content(call, idempotency_key)
+        )
+
+    def _call(self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> Call:
+        """Check and encode everything before any I/O; afterwards the caller may change his objects."""
+        check_id(thread_id, "thread_id")
+        run.check(thread_id)
+        if key is not None:
+            check_id(key, "idempotency_key")
+        encoded = encode_messages(messages)
+        return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run), save_of(run))
+
+    async def _claim(self, run: Run) -> None:
+        """Make the run findable and its id unique, once, before its first checkpoint."""
+        if self._claimed_runs.get(run.run_id) == run.thread_id:
+            return
+        owner = await self._hot.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
+        if owner != run.thread_id:
+            raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
+        self._claimed_runs[run.run_id] = run.thread_id
+        while len(self._claimed_runs) > self._config.cached_threads:
+            self._claimed_runs.popitem(last=False)
+
+    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory]:
+        """For the appender: see `bufstore.buffer.appender.Writer`."""
+        state, last = await self._reads.joined(thread_id)
+        return last, state.row, MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+
+    def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
+        """For the appender: see `bufstore.buffer.appender.Writer`."""
+        payload = decode_payload(entry.entry.payload)
+        memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
+
+    def _own_seq(self, thread_id: str) -> int:
+        tip = self._appender.tip(thread_id)
+        return tip.seq if tip is not None else 0
+
+    # --- reads ------------------------------------------------------------------------------------------------
+
+    async def load_checkpoint(
+        self, thread_id: str, *, consistency: Consistency | None = None, at_least: Receipt | None = None
+    ) -> Checkpoint | None:
+        """The thread, its messages and its latest run, all of one moment; None if there is no such thread.
+
+        `at_least`: a receipt, maybe of another process, that must be visible. Raises ReadNotFresh when the level is
+        not reached in ``read_timeout_s``, StoreUnavailable when only Postgres could tell, ThreadQuarantined.
+        """
+        state = await self._state(thread_id, consistency, at_least)
+        if state.thread is None:
+            return None
+        return Checkpoint(
+            thread=state.thread,
+            messages=[decode_message(m) for m in state.messages],
+            latest_run=decode_run(state.latest_run) if state.latest_run is not None else None,
+        )
+
+    async def load_thread(
+        self, thread_id: str, *, consistency: Consistency | None = None, at_least: Receipt | None = None
+    ) -> Thread | None:
+        """The thread without its messages. Arguments and errors as in `load_checkpoint`."""
+        return (await self._state(thread_id, consistency, at_least)).thread
+
+    async def load_messages(
+        self, thread_id: str, *, consistency: Consistency | None = None, at_least: Receipt | None = None
+    ) -> list[Message] | None:
+        """The thread's messages, oldest first. Arguments and errors as in `load_checkpoint`."""
+        state = await self._state(thread_id, consistency, at_least)
+        return [decode_message(m) for m in state.messages] if state.thread is not None else None
+
+    async def load_run(self, run_id: str, *, consistency: Consistency | None = None) -> Run | None:
+        """A run as it was last saved. Errors as in `load_checkpoint`."""
+        return await self._reads.run(check_id(run_id, "run_id"), consistency or self._consistency)
+
+    async def latest_run(
+        self, thread_id: str, *, consistency: Consistency | None = None, at_least: Receipt | None = None
+    ) -> Run | None:
+        """The run of the thread's newest checkpoint. Arguments and errors as in `load_checkpoint`."""
+        state = await self._state(thread_id, consistency, at_least)
+        return decode_run(state.latest_run) if state.latest_run is not None else None
+
+    async def _state(self, thread_id: str, level: Consistency | None, at_least: Receipt | None) -> ThreadState:
+        check_id(thread_id, "thread_id")
+        if at_least is not None and at_least.thread_id != thread_id:
+            raise ConfigError(f"the receipt is of thread {at_least.thread_id!r}, not {thread_id!r}")
+        needed = at_least.thread_seq if at_least is not None else 0
+        return await self._reads.thread(thread_id, level or self._consistency, needed)
+
+    # --- administration ---------------------------------------------------------------------------------------
+
+    async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
+        """Return once everything of the thread that is acknowledged now is in the store, whoever flushes it.
+
+        Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable.
+        """
+        check_id(thread_id, "thread_id")
+        await self._reads.force_flush(thread_id, timeout_s or self._config.flush_timeout_s)
+
+    async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
+        """Return once everything that is acknowledged now is in the store. Raises like `force_flush`."""
+        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
+        targets = await self._log.ends(filters, self._config.read_timeout_s)
+        await self._waiter.partitions(
+            {p: seq for p, seq in enumerate(targets) if seq}, timeout_s or self._config.flush_timeout_s
+        )
+
+    async def statistics(self) -> Statistics:
+        """Counters and fill. Raises LogUnavailable."""
+        used, limit = await self._log.fill()
+        sent, received = self._connection.traffic
+        return Statistics(
+            appended=self._appender.appended,
+            conflicts=self._appender.conflicts,
+            flusher=self._flusher.state if self._flusher is not None else FlusherState(),
+            log_bytes=used,
+            log_bytes_max=limit,
+            nats_sent=sent,
+            nats_received=received,
+        )
+
+    async def health(self) -> Health:
+        """What is wrong at this moment; asks NATS and Postgres, waits for neither longer than two seconds."""
+
+        async def trouble(call: Any) -> str:
+            try:
+                async with asyncio.timeout(2):
+                    await call
+            except (TimeoutError, BufstoreError) as e:
+                return str(e) or type(e).__name__
+            return ""
+
+        log, store = await asyncio.gather(trouble(self._log.fill()), trouble(self._ledger.cursors()))
+        return Health(log=log, store=store, flusher=self._flusher.state.trouble if self._flusher else "")
+
+    async def quarantined(self) -> int:
+        """How many entries wait in quarantine. Raises StoreUnavailable."""
+        return await self._ledger.quarantined()
+
+    async def lag(self) -> Mapping[int, int]:
+        """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
+        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
+        ends, cursors = await asyncio.gather(
+            self._log.ends(filters, self._config.read_timeout_s), self._ledger.cursors()
+        )
+        return {p: max(0, end - (cursors[p].seq if p in cursors else 0)) for p, end in enumerate(ends)}
+
+
+def _content(call: Call, key: str | None) -> bytes:
+    return content_hash(call.encoded, call.run) if key is not None else b""
+
+
+def _ledger_for(store: WrappableStore, postgres: str | None, schema: str) -> Ledger:
+    if isinstance(store, PostgresThreadStore):
+        return PostgresLedger(postgres or str(store.pool.conninfo), store, schema=store.schema)
+    if postgres is not None:
+        return PostgresLedger(postgres, store, schema=schema)
+    if isinstance(store, MemoryThreadStore):
+        return MemoryLedger(store)
+    raise ConfigError("give `postgres`: the database of your store, where the buffer keeps its watermarks")

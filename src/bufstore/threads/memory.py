@@ -1,0 +1,89 @@
+"""What a writer remembers of a thread's messages: a digest of each, to find what a new list has in common with it.
+
+Compared is content, never identity or length of objects that the caller may have changed. A digest is Python's own
+hash of the message's bytes (SipHash with a key of this process): 64 bits, never stored, never sent.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+
+class MessageMemory:
+    """Digests of a thread's messages and of their ids, in order."""
+
+    def __init__(self, digests: array[int] | None = None, ids: array[int] | None = None) -> None:
+        self.digests: array[int] = digests if digests is not None else array("q")
+        self.ids: array[int] = ids if ids is not None else array("q")
+        self._known_ids: set[int] | None = None
+
+    @property
+    def weight(self) -> int:
+        """About how many items it holds; one for being there."""
+        return 1 + len(self.digests)
+
+    def common(self, digests: array[int]) -> int:
+        """How many leading messages a list with these digests shares with the remembered one."""
+        shorter = min(len(digests), len(self.digests))
+        if self.digests[:shorter] == digests[:shorter]:
+            return shorter
+        return next(i for i in range(shorter) if self.digests[i] != digests[i])
+
+    def replace(self, keep: int, digests: array[int], ids: array[int]) -> tuple[array[int], array[int]]:
+        """Put these behind the first `keep` messages; returns what stood there, to undo it the same way."""
+        removed = self.digests[keep:], self.ids[keep:]
+        del self.digests[keep:], self.ids[keep:]
+        self.digests.extend(digests)
+        self.ids.extend(ids)
+        if self._known_ids is not None:
+            if len(removed[1]):
+                self._known_ids = None
+            else:
+                self._known_ids.update(ids)
+        return removed
+
+    def has_id(self, id_: int) -> bool:
+        """Whether a message with this id digest is in the thread."""
+        if self._known_ids is None:
+            self._known_ids = set(self.ids)
+        return id_ in self._known_ids
+
+
+def digests_of(encoded: Iterable[bytes]) -> array[int]:
+    """The digest of each encoded message."""
+    return array("q", map(hash, encoded))
+
+
+def ids_of(messages: Iterable[Any]) -> array[int]:
+    """The digest of each message's ``id``; 0 for a message without a (str) id."""
+    return array("q", (_id_digest(m) for m in messages))
+
+
+class _WithId(msgspec.Struct):
+    id: Any = None
+
+
+_id_decoder = msgspec.msgpack.Decoder(_WithId)
+
+
+def ids_of_encoded(encoded: Sequence[bytes]) -> array[int]:
+    """Like `ids_of`, for encoded messages."""
+    ids = array("q")
+    for data in encoded:
+        try:
+            ids.append(_id_digest({"id": _id_decoder.decode(data).id}))
+        except msgspec.MsgspecError:
+            ids.append(0)  # not a dict with str keys
+    return ids
+
+
+def _id_digest(message: Any) -> int:
+    if type(message) is dict:
+        id_ = message.get("id")
+        if type(id_) is str:
+            return hash(id_) or 1
+    return 0

@@ -1,0 +1,65 @@
+"""What a thread looks like with its unflushed tail: the same decision and the same change as a flush of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from bufstore.buffer.chain import Plan, Row, plan
+from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.ports import Inapplicable
+from bufstore.threads.coalesce import coalesce
+from bufstore.threads.model import Thread
+
+
+class ThreadState(msgspec.Struct, frozen=True, kw_only=True):
+    """A thread of one moment, encoded, with the row that tells which moment."""
+
+    row: Row
+    thread: Thread | None
+    messages: list[bytes]
+    latest_run: bytes | None
+    #: Records of runs saved in the overlaid tail, newest of each.
+    tail_runs: dict[str, bytes] = {}
+
+
+def overlay(state: ThreadState, thread_id: str, items: Sequence[StoredEntry | Malformed]) -> ThreadState:
+    """`state` with `items` of the log applied: all there are between its watermark and the last of them."""
+    poison: set[int] = set()
+    while True:
+        todo = plan(state.row, items, complete=True, poison=frozenset(poison))
+        try:
+            return _applied(state, thread_id, todo)
+        except Inapplicable as e:
+            poison.add(e.entry_id)
+
+
+def _applied(state: ThreadState, thread_id: str, todo: Plan) -> ThreadState:
+    if not todo.apply:
+        return msgspec.structs.replace(state, row=todo.row)
+    change = coalesce(thread_id, state.row.version, todo.apply)
+    thread = change.project(state.thread or Thread(thread_id=thread_id))
+    assert thread.latest_run_id is not None
+    return ThreadState(
+        row=todo.row,
+        thread=thread,
+        messages=[*state.messages[: change.keep], *change.messages],
+        latest_run=change.runs.get(thread.latest_run_id, state.latest_run),
+        tail_runs={**state.tail_runs, **change.runs},
+    )
+
+
+def from_log_alone(thread_id: str, items: Sequence[StoredEntry | Malformed]) -> ThreadState | None:
+    """The thread as far as the log knows it, without Postgres; None if the log does not know all its messages.
+
+    Flushed entries stay in the log for a while, so it often holds a thread's whole story: from any self-contained
+    entry on, when everything behind it is chained.
+    """
+    for i, item in enumerate(items):
+        if isinstance(item, StoredEntry) and item.entry.self_contained:
+            start = ThreadState(row=Row(applied_id=item.entry.prev_id), thread=None, messages=[], latest_run=None)
+            state = overlay(start, thread_id, items[i:])
+            if state.row.broken_since is None:
+                return state
+    return None

@@ -1,0 +1,207 @@
+"""The read path: what the store holds, joined with the thread's tail in the log.
+
+Both are asked at once. If the log's last entry of the thread is above the watermark, the tail between is fetched
+and overlaid by the same decision that a flush of it makes. An entry may leave the log only `failover_window_s` after
+Postgres has it, and no read takes half as long: so what one answer lacks the other has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from bufstore.buffer.entry import assemble
+from bufstore.buffer.flush_waiter import FlushWaiter
+from bufstore.buffer.ports import HotState, Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import (
+    BufstoreError,
+    FlushTimeout,
+    LogUnavailable,
+    ReadNotFresh,
+    StoreUnavailable,
+    ThreadQuarantined,
+)
+from bufstore.threads.base import StateReader
+from bufstore.threads.model import Run, decode_run
+from bufstore.threads.overlay import ThreadState, from_log_alone, overlay
+from bufstore.types import Consistency
+
+_log = logging.getLogger(__name__)
+
+#: How long a read waits for Postgres before it tries to do with the log alone.
+_STORE_PATIENCE_S = 2.0
+_PROBE_INTERVAL_S = 0.25
+
+
+class ThreadReads:
+    """Reads threads and runs at a consistency level."""
+
+    def __init__(
+        self,
+        log: Log,
+        hot: HotState,
+        subjects: Subjects,
+        store: StateReader,
+        waiter: FlushWaiter,
+        config: BufferConfig,
+        own_seq: Callable[[str], int],
+    ) -> None:
+        self._log = log
+        self._hot = hot
+        self._subjects = subjects
+        self._store = store
+        self._waiter = waiter
+        self._config = config
+        self._own_seq = own_seq
+        self._probe: asyncio.Task[None] | None = None
+        #: Why Postgres is taken for down; None while it answers.
+        self.store_down: str | None = None
+
+    async def aclose(self) -> None:
+        """Stop looking whether Postgres is back."""
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.gather(self._probe, return_exceptions=True)
+
+    async def thread(self, thread_id: str, level: Consistency, at_least: int = 0) -> ThreadState:
+        """The thread's state; one without `thread` if it does not exist.
+
+        `at_least`: a position that the state must include. Raises ReadNotFresh when the level cannot be reached in
+        `read_timeout_s`, StoreUnavailable when only Postgres could tell and it does not answer, ThreadQuarantined.
+        """
+        needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
+        try:
+            async with asyncio.timeout(self._config.read_timeout_s):
+                if level is Consistency.EVENTUAL:
+                    state = await self._until(lambda: self._store.state(thread_id), needed)
+                elif level is Consistency.STRONG:
+                    target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
+                    state = await self._until(lambda: self._store.state(thread_id), target)
+                else:
+                    state = await self._until(lambda: self._joined_state(thread_id), needed)
+        except TimeoutError:
+            raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
+        except (FlushTimeout, LogUnavailable) as e:
+            raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
+        if state.row.broken_since is not None and level is not Consistency.EVENTUAL:
+            raise ThreadQuarantined(thread_id, state.row.broken_since)
+        return state
+
+    async def run(self, run_id: str, level: Consistency) -> Run | None:
+        """The run as it was last saved; None if nobody knows it."""
+        if level is Consistency.EVENTUAL:
+            return await self._store.run(run_id)
+        thread_id = await self._thread_of_run(run_id)
+        if thread_id is None:
+            return None
+        state = await self.thread(thread_id, level)
+        if run_id in state.tail_runs:
+            return decode_run(state.tail_runs[run_id])
+        if state.latest_run is not None:
+            latest = decode_run(state.latest_run)
+            if latest.run_id == run_id:
+                return latest
+        # Not in the tail, so it is older than the watermark, where the store has it.
+        return await self._store.run(run_id)
+
+    async def force_flush(self, thread_id: str, timeout_s: float) -> int:
+        """Wait until everything of the thread that is in the log now is flushed; up to which position that is."""
+        subject = self._subjects.of(thread_id)
+        last = (await self._log.last([subject], timeout_s)).get(subject)
+        if last is None:
+            return 0
+        await self._waiter.thread(thread_id, last.seq, timeout_s)
+        return last.seq
+
+    async def joined(self, thread_id: str) -> tuple[ThreadState, int]:
+        """The thread's state with its tail, and the position of its last entry in the log (0: none there)."""
+        subject = self._subjects.of(thread_id)
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            state, last = await asyncio.gather(self._stored(thread_id), self._last(subject))
+            if state is None:
+                return await self._without_store(thread_id), last
+            if last > state.row.flushed_seq:
+                messages = await self._log.after(subject, state.row.flushed_seq, self._config.read_timeout_s)
+                items = assemble(messages, thread_id)
+                joined = overlay(state, thread_id, items)
+                if joined.row.broken_since is not None and state.row.broken_since is None:
+                    # Either an entry is missing because Postgres has moved since, or the chain is really broken.
+                    again = await self._store.state(thread_id)
+                    joined = overlay(again, thread_id, items)
+                state = joined
+                last = messages[-1].seq if messages else last
+            # A pause in between (of this process, say) may have outlived an entry in the log: look again.
+            if loop.time() - began < self._config.failover_window_s / 2:
+                return state, last
+
+    async def _joined_state(self, thread_id: str) -> ThreadState:
+        return (await self.joined(thread_id))[0]
+
+    async def _until(self, read: Callable[[], object], needed: int) -> ThreadState:
+        """Read until the state includes position `needed`; the caller bounds the time."""
+        pause = 0.005
+        while True:
+            state = await read()  # type: ignore[misc]
+            assert isinstance(state, ThreadState)
+            if state.row.flushed_seq >= needed:
+                return state
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.25)
+
+    async def _last(self, subject: str) -> int:
+        found = (await self._log.last([subject], self._config.read_timeout_s)).get(subject)
+        return found.seq if found is not None else 0
+
+    async def _stored(self, thread_id: str) -> ThreadState | None:
+        """What the store holds; None while it is down."""
+        if self.store_down is not None:
+            return None
+        try:
+            async with asyncio.timeout(min(_STORE_PATIENCE_S, self._config.read_timeout_s / 2)):
+                return await self._store.state(thread_id)
+        except TimeoutError:
+            self._take_for_down("it did not answer in time")
+        except StoreUnavailable as e:
+            self._take_for_down(str(e))
+        return None
+
+    def _take_for_down(self, reason: str) -> None:
+        """Do not make every read wait for a Postgres that is away: one task looks whether it is back."""
+        if self.store_down is None:
+            self.store_down = reason
+            _log.warning("reads do without Postgres: %s", reason, extra={"action": "store_down"})
+            self._probe = asyncio.create_task(self._look_for_store(), name="bufstore-store-probe")
+
+    async def _look_for_store(self) -> None:
+        while self.store_down is not None:
+            with contextlib.suppress(BufstoreError):
+                await self._store.run("bufstore-probe")
+                self.store_down = None
+                _log.info("Postgres is back", extra={"action": "store_up"})
+                return
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+
+    async def _without_store(self, thread_id: str) -> ThreadState:
+        messages = await self._log.after(self._subjects.of(thread_id), 0, self._config.read_timeout_s)
+        state = from_log_alone(thread_id, assemble(messages, thread_id))
+        if state is not None:
+            return state
+        return await self._store.state(thread_id)  # only Postgres can tell: ask it for as long as the caller waits
+
+    async def _thread_of_run(self, run_id: str) -> str | None:
+        with contextlib.suppress(LogUnavailable):
+            thread_id = await self._hot.thread_of_run(run_id, self._config.read_timeout_s)
+            if thread_id is not None:
+                return thread_id
+        try:
+            async with asyncio.timeout(self._config.read_timeout_s):
+                run = await self._store.run(run_id)
+        except TimeoutError:
+            raise ReadNotFresh(f"run {run_id!r} could not be looked up in time") from None
+        return run.thread_id if run is not None else None

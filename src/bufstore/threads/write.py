@@ -1,0 +1,75 @@
+"""What entry a call becomes: pure functions of the call and the thread's tip."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from bufstore.buffer.appender import Draft, NeedBase, Tip
+from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
+from bufstore.threads.memory import MessageMemory
+from bufstore.threads.model import Run, RunSave
+from bufstore.threads.payload import Payload, encode_payload
+
+
+class Call:
+    """One call of `checkpoint` or `checkpoint_append`, encoded once, drafted as often as conflicts ask for."""
+
+    def __init__(
+        self, thread_id: str, encoded: Sequence[bytes], digests: array[int], ids: array[int], run: bytes, save: RunSave
+    ) -> None:
+        self.thread_id = thread_id
+        self.encoded = encoded
+        self.digests = digests
+        self.ids = ids
+        self.run = run
+        self.save = save
+
+    def _draft(self, keep: int, skip: int, memory: MessageMemory, *, self_contained: bool) -> Draft[MessageMemory]:
+        """Keep `keep` messages of the thread, then this call's from number `skip` on."""
+        digests, ids = self.digests[skip:], self.ids[skip:]
+        removed = memory.replace(keep, digests, ids)
+        payload = Payload(keep, self.encoded[skip:], self.run, self.save)
+        return Draft(
+            payload=encode_payload(payload),
+            self_contained=self_contained,
+            version=keep + len(digests),
+            memory=memory,
+            undo=_undo(memory, keep, removed),
+        )
+
+    def whole_list(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
+        """A full list: a delta against the predecessor if its content is known and shares a beginning."""
+        if tip.memory is None:
+            return self._draft(0, 0, MessageMemory(), self_contained=True)
+        keep = tip.memory.common(self.digests)
+        return self._draft(keep, keep, tip.memory, self_contained=keep == 0)
+
+    def appending(self, expected_version: int | None) -> Callable[[Tip[MessageMemory]], Draft[MessageMemory]]:
+        """A delta behind whatever the thread holds, or behind exactly `expected_version` messages."""
+
+        def draft(tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
+            if tip.broken:
+                raise ThreadQuarantined(self.thread_id, tip.seq)
+            if tip.memory is None:
+                raise NeedBase
+            if expected_version is not None and expected_version != tip.version:
+                raise VersionConflict(self.thread_id, expected=expected_version, actual=tip.version)
+            for i, id_ in enumerate(self.ids):
+                if id_ and tip.memory.has_id(id_):
+                    raise AlreadyExists(f"thread {self.thread_id!r} has the id of new message {i} already")
+            return self._draft(tip.version, 0, tip.memory, self_contained=False)
+
+        return draft
+
+
+def _undo(memory: MessageMemory, keep: int, removed: tuple[array[int], array[int]]) -> Callable[[], None]:
+    def undo() -> None:
+        memory.replace(keep, *removed)
+
+    return undo
+
+
+def save_of(run: Run) -> RunSave:
+    """The part of a run that the thread's row depends on."""
+    return RunSave(run.run_id, run.status, run.parent_thread_id)

@@ -1,0 +1,599 @@
+"""PostgresThreadStore on a real Postgres: the contract, and what only a database can get wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from psycopg import sql
+from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change, fresh, run_of
+from transaction_pooler import TransactionPooler
+
+from bufstore.embedded import PostgresServer
+from bufstore.errors import (
+    BufstoreError,
+    Closed,
+    ConfigError,
+    OutcomeUnknown,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
+from bufstore.memory.store import MemoryThreadStore
+from bufstore.postgres import columns
+from bufstore.postgres.errors import map_errors, mapped_error
+from bufstore.postgres.pool import open_pool
+from bufstore.postgres.store import PostgresThreadStore
+from bufstore.threads.model import RunStatus, ThreadChange, decode_message, encode_messages
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    """A Postgres of this module's own: it is killed, paused and restarted."""
+    data = Path(tempfile.gettempdir()) / f"bufstore-{uuid.uuid4().hex}"
+    postgres = PostgresServer(data)
+    postgres.temporary = True
+    postgres.start()
+    yield postgres
+    postgres.stop()
+    shutil.rmtree(data)
+
+
+@contextlib.asynccontextmanager
+async def ready(dsn: str, **options: Any) -> AsyncIterator[PostgresThreadStore]:
+    async with PostgresThreadStore(dsn, **options) as store:
+        await store.setup()
+        yield store
+
+
+@pytest.fixture(scope="module")
+async def shared(server: PostgresServer) -> AsyncIterator[PostgresThreadStore]:
+    async with ready(server.dsn) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+async def applied(server: PostgresServer) -> AsyncIterator[PostgresThreadStore]:
+    async with ready(server.dsn, schema="applied") as store:
+        yield store
+
+
+class PostgresApplier:
+    def __init__(self, store: PostgresThreadStore) -> None:
+        self.store = store
+
+    async def apply(self, *changes: ThreadChange) -> None:
+        async with self.store.pool.lend(10) as connection, connection.transaction():
+            await self.store.apply(connection, changes)
+
+
+async def rows(store: PostgresThreadStore, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    async with store.pool.lend(10) as connection:
+        cursor = await connection.execute(
+            sql.SQL(query).format(schema=sql.Identifier(store.schema)),
+            parameters or None,
+        )
+        return await cursor.fetchall() if cursor.description else []
+
+
+# -- the contract ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+async def test_direct_writes(check: Check, shared: PostgresThreadStore) -> None:
+    await check(shared)
+
+
+@pytest.mark.parametrize("check", APPLY_CHECKS, ids=lambda check: check.__name__)
+async def test_batches(check: Check, shared: PostgresThreadStore) -> None:
+    await check(PostgresApplier(shared))
+
+
+@pytest.mark.parametrize("check", CHECKS + APPLY_CHECKS, ids=lambda check: check.__name__)
+async def test_behind_a_transaction_pooler(check: Check, server: PostgresServer) -> None:
+    async with (
+        TransactionPooler(server.dsn, servers=2) as pooler,
+        ready(pooler.dsn, schema="pooled", pool_size=20) as store,
+    ):
+        await check(PostgresApplier(store) if check in APPLY_CHECKS else store)
+        assert pooler.prepared == []
+
+
+async def test_20_clients_share_2_server_connections(server: PostgresServer) -> None:
+    async with TransactionPooler(server.dsn, servers=2) as pooler, contextlib.AsyncExitStack() as stack:
+        stores = [
+            await stack.enter_async_context(PostgresThreadStore(pooler.dsn, schema="pooled", pool_size=1))
+            for _ in range(20)
+        ]
+        await asyncio.gather(*(store.setup() for store in stores))
+        common = fresh()
+
+        async def client(n: int, store: PostgresThreadStore) -> None:
+            own = fresh(f"{n}")
+            applier = PostgresApplier(store)
+            for i in range(5):
+                await store.checkpoint(own, list(range(i + 1)), run_of(own))
+                await store.checkpoint_append(common, [{"id": f"{n}-{i}"}], run_of(common))
+                await applier.apply(change(own, i + 1, [{"id": f"{own}-{i}"}], run_of(own)))
+                assert await store.load_messages(own) == [*range(i + 1), {"id": f"{own}-{i}"}]
+
+        await asyncio.gather(*(client(n, store) for n, store in enumerate(stores)))
+        messages = await stores[0].load_messages(common)
+        assert messages is not None
+        assert len(messages) == 100
+        assert pooler.prepared == []
+
+
+# -- one result, however it is written -------------------------------------------------------------------------
+
+messages_ = st.lists(st.integers(0, 3), max_size=5)
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(("checkpoint", "append", "change")),
+        st.integers(0, 2),  # thread
+        st.integers(0, 5),  # messages kept, of a change
+        messages_,
+        st.integers(0, 1),  # run of the thread
+        st.sampled_from(RunStatus),
+        st.sampled_from((None, "parent-1", "parent-2")),
+    ),
+    max_size=12,
+)
+
+
+def fold(first: ThreadChange, then: ThreadChange) -> ThreadChange:
+    """The two changes as one."""
+    runs = {k: v for k, v in first.runs.items() if k not in then.runs} | dict(then.runs)
+    whole, keep = then.whole, then.keep
+    messages = then.messages
+    if then.keep >= first.keep and not then.whole:
+        whole, keep = first.whole, first.keep
+        messages = [*first.messages[: then.keep - first.keep], *then.messages]
+    return ThreadChange(
+        thread_id=then.thread_id,
+        keep=keep,
+        messages=messages,
+        whole=whole,
+        runs=runs,
+        saves=[*first.saves, *then.saves],
+    )
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(operations=operations, flushes=st.lists(st.booleans(), min_size=12, max_size=12))
+async def test_all_ways_to_write_agree(
+    operations: list[tuple[str, int, int, list[int], int, RunStatus, str | None]],
+    flushes: list[bool],
+    shared: PostgresThreadStore,
+    applied: PostgresThreadStore,
+) -> None:
+    threads = [fresh() for _ in range(3)]
+    memory, memory_applied = MemoryThreadStore(), MemoryThreadStore()
+    pending: dict[str, ThreadChange] = {}
+    for (kind, n, keep, messages, run_number, status, parent), flush in zip(operations, flushes, strict=False):
+        thread_id = threads[n]
+        run = run_of(thread_id, f"{run_number}-{thread_id}", status=status, parent_thread_id=parent)
+        before = await memory.load_messages(thread_id) or []
+        if kind == "append":
+            for store in (memory, shared):
+                await store.checkpoint_append(thread_id, messages, run)
+            changed = change(thread_id, len(before), messages, run)
+        else:
+            whole = kind == "checkpoint"
+            keep = 0 if whole else min(keep, len(before))
+            for store in (memory, shared):
+                await store.checkpoint(thread_id, before[:keep] + messages, run)
+            changed = change(thread_id, keep, messages, run, whole=whole)
+        await memory_applied.apply(None, [changed])
+        earlier = pending.get(thread_id)
+        pending[thread_id] = fold(earlier, changed) if earlier else changed
+        if flush:
+            await PostgresApplier(applied).apply(*pending.values())
+            pending.clear()
+    await PostgresApplier(applied).apply(*pending.values())
+    for thread_id in threads:
+        expected = await memory.load_checkpoint(thread_id)
+        for store in (memory_applied, shared, applied):
+            assert await store.load_checkpoint(thread_id) == expected
+        for number in (0, 1):
+            run_id = f"{number}-{thread_id}"
+            for store in (memory_applied, shared, applied):
+                assert await store.load_run(run_id) == await memory.load_run(run_id)
+
+
+# -- what a call costs -----------------------------------------------------------------------------------------
+
+
+async def test_every_call_is_one_round_trip(server: PostgresServer) -> None:
+    async with (
+        TransactionPooler(server.dsn, servers=1) as pooler,
+        ready(pooler.dsn, schema="counted", pool_size=1) as store,
+    ):
+        thread_id = fresh()
+        run = run_of(thread_id)
+        calls: list[Callable[[], Awaitable[object]]] = [
+            lambda: store.checkpoint(thread_id, [1], run),
+            lambda: store.checkpoint(thread_id, list(range(1000)), run),
+            lambda: store.checkpoint_append(thread_id, [{"id": "a"}], run, expected_version=1000),
+            lambda: store.load_checkpoint(thread_id),
+            lambda: store.load_thread(thread_id),
+            lambda: store.load_run(run.run_id),
+            lambda: store.latest_run(thread_id),
+        ]
+        for call in calls:
+            before = pooler.round_trips
+            await call()
+            assert pooler.round_trips == before + 1
+
+
+async def test_a_batch_is_one_round_trip(server: PostgresServer) -> None:
+    async with (
+        TransactionPooler(server.dsn, servers=1) as pooler,
+        ready(pooler.dsn, schema="counted", pool_size=1) as store,
+        store.pool.lend(10) as connection,
+        connection.transaction(),
+    ):
+        batch = [change(fresh(), 0, [1, 2], whole=bool(n % 2)) for n in range(200)]
+        await connection.execute("SELECT 1")  # so that BEGIN is not counted
+        before = pooler.round_trips
+        await store.apply(connection, batch)
+        assert pooler.round_trips == before + 1
+
+
+async def stamps(store: PostgresThreadStore, thread_id: str) -> list[tuple[Any, ...]]:
+    """Which transaction wrote, and which touched, each message."""
+    query = "SELECT xmin::text, xmax::text FROM {schema}.messages WHERE thread_id = %s ORDER BY seq"
+    return await rows(store, query, [thread_id])
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "apply"])
+async def test_only_messages_that_differ_are_written(how: str, shared: PostgresThreadStore) -> None:
+    thread_id = fresh()
+    run = run_of(thread_id)
+
+    async def save(messages: list[Any]) -> None:
+        if how == "checkpoint":
+            await shared.checkpoint(thread_id, messages, run)
+        else:
+            await PostgresApplier(shared).apply(change(thread_id, 0, messages, run, whole=True))
+
+    messages: list[Any] = list(range(50))
+    await save(messages)
+    first = await stamps(shared, thread_id)
+    messages[10] = "ten"
+    await save([*messages, "new"])
+    second = await stamps(shared, thread_id)
+    assert [n for n in range(50) if first[n] != second[n]] == [10]
+    await save(messages[:20])
+    assert await stamps(shared, thread_id) == second[:20]
+
+
+async def test_statements_of_a_large_batch_are_split(
+    shared: PostgresThreadStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns, "STATEMENT_BYTES", 100)
+    threads = [fresh() for _ in range(5)]
+    await PostgresApplier(shared).apply(*(change(t, 0, ["x" * 90, "y" * 200, 1, 2], run_of(t)) for t in threads))
+    for thread_id in threads:
+        assert await shared.load_messages(thread_id) == ["x" * 90, "y" * 200, 1, 2]
+        assert await shared.latest_run(thread_id) == run_of(thread_id)
+
+
+async def test_a_large_message_is_stored(shared: PostgresThreadStore) -> None:
+    thread_id = fresh()
+    messages = [random.Random(1).randbytes(n) for n in (7000, 9000, 20 << 20)]
+    await shared.checkpoint(thread_id, messages, run_of(thread_id))
+    assert await shared.load_messages(thread_id) == messages
+    await PostgresApplier(shared).apply(change(thread_id, 1, messages, run_of(thread_id)))
+    assert await shared.load_messages(thread_id) == [messages[0], *messages]
+
+
+# -- concurrency -----------------------------------------------------------------------------------------------
+
+
+async def test_overlapping_batches_do_not_deadlock(shared: PostgresThreadStore) -> None:
+    threads = [fresh() for _ in range(30)]
+    order = random.Random(7)
+
+    async def writer(n: int) -> None:
+        for i in range(10):
+            some = order.sample(threads, 20)
+            batch = [change(t, 0, [n, i], run_of(t), run_of(t, f"{n}-{t}"), whole=True) for t in some]
+            await PostgresApplier(shared).apply(*batch)
+
+    await asyncio.gather(*(writer(n) for n in range(6)))
+    for thread_id in threads:
+        messages = await shared.load_messages(thread_id)
+        assert messages is not None
+        assert len(messages) == 2
+
+
+async def test_setup_by_many_processes_at_once(server: PostgresServer) -> None:
+    schema = "together-" + uuid.uuid4().hex
+    async with contextlib.AsyncExitStack() as stack:
+        stores = [await stack.enter_async_context(PostgresThreadStore(server.dsn, schema=schema)) for _ in range(8)]
+        await asyncio.gather(*(store.setup() for store in stores))
+        assert await rows(stores[0], "SELECT room, version FROM {schema}.bufstore_migrations") == [("threads", 1)]
+
+
+async def test_a_cancelled_call_leaves_nothing_behind(shared: PostgresThreadStore) -> None:
+    thread_id = fresh()
+    await shared.checkpoint(thread_id, [1], run_of(thread_id))
+    async with shared.pool.lend(10) as connection, connection.transaction():
+        await connection.execute("SELECT FROM bufstore.threads WHERE thread_id = %s FOR UPDATE", [thread_id])
+        call = asyncio.ensure_future(shared.checkpoint(thread_id, [2], run_of(thread_id)))
+        waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%checkpoint_v1%'"
+        while not await rows(shared, waiting):
+            pass
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await rows(shared, waiting) == []
+    assert await shared.load_messages(thread_id) == [1]
+    assert await rows(shared, "SELECT 1 FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'") == []
+    stats = shared.pool.get_stats()
+    assert stats["pool_available"] == stats["pool_size"]
+
+
+async def test_a_statement_out_of_time_is_cancelled(shared: PostgresThreadStore) -> None:
+    thread_id = fresh()
+    await shared.checkpoint(thread_id, [1], run_of(thread_id))
+    hasty = PostgresThreadStore(pool=shared.pool, timeout_s=0.3)
+    async with shared.pool.lend(10) as connection, connection.transaction():
+        await connection.execute("SELECT FROM bufstore.threads WHERE thread_id = %s FOR UPDATE", [thread_id])
+        # The server says that it has cancelled: nothing was stored, and that is known.
+        with pytest.raises(StoreUnavailable, match="57014"):
+            await hasty.checkpoint(thread_id, [2], run_of(thread_id))
+    assert await shared.load_messages(thread_id) == [1]
+
+
+# -- when Postgres is away -------------------------------------------------------------------------------------
+
+
+async def test_connections_that_died_in_the_pool_are_not_noticed(server: PostgresServer) -> None:
+    async with ready(server.dsn) as store:
+        thread_id = fresh()
+        run = run_of(thread_id)
+        await asyncio.gather(*(store.checkpoint_append(thread_id, [n], run) for n in range(16)))
+        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(server.start)
+        # One after the other: the second try of a call must not get the next dead one.
+        for n in range(16):
+            await store.checkpoint_append(thread_id, [n], run)
+        thread = await store.load_thread(thread_id)
+        assert thread is not None
+        assert thread.version == 32
+
+
+async def test_a_store_opens_while_postgres_is_down(server: PostgresServer) -> None:
+    await asyncio.to_thread(server.kill)
+    try:
+        async with PostgresThreadStore(server.dsn, timeout_s=1) as store:
+            for _ in range(2):
+                begin = time.monotonic()
+                with pytest.raises(StoreUnavailable, match="refused"):
+                    await store.load_checkpoint("t")
+                assert time.monotonic() - begin < 2
+            with pytest.raises(StoreUnavailable):
+                await store.checkpoint("t", [], run_of("t"))
+            patient = PostgresThreadStore(server.dsn, timeout_s=30)
+            async with patient:
+                call = asyncio.ensure_future(patient.setup())
+                await asyncio.to_thread(server.start)
+                await call
+    finally:
+        await asyncio.to_thread(server.start)
+
+
+async def test_a_lost_reply_is_found_out(server: PostgresServer) -> None:
+    async with (
+        TransactionPooler(server.dsn) as pooler,
+        ready(pooler.dsn, schema="lossy", pool_size=2) as store,
+    ):
+        thread_id = fresh()
+        run = run_of(thread_id)
+        for key in (None, "k"):
+            pooler.replies_to_lose = 1
+            receipt = await store.checkpoint_append(thread_id, [key], run, idempotency_key=key)
+            assert not receipt.repeated
+        assert await store.load_messages(thread_id) == [None, "k"]
+        pooler.replies_to_lose = 1
+        assert await store.load_messages(thread_id) == [None, "k"]
+
+        pooler.replies_to_lose = 2
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await store.checkpoint_append(thread_id, [3], run)
+        again = await store.checkpoint_append(thread_id, [3], run, idempotency_key=unknown.value.token)
+        assert again.repeated
+        assert await store.load_messages(thread_id) == [None, "k", 3]
+
+
+async def test_calls_end_in_time_when_postgres_hangs(server: PostgresServer) -> None:
+    async with ready(server.dsn, timeout_s=1) as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [1], run_of(thread_id))
+        server.pause()
+        try:
+            begin = time.monotonic()
+            with pytest.raises(OutcomeUnknown):
+                await store.checkpoint(thread_id, [2], run_of(thread_id))
+            with pytest.raises(StoreUnavailable):
+                await store.load_thread(thread_id)
+            assert time.monotonic() - begin < 3.5
+        finally:
+            server.resume()
+        async with ready(server.dsn) as patient:
+            assert await patient.load_messages(thread_id) in ([1], [2])
+
+
+# -- configuration, errors, secrets ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schema", ['We"ird', "UPPER lower", "%s {schema} $1", "a'b;--", "é" * 31, "$$"])
+async def test_any_schema_name(schema: str, server: PostgresServer) -> None:
+    async with ready(server.dsn, schema=schema) as store:
+        await store.setup()
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [1], run_of(thread_id))
+        await PostgresApplier(store).apply(change(thread_id, 1, [2], run_of(thread_id)))
+        checkpoint = await store.load_checkpoint(thread_id)
+        assert checkpoint is not None
+        assert checkpoint.messages == [1, 2]
+
+
+@pytest.mark.parametrize("schema", ["", "x" * 64, "pg_own", "nul\0", "$body$"])
+def test_names_that_cannot_be_a_schema(schema: str) -> None:
+    with pytest.raises(ConfigError):
+        PostgresThreadStore("", schema=schema)
+
+
+async def test_tables_of_a_newer_release_are_refused(server: PostgresServer) -> None:
+    async with ready(server.dsn, schema="newer") as store:
+        await rows(store, "INSERT INTO {schema}.bufstore_migrations VALUES ('threads', 99)")
+        with pytest.raises(ConfigError, match=r"version 99.*up to 1"):
+            await store.setup()
+
+
+async def test_a_role_without_ddl_rights_can_start(server: PostgresServer) -> None:
+    async with ready(server.dsn, schema="granted") as store:
+        await rows(store, "DROP ROLE IF EXISTS app")
+        await rows(store, "CREATE ROLE app LOGIN PASSWORD 'pass-word'")
+        await rows(store, "GRANT USAGE ON SCHEMA {schema} TO app")
+        await rows(store, "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO app")
+        dsn = psycopg.conninfo.make_conninfo(server.dsn, user="app", password="pass-word")
+        async with ready(dsn, schema="granted") as limited:
+            thread_id = fresh()
+            await limited.checkpoint(thread_id, [1], run_of(thread_id))
+            assert await store.load_messages(thread_id) == [1]
+
+
+async def test_what_an_operator_must_mend_is_said_so(server: PostgresServer) -> None:
+    async with PostgresThreadStore(server.dsn, schema="never set up") as store:
+        with pytest.raises(StoreMisconfigured, match="3F000"):
+            await store.checkpoint("t", [], run_of("t"))
+    wrong = psycopg.conninfo.make_conninfo(server.dsn, password="not-the-word")
+    missing = psycopg.conninfo.make_conninfo(server.dsn, dbname="nowhere")
+    for dsn in (wrong, missing):
+        async with PostgresThreadStore(dsn) as store:
+            with pytest.raises(StoreMisconfigured) as refused:
+                await store.load_checkpoint("t")
+            assert "not-the-word" not in f"{refused.value!r} {store!r} {store.pool!r}"
+    read_only = psycopg.conninfo.make_conninfo(server.dsn, options="-c default_transaction_read_only=on")
+    async with PostgresThreadStore(read_only) as store:
+        with pytest.raises(StoreMisconfigured, match="25006"):
+            await store.checkpoint("t", [], run_of("t"))
+
+
+async def test_a_store_that_is_not_open(server: PostgresServer) -> None:
+    store = PostgresThreadStore(server.dsn)
+    with pytest.raises(Closed):
+        await store.load_thread("t")
+    async with store:
+        await store.load_thread("t")
+    await store.aclose()
+    with pytest.raises(Closed):
+        await store.load_thread("t")
+
+
+async def test_a_shared_pool_stays_open(server: PostgresServer) -> None:
+    async with ready(server.dsn) as store:
+        async with PostgresThreadStore(pool=store.pool) as second:
+            assert await second.load_thread("t") is None
+        assert await store.load_thread("t") is None
+    pool = await open_pool(server.dsn, size=1)
+    async with pool.lend(5) as connection:
+        assert connection.autocommit
+    await pool.close()
+
+
+def test_a_connection_string_never_shows() -> None:
+    with pytest.raises(ConfigError) as error:
+        PostgresThreadStore("host=db password=very-secret oops")
+    assert "very-secret" not in repr(error.value)
+    assert error.value.__cause__ is None
+    store = PostgresThreadStore("postgresql://me:very-secret@db/x")
+    assert "very-secret" not in f"{store!r}{store.pool!r}"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (psycopg.errors.AdminShutdown(), StoreUnavailable),
+        (psycopg.errors.DiskFull(), StoreUnavailable),
+        (psycopg.errors.TooManyConnections(), StoreUnavailable),
+        (psycopg.errors.DeadlockDetected(), StoreUnavailable),
+        (psycopg.OperationalError(), StoreUnavailable),
+        (TimeoutError(), StoreUnavailable),
+        (ConnectionResetError(), StoreUnavailable),
+        (psycopg.errors.InvalidPassword(), StoreMisconfigured),
+        (psycopg.errors.UndefinedTable(), StoreMisconfigured),
+        (psycopg.errors.InvalidCatalogName(), StoreMisconfigured),
+        (psycopg.errors.ReadOnlySqlTransaction(), StoreMisconfigured),
+        (psycopg.errors.UniqueViolation(), None),
+        (psycopg.errors.CharacterNotInRepertoire(), None),
+        (psycopg.ProgrammingError(), None),
+    ],
+)
+def test_errors_are_mapped(error: psycopg.Error | OSError, expected: type[BufstoreError] | None) -> None:
+    mapped = mapped_error(error)
+    assert mapped is None if expected is None else isinstance(mapped, expected)
+    with pytest.raises(expected or type(error)) as raised, map_errors():
+        raise error
+    assert raised.value.__cause__ is (error if expected else None)
+
+
+# -- rows for the buffer ---------------------------------------------------------------------------------------
+
+
+async def test_encoded_rows(shared: PostgresThreadStore) -> None:
+    thread_id = fresh()
+    assert await shared.load_rows(thread_id) is None
+    assert await shared.load_run_row(thread_id) is None
+    await shared.checkpoint(thread_id, [1, {"id": "a"}], run_of(thread_id))
+    loaded = await shared.load_rows(thread_id)
+    assert loaded is not None
+    assert [decode_message(m) for m in loaded.messages] == [1, {"id": "a"}]
+    assert loaded.messages == encode_messages([1, {"id": "a"}])
+    assert loaded.watermark is None
+    assert loaded.latest_run is not None
+    assert await shared.load_run_row(f"run-of-{thread_id}") == (thread_id, loaded.latest_run)
+    with pytest.raises(AttributeError):
+        loaded.messages = []  # type: ignore[misc]
+
+
+async def test_rows_with_the_watermark(server: PostgresServer) -> None:
+    async with ready(server.dsn, schema="buffered") as store:
+        await rows(
+            store,
+            'CREATE TABLE IF NOT EXISTS {schema}.buffer_threads (thread_id text COLLATE "C" PRIMARY KEY, '
+            "flushed_seq bigint, applied_id bigint, version bigint, ring bytea, broken_since bigint)",
+        )
+        known, only_thread, only_watermark = fresh(), fresh(), fresh()
+        for thread_id in (known, only_thread):
+            await store.checkpoint(thread_id, [1, 2], run_of(thread_id))
+        for thread_id in (known, only_watermark):
+            row = [thread_id, 7, 8, 2, b"ring", None]
+            await rows(store, "INSERT INTO {schema}.buffer_threads VALUES (%s, %s, %s, %s, %s, %s)", row)
+        both = await store.load_rows(known, with_watermark=True)
+        assert both is not None
+        assert both.watermark == (7, 8, 2, b"ring", None)
+        assert len(both.messages) == 2
+        thread = await store.load_rows(only_thread, with_watermark=True)
+        assert thread is not None
+        assert thread.watermark is None
+        watermark = await store.load_rows(only_watermark, with_watermark=True)
+        assert watermark is not None
+        assert (watermark.thread, watermark.messages, watermark.latest_run) == (None, [], None)
+        assert await store.load_rows(fresh(), with_watermark=True) is None
+        assert await store.load_rows(only_watermark) is None
