@@ -10,7 +10,7 @@ from bufstore.buffer.ports import Ledger
 from bufstore.errors import ReadNotFresh
 from bufstore.threads.model import Run, encode_messages, encode_run
 from bufstore.threads.overlay import ThreadState
-from bufstore.threads.protocol import ThreadReader
+from bufstore.threads.protocol import WrappableStore
 
 _TRIES = 5
 
@@ -63,7 +63,7 @@ class SnapshotReader:
 class ComparingReader:
     """Any store: read the row before and after the state; equal rows mean that no flush came between."""
 
-    def __init__(self, store: ThreadReader, ledger: Ledger) -> None:
+    def __init__(self, store: WrappableStore, ledger: Ledger) -> None:
         self._store = store
         self._ledger = ledger
 

@@ -82,6 +82,8 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_run(self, run: Run) -> Thread:
         """This thread after a checkpoint with `run` (the projection that a checkpoint makes)."""
+        active: str | None
+        opened: str | None
         if run.status is RunStatus.RUNNING:
             active, opened = run.run_id, run.run_id
         elif run.status is RunStatus.DONE:

@@ -62,16 +62,20 @@ class ThreadRunStore(ThreadReader, Protocol):
         """Release what the store holds. Idempotent."""
 
 
-class WrappableStore(ThreadReader, Protocol):
-    """What `BufferedThreadStore` needs of an app's own Postgres store: the reads, and one method.
+class WrappableStore(Protocol):
+    """What `BufferedThreadStore` needs of an app's own Postgres store: two reads, and one method that writes."""
 
-    `connection` is a psycopg AsyncConnection inside the transaction that also moves our watermarks. Write the
-    batch with it, commit nothing, and the batch takes effect exactly once, in order.
-    """
+    async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
+        """The thread, its messages and its latest run, all of one moment; None if there is no such thread."""
+
+    async def load_run(self, run_id: str) -> Run | None:
+        """A run as it was last saved."""
 
     async def apply(self, connection: Any, batch: Sequence[ThreadChange]) -> None:
-        """Write one flush: at most one change per thread, in any order, on `connection`.
+        """Write one flush: at most one change per thread, in any order.
 
-        The base of each change is exactly the thread as the previous batches left it. Errors pass through: a
-        database error of class 22 or 23 marks the entry as poison, others are retried.
+        `connection` is a psycopg AsyncConnection inside the transaction that also moves our watermarks: write with
+        it, commit nothing, and the batch takes effect exactly once, in order. The base of each change is exactly
+        the thread as the batches before left it. Errors pass through: a database error of class 22 or 23 marks
+        the entry as poison, what the table of `bufstore.buffer.verdict` does not know is tried again.
         """

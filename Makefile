@@ -1,0 +1,53 @@
+# Everything a developer does here. `make setup` needs Python >= 3.11 and the internet, the rest only what it installs.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## Show what there is
+	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: $(READY) ## Make .venv with everything that is needed, servers included
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "bufstore needs Python 3.11 or later; set PYTHON=…"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+.PHONY: demo
+demo: $(READY) ## Run the demo: real servers, many writers, an outage of Postgres, a verified report
+	$(BIN)/bufstore demo
+
+.PHONY: test
+test: check ## Run all tests on real servers (lint, types and layers first)
+	$(BIN)/python -m pytest
+
+.PHONY: check
+check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(READY) ## Let ruff format and mend what it can
+	$(BIN)/ruff format --quiet .
+	$(BIN)/ruff check --fix --quiet .
+
+.PHONY: constraints
+constraints: ## Renew constraints.txt from the newest versions that pyproject.toml allows
+	rm -rf .venv-new && $(PYTHON) -m venv .venv-new
+	.venv-new/bin/python -m pip install --quiet --upgrade '.[dev]'
+	{ head -n 1 constraints.txt; .venv-new/bin/python -m pip list --format=freeze | grep -viE '^(pip|setuptools|bufstore)='; } > constraints.new
+	mv constraints.new constraints.txt && rm -rf .venv-new
+
+.PHONY: clean
+clean: ## Remove what make and the tools have made
+	rm -rf $(VENV) .venv-new build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

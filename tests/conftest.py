@@ -1,0 +1,82 @@
+"""Fixtures for every test: real servers of the project's own, one pair for the whole run."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore
+from bufstore.embedded import Servers
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """A real nats-server and a real Postgres. Tests that stop or kill them must start them again."""
+    with Servers() as running:
+        yield running
+
+
+@pytest.fixture
+def own_servers() -> Iterator[Servers]:
+    """A pair of servers for one test that disturbs them."""
+    with Servers() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def conversations_file() -> Path:
+    """The file of real agent conversations."""
+    folder = os.environ.get("BUFSTORE_DATA")
+    if not folder:
+        pytest.skip("BUFSTORE_DATA names no folder with agent-conversations.jsonl.gz")
+    return Path(folder) / "agent-conversations.jsonl.gz"
+
+
+class Deployment:
+    """One stream, bucket and schema of their own, on shared servers; any number of stores (instances) on them."""
+
+    def __init__(self, servers: Servers, **config: Any) -> None:
+        n = next(_numbers)
+        self.servers = servers
+        self.name = f"t{n}x{os.getpid()}"
+        self.log = LogConfig(stream=f"LOG-{self.name}", bucket=f"hot-{self.name}", subject=self.name, **config)
+
+    def config(self, **options: Any) -> BufferConfig:
+        """A configuration with short times, for tests."""
+        return BufferConfig(**({"log": self.log, "flush_interval_s": 0.05, "lease_s": 2} | options))
+
+    def inner(self) -> PostgresThreadStore:
+        """The wrapped store."""
+        return PostgresThreadStore(self.servers.postgres.dsn, schema=self.name, pool_size=4)
+
+    @asynccontextmanager
+    async def store(self, inner: Any = None, **options: Any) -> AsyncIterator[BufferedThreadStore]:
+        """An instance: a buffered store with its own connection and flusher."""
+        arguments = {k: options.pop(k) for k in ("consistency", "postgres", "schema", "nats") if k in options}
+        store = await BufferedThreadStore.open(
+            inner if inner is not None else self.inner(),
+            **({"nats": self.servers.nats.url} | arguments),
+            config=self.config(**options),
+        )
+        async with store:
+            yield store
+
+
+@pytest.fixture
+def deployment(servers: Servers) -> Deployment:
+    """A deployment of this test's own."""
+    return Deployment(servers)
+
+
+@pytest.fixture
+def deploy(servers: Servers) -> Callable[..., Deployment]:
+    """Makes deployments with other log settings."""
+    return lambda **config: Deployment(servers, **config)
