@@ -47,7 +47,8 @@ class Deployment:
         n = next(_numbers)
         self.servers = servers
         self.name = f"t{n}x{os.getpid()}"
-        self.log = LogConfig(stream=f"LOG-{self.name}", bucket=f"hot-{self.name}", subject=self.name, **config)
+        settings = {"stream": f"LOG-{self.name}", "bucket": f"hot-{self.name}", "subject": self.name}
+        self.log = LogConfig(**settings, **({"max_bytes": 128 << 20} | config))
 
     def config(self, **options: Any) -> BufferConfig:
         """A configuration with short times, for tests."""

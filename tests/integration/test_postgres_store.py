@@ -22,6 +22,7 @@ from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change, fresh, ru
 from transaction_pooler import TransactionPooler
 
 from bufstore.embedded import PostgresServer
+from bufstore.buffer.chain import Row
 from bufstore.errors import (
     BufstoreError,
     Closed,
@@ -587,7 +588,7 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
             await rows(store, "INSERT INTO {schema}.buffer_threads VALUES (%s, %s, %s, %s, %s, %s)", row)
         both = await store.load_rows(known, with_watermark=True)
         assert both is not None
-        assert both.watermark == (7, 8, 2, b"ring", None)
+        assert both.watermark == Row(7, 8, 2, b"ring", None)
         assert len(both.messages) == 2
         thread = await store.load_rows(only_thread, with_watermark=True)
         assert thread is not None

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Row
@@ -291,7 +291,7 @@ class Appender(Generic[M]):
                 if first:
                     raise _NeedRow
                 break
-            known = rings.find(tip.ring, write.item)
+            known = rings.find(tip.ring, write.item) if write.keyed else None
             if known is not None:
                 if not first:
                     break
@@ -412,7 +412,7 @@ class Appender(Generic[M]):
         try:
             tip = None
             async for attempt in AsyncRetrying(
-                wait=wait_exponential_jitter(initial=0.02, max=1, jitter=0.05),
+                wait=wait_random_exponential(multiplier=0.02, max=1),
                 retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
                 stop=lambda _: all(w.done.done() for w in lane.queue),
                 reraise=True,
@@ -529,7 +529,7 @@ class Appender(Generic[M]):
         """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
         assert unit.before is not None
         subject = unit.messages[0].subject
-        pause = wait_exponential_jitter(initial=0.05, max=1, jitter=0.05)
+        pause = wait_random_exponential(multiplier=0.05, max=1)
         async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
             with attempt:
                 if all(w.done.done() for w, _ in unit.writes):

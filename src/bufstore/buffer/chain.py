@@ -19,7 +19,7 @@ from bufstore.buffer import ring as rings
 from bufstore.buffer.entry import Base, Malformed, StoredEntry
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class Row(msgspec.Struct, frozen=True):
     """What Postgres knows of a thread's chain; all of it changes in the flush transaction only."""
 
     #: The watermark's position: everything of the thread up to here is applied, superseded or parked. 0: no row.

@@ -24,7 +24,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_exponential_jitter
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 from tenacity.stop import stop_when_event_set
 
 from bufstore.buffer.chain import Parked, Row, plan
@@ -54,7 +54,9 @@ _PURGE_INTERVAL_S = 5.0
 #: Above this part of max_bytes the wish to retain flushed entries gives way.
 _PRESSURE = 0.7
 _BACKOFF_MAX_S = 2.0
-_LOCKED_RETRY_S = 0.5
+#: A thread whose row is locked waits this long, then twice as long each time, up to the maximum.
+_LOCKED_RETRY_S = 0.25
+_LOCKED_RETRY_MAX_S = 8.0
 
 
 @dataclass
@@ -119,7 +121,8 @@ class Flusher:
         self._asked_at = float("-inf")
         self._asked = False
         self._window_began: float | None = None
-        self._locked: dict[str, float] = {}
+        #: Threads that wait because something about them fails: until when, and the pause that led there.
+        self._locked: dict[str, tuple[float, float]] = {}
         self._poison: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self.state = FlusherState()
@@ -134,6 +137,8 @@ class Flusher:
 
     async def aclose(self) -> None:
         """Stop: finish the window on its way, give up the partitions, leave the members."""
+        if not self.state.running:
+            return
         self._stopping.set()
         self._wake.set()
         self._members_changed.set()
@@ -250,7 +255,7 @@ class Flusher:
     # --- the window -------------------------------------------------------------------------------------------
 
     async def _flush_windows(self) -> None:
-        pause = wait_exponential_jitter(initial=0.05, max=_BACKOFF_MAX_S, jitter=0.05)
+        pause = wait_random_exponential(multiplier=0.05, max=_BACKOFF_MAX_S)
         while True:
             async for attempt in AsyncRetrying(
                 wait=pause,
@@ -275,7 +280,8 @@ class Flusher:
             if not self._stopping.is_set():
                 await self._adjust()
             for share in self._shares.values():
-                share.collect()
+                if share.collect():
+                    await share.feed.more()
             pending = self._pending()
             self.state.pending = sum(len(s.pending) for s in self._shares.values())
             wait = self._due_in(pending)
@@ -308,19 +314,20 @@ class Flusher:
 
     def _pending(self) -> dict[str | None, list[Item]]:
         """What to flush, by thread, bounded; threads whose row is locked by somebody wait their turn."""
-        now = self._loop.time()
-        self._locked = {t: until for t, until in self._locked.items() if until > now}
         room = self._config.flush_max_entries
         found: dict[str | None, list[Item]] = {}
         for share in self._shares.values():
             for item in share.pending.values():
-                if item.thread_id in self._locked:
+                if self._waits(item.thread_id):
                     continue
                 if room <= 0:
                     return found
                 room -= 1
                 found.setdefault(item.thread_id, []).append(item)
         return found
+
+    def _waits(self, thread_id: str | None) -> bool:
+        return thread_id in self._locked and self._locked[thread_id][0] > self._loop.time()
 
     # --- one transaction, split when it cannot commit whole ----------------------------------------------------------
 
@@ -354,11 +361,14 @@ class Flusher:
         ((thread_id, items),) = threads.items()
         if what is Verdict.ISOLATE:
             assert thread_id is not None
-            self._locked[thread_id] = self._loop.time() + _LOCKED_RETRY_S
+            _, pause = self._locked.get(thread_id, (0.0, _LOCKED_RETRY_S / 2))
+            pause = min(2 * pause, _LOCKED_RETRY_MAX_S)
+            self._locked[thread_id] = self._loop.time() + pause, pause
+            _log.warning("thread %s has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
         elif len(items) > 1:
             # In order, and only as far as it goes: the second half builds on the first.
             await self._settle({thread_id: items[: len(items) // 2]})
-            if thread_id not in self._locked:
+            if not self._waits(thread_id):
                 await self._settle({thread_id: items[len(items) // 2 :]})
         else:
             item = items[0]
@@ -443,6 +453,9 @@ class Flusher:
         return next((p for p, s in self._shares.items() if item.seq in s.pending), -1)
 
     def _count(self, threads: Mapping[str | None, list[Item]], decision: Decision) -> None:
+        for thread_id in threads:
+            if thread_id is not None:
+                self._locked.pop(thread_id, None)
         self.state.transactions += 1
         self.state.entries += sum(len(items) for items in threads.values())
         self.state.changes += len(decision.batch)

@@ -81,6 +81,10 @@ class Feed(Protocol):
         """What has arrived since the last call."""
         ...
 
+    async def more(self) -> None:
+        """Deliver on although the bounds are reached: what was delivered is the beginning of an oversize entry."""
+        ...
+
     async def ack(self, seq: int) -> None:
         """Tell the server that everything up to the message with this sequence is done."""
         ...

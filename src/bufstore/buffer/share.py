@@ -24,18 +24,20 @@ class Share:
         #: What has arrived and is not settled, in order of the log.
         self.pending: dict[int, Item] = {}
         self.pending_bytes = 0
+        #: (position, entry id) of all that arrived and is not passed by the cursor yet.
+        self._order: deque[tuple[int, int]] = deque()
         #: (commit time, cursor position) of past commits, oldest first: what retention counts from.
         self.commits: deque[tuple[float, int]] = deque()
         self.purged_below = 0
 
-    def collect(self) -> int:
-        """Take over what the feed delivered; how many entries became complete."""
-        before = len(self.pending)
+    def collect(self) -> bool:
+        """Take over what the feed delivered; True while the last entry of it is incomplete."""
         for message in self.feed.take():
             for item in self._items(message):
                 self.pending[item.seq] = item
                 self.pending_bytes += _size(item)
-        return len(self.pending) - before
+                self._order.append((item.seq, _id(item)))
+        return self._assembler.pending_from is not None
 
     def cursor_after(self, settled: Collection[int]) -> Cursor:
         """The cursor once the entries at these positions are settled too.
@@ -43,10 +45,10 @@ class Share:
         It stands before the first entry that is not; so everything up to it is applied or parked.
         """
         position = (self.cursor.seq, self.cursor.id)
-        for seq, item in self.pending.items():
-            if seq not in settled:
-                return Cursor(self.cursor.partition, self.cursor.term, *position)
-            position = (seq, _id(item))
+        for seq, id_ in self._order:
+            if seq in self.pending and seq not in settled:
+                break
+            position = (seq, id_)
         return Cursor(self.cursor.partition, self.cursor.term, *position)
 
     def settle(self, settled: Iterable[int], cursor: Cursor, now: float, resolution_s: float) -> None:
@@ -55,6 +57,8 @@ class Share:
             item = self.pending.pop(seq, None)
             if item is not None:
                 self.pending_bytes -= _size(item)
+        while self._order and self._order[0][0] <= cursor.seq:
+            self._order.popleft()
         moved = cursor.seq > self.cursor.seq
         self.cursor = cursor
         if not moved:

@@ -17,7 +17,7 @@ from typing import Any
 import nats.errors
 from nats.aio.client import Client, RawCredentials
 from nats.aio.msg import Msg
-from tenacity import AsyncRetrying, retry_if_exception_type, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports import AppendUnknown
 from bufstore.config import NatsConfig, mask_url
@@ -189,7 +189,7 @@ class Connection:
             _log.warning("lost NATS: %s", self._reason, extra={"action": "nats_lost"})
             await self._discard()
             async for attempt in AsyncRetrying(
-                wait=wait_exponential_jitter(initial=0.05, max=2, jitter=0.2),
+                wait=wait_random_exponential(multiplier=0.05, max=2),
                 retry=retry_if_exception_type(Exception),
             ):
                 with attempt:

@@ -125,6 +125,9 @@ class NatsFeed:
             return
         await self._pull()
 
+    async def more(self) -> None:
+        await self._pull(beyond=True)
+
     async def close(self) -> None:
         if self._subscription is not None and self._client is not None and self._client.is_connected:
             try:
@@ -133,12 +136,13 @@ class NatsFeed:
             except (nats.errors.Error, LogUnavailable) as e:
                 _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
 
-    async def _pull(self) -> None:
-        """Keep one request open while there is room for what it may bring."""
+    async def _pull(self, *, beyond: bool = False) -> None:
+        """Keep one request open while there is room for what it may bring (or although there is none)."""
         room = self._messages_max - len(self._held)
         full = room <= self._messages_max // 4 or self._held_bytes >= self._bytes_max
-        if self._outstanding or full or self._lost or self._client is None:
+        if self._outstanding or (full and not beyond) or self._lost or self._client is None:
             return
+        room = max(room, 1)
         self._outstanding = room
         self._heard = asyncio.get_running_loop().time()
         request = {

@@ -115,9 +115,9 @@ class NatsHotState:
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._writes.submit([message])
-        except StreamMissing:
-            # Somebody removed the bucket. Nothing in it is needed to be right: make a new one.
-            _log.warning("the hot bucket is gone; creating it", extra={"action": "hot_recreated"})
+        except LogUnavailable:
+            # Maybe somebody removed the bucket. Nothing in it is needed to be right: make a new one.
+            _log.warning("the hot bucket does not answer; is it there?", extra={"action": "hot_missing"})
             await ensure_bucket(self._stream, self._config)
             async with asyncio.timeout(timeout_s):
                 return await self._writes.submit([message])

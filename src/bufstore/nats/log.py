@@ -10,7 +10,7 @@ from nats.aio.client import Client
 from bufstore.buffer.ports import Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
-from bufstore.errors import LogRolledBack
+from bufstore.errors import ConfigError, LogFull, LogRolledBack
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
@@ -42,7 +42,13 @@ class NatsLog(NatsStream):
     async def create(self, epoch: int) -> None:
         """Create the stream as generation `epoch`; a no-op if another process was faster."""
         wanted = stream_config(self._config.log, epoch)
-        await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
+        try:
+            await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
+        except LogFull as e:
+            raise ConfigError(
+                f"stream {self._config.log.stream} cannot be created with LogConfig.max_bytes = "
+                f"{self._config.log.max_bytes}: {e}"
+            ) from e
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._check()

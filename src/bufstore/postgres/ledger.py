@@ -76,7 +76,7 @@ class PostgresLedger:
 
     async def row(self, thread_id: str) -> Row:
         rows = await self._fetch("row", thread_id)
-        return _row(rows[0]) if rows else Row()
+        return Row(*rows[0]) if rows else Row()
 
     async def quarantined(self) -> int:
         return int((await self._fetch("quarantined"))[0][0])
@@ -113,7 +113,7 @@ class PostgresLedger:
         for cursor in owned:
             if held.get(cursor.partition) != cursor.term:
                 raise NotOwner(f"partition {cursor.partition} has term {held.get(cursor.partition)}, not {cursor.term}")
-        return {row[0]: _row(row[1:]) for row in await rows.fetchall()}
+        return {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
 
     async def _apply(self, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
         try:
@@ -148,17 +148,6 @@ class PostgresLedger:
         async with self._pool.lend(self._timeout_s) as connection:
             cursor = await self._send(connection, name, *parameters)
             return await cursor.fetchall() if cursor.description else []
-
-
-def _row(columns_: Sequence[Any]) -> Row:
-    flushed_seq, applied_id, version, ring, broken_since = columns_
-    return Row(
-        flushed_seq=flushed_seq,
-        applied_id=applied_id,
-        version=version,
-        ring=bytes(ring),
-        broken_since=broken_since,
-    )
 
 
 def _row_columns(rows: Mapping[str, Row]) -> tuple[columns.Array, ...]:

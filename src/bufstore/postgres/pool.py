@@ -6,6 +6,7 @@ It works behind a pooler in transaction mode: autocommit, no prepared statements
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import socket
@@ -34,6 +35,21 @@ _REFUSED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
+
+
+class _Quiet(logging.Filter):
+    """While Postgres is away psycopg's pool warns of each attempt of ours, several times a second.
+
+    The callers' errors say it, and the flusher and the reads say it once; the attempts are for debugging.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        ours = isinstance(record.args, tuple) and record.args[:1] == (_POOL_NAME,)
+        return not ours or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+
+
+_POOL_NAME = "bufstore"
+logging.getLogger("psycopg.pool").addFilter(_Quiet())
 
 
 class _Failure:
@@ -72,7 +88,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             min_size=min(2, size),
             max_size=size,
             open=False,
-            name="bufstore",
+            name=_POOL_NAME,
             # Its own back-off would go on sleeping for minutes when Postgres is back: see `_live`.
             reconnect_timeout=0,
         )

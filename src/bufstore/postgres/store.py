@@ -14,6 +14,7 @@ import msgspec
 from psycopg import AsyncConnection
 from psycopg.errors import UniqueViolation
 
+from bufstore.buffer.chain import Row
 from bufstore.errors import (
     AlreadyExists,
     BufstoreError,
@@ -45,16 +46,6 @@ _FOLDER = files("bufstore.postgres") / "threads"
 _CALL_BYTES = 512 << 20
 
 
-class Watermark(NamedTuple):
-    """The buffer's row of a thread."""
-
-    flushed_seq: int
-    applied_id: int
-    version: int
-    ring: bytes
-    broken_since: int | None
-
-
 class ThreadRows(msgspec.Struct, frozen=True, kw_only=True):
     """What Postgres holds of a thread, of one moment, still encoded."""
 
@@ -63,7 +54,7 @@ class ThreadRows(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[bytes]
     latest_run: bytes | None
     #: None when it was not asked for, or the buffer has no row for the thread.
-    watermark: Watermark | None
+    watermark: Row | None
 
 
 class PostgresThreadStore:
@@ -260,7 +251,7 @@ class PostgresThreadStore:
         rows = await self._read(name, check_id(thread_id, "thread_id"))
         first, *messages = sorted(rows, key=itemgetter(0))
         _, latest_run, version, *_ = first
-        watermark = Watermark(*first[7:]) if with_watermark and first[7] is not None else None
+        watermark = Row(*first[7:]) if with_watermark and first[7] is not None else None
         if version is None and watermark is None:
             return None
         return ThreadRows(

@@ -41,7 +41,7 @@ from bufstore.threads.model import Checkpoint, Run, Thread, decode_message, deco
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import content_hash, decode_payload
 from bufstore.threads.protocol import WrappableStore
-from bufstore.threads.read import ThreadReads
+from bufstore.threads.read import STORE_PATIENCE_S, ThreadReads
 from bufstore.threads.write import Call, save_of
 from bufstore.types import Consistency, Message, Receipt, check_id
 
@@ -97,7 +97,7 @@ class BufferedThreadStore:
         self._log = NatsLog(self._connection, nats.api, config)
         self._hot = NatsHotState(self._connection, nats.api, config.log)
         self._appender: Appender[MessageMemory] = Appender(
-            self._log, self._subjects, config, self, self._ledger.row, self._connection.drop
+            self._log, self._subjects, config, self, self._row, self._connection.drop
         )
         self._flusher = (
             Flusher(
@@ -195,7 +195,7 @@ class BufferedThreadStore:
             cursors = await self._ledger.cursors()
             if any(c.seq >= max(1, epoch << EPOCH_BITS) for c in cursors.values()):
                 raise LogRolledBack(
-                    f"stream {self._config.log.stream} is gone, and Postgres has applied entries of it (epoch {epoch}): "
+                    f"stream {self._config.log.stream} is gone, and Postgres has entries of its epoch {epoch}: "
                     "restore it from a backup; or, to give up what it held unflushed, raise buffer_log.epoch by one"
                 )
             await self._ledger.set_epoch(epoch)
@@ -243,7 +243,7 @@ class BufferedThreadStore:
         call = self._call(thread_id, messages, run, idempotency_key)
         await self._claim(run)
         return await self._appender.append(
-            thread_id, call.whole_list, key=idempotency_key, content=_content(call, idempotency_key)
+            thread_id, call.whole_list, key=idempotency_key, content=_content("whole", call, idempotency_key)
         )
 
     async def checkpoint_append(
@@ -265,7 +265,10 @@ class BufferedThreadStore:
             raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
         await self._claim(run)
         return await self._appender.append(
-            thread_id, call.appending(expected_version), key=idempotency_key, content=_content(call, idempotency_key)
+            thread_id,
+            call.appending(expected_version),
+            key=idempotency_key,
+            content=_content("append", call, idempotency_key),
         )
 
     def _call(self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> Call:
@@ -292,6 +295,13 @@ class BufferedThreadStore:
         """For the appender: see `bufstore.buffer.appender.Writer`."""
         state, last = await self._reads.joined(thread_id)
         return last, state.row, MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+
+    async def _row(self, thread_id: str) -> Row:
+        try:
+            async with asyncio.timeout(STORE_PATIENCE_S):
+                return await self._ledger.row(thread_id)
+        except TimeoutError:
+            raise StoreUnavailable("Postgres, which alone remembers this thread, does not answer") from None
 
     def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
         """For the appender: see `bufstore.buffer.appender.Writer`."""
@@ -411,8 +421,8 @@ class BufferedThreadStore:
         return {p: max(0, end - (cursors[p].seq if p in cursors else 0)) for p, end in enumerate(ends)}
 
 
-def _content(call: Call, key: str | None) -> bytes:
-    return content_hash(call.encoded, call.run) if key is not None else b""
+def _content(kind: str, call: Call, key: str | None) -> bytes:
+    return content_hash(kind, call.encoded, call.run) if key is not None else b""
 
 
 def _ledger_for(store: WrappableStore, postgres: str | None, schema: str) -> Ledger:

@@ -47,9 +47,9 @@ def decode_payload(data: bytes) -> Payload:
     return payload
 
 
-def content_hash(messages: Sequence[bytes], run: bytes) -> bytes:
-    """What a call with an idempotency key stands for: the same for the same messages and run."""
-    digest = blake2b(digest_size=16)
+def content_hash(kind: str, messages: Sequence[bytes], run: bytes) -> bytes:
+    """What a call with an idempotency key stands for: the same for the same kind of call, messages and run."""
+    digest = blake2b(kind.encode(), digest_size=16)
     for part in (*messages, run):
         digest.update(len(part).to_bytes(8, "big"))
         digest.update(part)

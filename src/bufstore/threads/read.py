@@ -32,8 +32,8 @@ from bufstore.types import Consistency
 
 _log = logging.getLogger(__name__)
 
-#: How long a read waits for Postgres before it tries to do with the log alone.
-_STORE_PATIENCE_S = 2.0
+#: How long a call waits for Postgres before it tries to do with the log alone, or gives up.
+STORE_PATIENCE_S = 2.0
 _PROBE_INTERVAL_S = 0.25
 
 
@@ -163,7 +163,7 @@ class ThreadReads:
         if self.store_down is not None:
             return None
         try:
-            async with asyncio.timeout(min(_STORE_PATIENCE_S, self._config.read_timeout_s / 2)):
+            async with asyncio.timeout(min(STORE_PATIENCE_S, self._config.read_timeout_s / 2)):
                 return await self._store.state(thread_id)
         except TimeoutError:
             self._take_for_down("it did not answer in time")
@@ -192,7 +192,11 @@ class ThreadReads:
         state = from_log_alone(thread_id, assemble(messages, thread_id))
         if state is not None:
             return state
-        return await self._store.state(thread_id)  # only Postgres can tell: ask it for as long as the caller waits
+        try:
+            async with asyncio.timeout(STORE_PATIENCE_S):
+                return await self._store.state(thread_id)
+        except TimeoutError:
+            raise StoreUnavailable(f"only Postgres can tell about thread {thread_id!r}: {self.store_down}") from None
 
     async def _thread_of_run(self, run_id: str) -> str | None:
         with contextlib.suppress(LogUnavailable):

@@ -1,0 +1,20 @@
+"""The command line of bufstore: `demo`, `import`, `status`, `flush`. Needs the `cli` extra."""
+
+from __future__ import annotations
+
+import sys
+
+#: What the extra brings; without it there is one sentence to say instead of a traceback.
+_EXTRA = {"click", "rich"}
+
+
+def main() -> None:
+    """The entry point ``bufstore``."""
+    try:
+        from bufstore.cli.app import app
+    except ModuleNotFoundError as e:
+        if e.name not in _EXTRA:
+            raise
+        sys.stderr.write(f"{e.name} is not installed: the command line needs `pip install 'bufstore[cli]'`\n")
+        raise SystemExit(2) from None
+    app(prog_name="bufstore")

@@ -1,0 +1,24 @@
+"""The group of commands."""
+
+from __future__ import annotations
+
+import click
+
+from bufstore.cli.demo import demo
+from bufstore.cli.flush import flush
+from bufstore.cli.importing import import_
+from bufstore.cli.status import status
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="bufstore")
+def app() -> None:
+    """A buffered write-ahead checkpoint store: NATS JetStream in front of Postgres.
+
+    Exit codes: 0 all well; 1 something is lost, differs, or was not imported; 2 wrong usage or configuration, or a
+    server that cannot be reached; 130 interrupted.
+    """
+
+
+for command in (demo, import_, status, flush):
+    app.add_command(command)

@@ -1,0 +1,100 @@
+"""Doing many things at once, but not too many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import CancelledError
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Room:
+    """Bounds how much is held in memory at once: a number of things, and their bytes together.
+
+    One thing of any size always fits into an empty room.
+    """
+
+    def __init__(self, things: int, bytes_: int) -> None:
+        self._things = things
+        self._bytes = bytes_
+        self._held = 0
+        self._held_bytes = 0
+        self._left = asyncio.Condition()
+
+    async def enter(self, size: int) -> None:
+        """Wait for room."""
+        async with self._left:
+            await self._left.wait_for(
+                lambda: not self._held or (self._held < self._things and self._held_bytes + size <= self._bytes)
+            )
+            self._held += 1
+            self._held_bytes += size
+
+    async def leave(self, size: int) -> None:
+        """Give the room back."""
+        async with self._left:
+            self._held -= 1
+            self._held_bytes -= size
+            self._left.notify_all()
+
+
+async def each(items: AsyncIterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int) -> None:
+    """Run `work` on every item, `at_once` of them at a time. The first error cancels the rest."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(item: T) -> None:
+        try:
+            await work(item)
+        finally:
+            slots.release()
+
+    async with asyncio.TaskGroup() as group:
+        async for item in items:
+            await slots.acquire()
+            group.create_task(one(item))
+
+
+async def read_ahead(items: Iterable[T], room: Room, size: Callable[[T], int], most: int) -> AsyncIterator[Sequence[T]]:
+    """Iterate in a thread, because reading may block; yield what has come meanwhile, `most` items at a time.
+
+    Each item takes its `size` of the room, which the caller gives back when it is done with the item.
+    """
+    # A daemon: nothing can interrupt a read from a pipe, and Ctrl-C must not wait for it.
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+
+    async def put(item: T) -> None:
+        await room.enter(size(item))
+        queue.put_nowait(item)
+
+    def work() -> None:
+        end: BaseException | None = None
+        try:
+            for item in items:
+                asyncio.run_coroutine_threadsafe(put(item), loop).result()
+        except CancelledError:
+            return
+        except BaseException as e:
+            end = e
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            loop.call_soon_threadsafe(queue.put_nowait, end)
+
+    threading.Thread(target=work, name="bufstore-read-ahead", daemon=True).start()
+    while True:
+        batch: list[T] = []
+        item = await queue.get()
+        while item is not None and not isinstance(item, BaseException):
+            batch.append(item)
+            if len(batch) == most or queue.empty():
+                break
+            item = queue.get_nowait()
+        if batch:
+            yield batch
+        if isinstance(item, BaseException):
+            raise item
+        if item is None:
+            return

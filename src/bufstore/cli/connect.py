@@ -1,0 +1,198 @@
+"""The options that every command shares, and what they lead to: a `Target`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import psycopg
+from click.core import ParameterSource
+from psycopg.conninfo import make_conninfo
+
+from bufstore.cli.running import configure_logs, reporting_errors
+from bufstore.config import BufferConfig, LogConfig, NatsConfig
+from bufstore.embedded import Servers
+from bufstore.errors import ConfigError
+from bufstore.nats.connection import Connection
+from bufstore.nats.errors import StreamMissing
+from bufstore.nats.stream import NatsStream
+from bufstore.postgres.store import PostgresThreadStore
+from bufstore.threads.buffered import BufferedThreadStore
+
+_OPTIONS = (
+    click.option("--nats", metavar="URL", envvar="BUFSTORE_NATS", show_envvar=True,
+                 help="NATS server; several are separated by commas."),
+    click.option("--postgres", metavar="DSN", envvar="BUFSTORE_POSTGRES", show_envvar=True,
+                 help="Postgres, as URL or key=value."),
+    click.option("--embedded", is_flag=True, help="Start servers of our own for this command, on 127.0.0.1."),
+    click.option("--data", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
+                 help="With --embedded: keep the data in this folder. Default: a fresh temporary one."),
+    click.option("--nats-creds", metavar="FILE", envvar="BUFSTORE_NATS_CREDS", show_envvar=True,
+                 type=click.Path(exists=True, dir_okay=False, path_type=Path), help="NATS credentials file."),
+    click.option("--nats-user", metavar="USER", envvar="BUFSTORE_NATS_USER", show_envvar=True,
+                 help="NATS user; the password comes from BUFSTORE_NATS_PASSWORD, a token from BUFSTORE_NATS_TOKEN."),
+    click.option("--schema", default="bufstore", show_default=True, envvar="BUFSTORE_SCHEMA", show_envvar=True,
+                 help="Postgres schema of bufstore's tables."),
+    click.option("--stream", default="THREADLOG", show_default=True, envvar="BUFSTORE_STREAM", show_envvar=True,
+                 help="JetStream stream that is the log."),
+    click.option("--bucket", default="thread-hot", show_default=True, envvar="BUFSTORE_BUCKET", show_envvar=True,
+                 help="JetStream bucket beside the log."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output."),
+    click.option("-v", "--verbose", count=True, help="Show logs on standard error; twice: all of them."),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where the servers are, and how to open a store there."""
+
+    nats: NatsConfig
+    postgres: str = field(repr=False)
+    schema: str
+    stream: str
+    bucket: str
+    #: The servers of our own, if they are.
+    servers: Servers | None = None
+    #: The name by which Postgres knows our sessions.
+    session: str = field(default_factory=lambda: f"bufstore-{secrets.token_hex(6)}")
+
+    @asynccontextmanager
+    async def buffered(self, *, flusher: bool = True, create: bool = True) -> AsyncIterator[BufferedThreadStore]:
+        """The buffered store, with the log as it stands on the server.
+
+        `create`: make a log if there is none; else that is a ConfigError.
+        """
+        log = await self.find_log()
+        if log is None:
+            if not create:
+                raise ConfigError(f"there is no log {self.stream!r} on this server yet; the first write makes it")
+            log = LogConfig(stream=self.stream, bucket=self.bucket)
+        config = BufferConfig(log=log, flusher=flusher)
+        async with await BufferedThreadStore.open(self.plain(), nats=self.nats, config=config) as store:
+            yield store
+
+    def plain(self, *, pool_size: int = 8) -> PostgresThreadStore:
+        """The Postgres store alone, without buffer: what it reads is what Postgres holds."""
+        try:
+            conninfo = make_conninfo(self.postgres, application_name=self.session)
+        except psycopg.ProgrammingError:
+            # libpq's message quotes the string, password and all.
+            raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)") from None
+        return PostgresThreadStore(conninfo, schema=self.schema, pool_size=pool_size)
+
+    async def find_log(self) -> LogConfig | None:
+        """The configuration of the log as it stands on the server; None if there is no log.
+
+        So nobody has to repeat the operator's numbers of partitions and replicas on the command line.
+        """
+        connection = Connection(self.nats, self.session)
+        await connection.open()
+        try:
+            found = await NatsStream(connection, self.nats.api, self.stream, 1).api(f"STREAM.INFO.{self.stream}")
+        except StreamMissing:
+            return None
+        finally:
+            await connection.aclose()
+        return _log_config(found["config"], self.bucket)
+
+
+def _log_config(found: dict[str, Any], bucket: str) -> LogConfig:
+    metadata = found.get("metadata") or {}
+    if "bufstore.partitions" not in metadata:
+        raise ConfigError(f"stream {found['name']!r} was not made by bufstore")
+    placement = found.get("placement") or {}
+    return LogConfig(
+        stream=found["name"],
+        bucket=bucket,
+        subject=found["subjects"][0].partition(".")[0],
+        partitions=int(metadata["bufstore.partitions"]),
+        replicas=found["num_replicas"],
+        placement_tags=tuple(placement.get("tags") or ()),
+        placement_cluster=placement.get("cluster") or None,
+        max_bytes=found["max_bytes"],
+    )
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the shared options say."""
+
+    as_json: bool
+    _unopened: Target | None
+    _data: Path | None
+
+    @contextmanager
+    def target(self) -> Iterator[Target]:
+        """The target, its servers running inside the block if they are ours. Raises EmbeddedError."""
+        if self._unopened is None:
+            raise click.UsageError(
+                "Where to? Give --nats and --postgres (or BUFSTORE_NATS and BUFSTORE_POSTGRES), or --embedded."
+            )
+        if self._unopened.servers is None:
+            yield self._unopened
+            return
+        with self._unopened.servers as servers:
+            yield replace(
+                self._unopened, nats=NatsConfig(servers=(servers.nats.url,)), postgres=servers.postgres.dsn
+            )
+
+
+def connects(*, embedded_by_default: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command: add the shared options, and pass what they say as `options`."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapped(**given: Any) -> None:
+            shared = {name: given.pop(name) for name in _NAMES}
+            configure_logs(shared["verbose"])
+            options = Options(shared["as_json"], _target(shared, embedded_by_default), shared["data"])
+            reporting_errors(command)(options=options, **given)
+
+        for option in reversed(_OPTIONS):
+            wrapped = option(wrapped)
+        return wrapped
+
+    return decorate
+
+
+_NAMES = ("nats", "postgres", "embedded", "data", "nats_creds", "nats_user", "schema", "stream", "bucket", "as_json",
+          "verbose")  # fmt: skip
+
+
+def _target(shared: dict[str, Any], embedded_by_default: bool) -> Target | None:
+    """The target that the options name, servers not started; None if they name none."""
+    context = click.get_current_context()
+    typed = [n for n in ("nats", "postgres") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE]
+    if shared["embedded"] and typed:
+        raise click.UsageError(f"--embedded starts servers of its own: leave out --{typed[0]}.")
+    nats, postgres = shared["nats"], shared["postgres"]
+    embedded = shared["embedded"] or (embedded_by_default and not (nats or postgres))
+    if shared["data"] is not None and not embedded:
+        raise click.UsageError("--data is the folder of --embedded servers.")
+    names = {name: shared[name] for name in ("schema", "stream", "bucket")}
+    if embedded:
+        return Target(nats=NatsConfig(), postgres="", servers=Servers(shared["data"]), **names)
+    if not nats and not postgres:
+        return None
+    if not nats or not postgres:
+        missing = "--postgres (or BUFSTORE_POSTGRES)" if nats else "--nats (or BUFSTORE_NATS)"
+        raise click.UsageError(f"{missing} is missing; both are needed, or --embedded.")
+    return Target(nats=reporting_errors(_nats_config)(nats, shared), postgres=postgres, **names)
+
+
+def _nats_config(urls: str, shared: dict[str, Any]) -> NatsConfig:
+    return NatsConfig(
+        servers=tuple(url.strip() for url in urls.split(",") if url.strip()),
+        credentials=shared["nats_creds"],
+        user=shared["nats_user"],
+        # Not as options: a command line is everybody's to read.
+        password=os.environ.get("BUFSTORE_NATS_PASSWORD"),
+        token=os.environ.get("BUFSTORE_NATS_TOKEN"),
+    )

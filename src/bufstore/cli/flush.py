@@ -1,0 +1,4 @@
+import click
+@click.command("flush")
+def flush() -> None:
+    "x"

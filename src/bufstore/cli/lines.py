@@ -1,0 +1,128 @@
+"""The input of `import`: JSONL or JSONL.gz, read twice (to import it, and to compare it), never held as a whole."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+
+from bufstore.errors import Rejected
+from bufstore.threads.model import encode_messages
+from bufstore.types import check_id
+
+#: A longer line is a bad one: it would have to be held in memory as a whole.
+LINE_BYTES_MAX = 64 << 20
+_GZIP_MAGIC = b"\x1f\x8b"
+_STDIN = 0
+
+
+class Line(NamedTuple):
+    """A thread to import."""
+
+    number: int
+    size: int
+    thread_id: str
+    messages: list[Any]
+
+
+class BadLine(NamedTuple):
+    """A line that cannot be imported, and why."""
+
+    number: int
+    size: int
+    reason: str
+    #: True when nothing can be read after it.
+    end: bool = False
+
+
+class Input:
+    """A file, or standard input (`-`). What cannot be read twice is kept in a temporary file meanwhile."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._spool: IO[bytes] | None = None
+        if path == "-" or not Path(path).is_file():
+            self._spool = tempfile.TemporaryFile()
+
+    def close(self) -> None:
+        """Remove what was kept."""
+        if self._spool is not None:
+            self._spool.close()
+
+    def read(self) -> Iterator[Line | BadLine]:
+        """The lines, for the first time. Raises OSError when the file cannot be opened."""
+        # Not sys.stdin: the interpreter cannot end while a thread waits in that.
+        raw = open(_STDIN if self._path == "-" else self._path, "rb", closefd=self._path != "-")
+        with raw:
+            for number, line in _split(raw):
+                if self._spool is not None:
+                    self._spool.write(line if isinstance(line, bytes) else b"\n")
+                yield from _parse(number, line)
+
+    def read_again(self) -> Iterator[Line | BadLine]:
+        """The lines, once more, after `read` has come to its end."""
+        if self._spool is None:
+            yield from self.read()
+            return
+        self._spool.seek(0)
+        for number, line in enumerate(self._spool, 1):
+            yield from _parse(number, line)
+
+
+def _split(raw: io.BufferedReader) -> Iterator[tuple[int, bytes | str]]:
+    """Number and bytes of each line; or, in place of the bytes, why they cannot be had."""
+    # By content: a name says little, and standard input has none.
+    packed = raw.peek(2)[:2] == _GZIP_MAGIC
+    stream: IO[bytes] = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
+    number = 0
+    try:
+        while line := stream.readline(LINE_BYTES_MAX + 1):
+            number += 1
+            if len(line) <= LINE_BYTES_MAX:
+                yield number, line
+                continue
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(LINE_BYTES_MAX)
+            yield number, f"longer than {LINE_BYTES_MAX >> 20} MiB"
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        yield number + 1, f"the file is damaged from here on: {e}"
+
+
+def _parse(number: int, line: bytes | str) -> Iterator[Line | BadLine]:
+    """The thread of a line, or why it has none; nothing for a blank one."""
+    if isinstance(line, str):
+        yield BadLine(number, 0, line, end=line.startswith("the file is damaged"))
+        return
+    if not line.strip():
+        return
+    try:
+        yield Line(number, len(line), *_thread(line))
+    except (Rejected, ValueError) as e:
+        yield BadLine(number, 0, str(e))
+
+
+def _thread(line: bytes) -> tuple[str, list[Any]]:
+    """Thread id and messages. Raises Rejected or ValueError for what cannot be stored."""
+    try:
+        value = msgspec.json.decode(line)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    except (msgspec.MsgspecError, UnicodeError) as e:
+        raise ValueError(f"not JSON: {e}") from None
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    for name in ("thread_id", "messages"):
+        if name not in value:
+            raise ValueError(f"no {name}")
+    messages = value["messages"]
+    if not isinstance(messages, list):
+        raise ValueError("messages is not a list")
+    # Now, for all of them: a thread is imported whole or not at all.
+    encode_messages(messages)
+    return check_id(value["thread_id"], "thread_id"), messages

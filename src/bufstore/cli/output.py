@@ -1,0 +1,31 @@
+"""Reports on standard output: for people, or one JSON object."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+
+def show(report: msgspec.Struct, *, as_json: bool, title: str) -> None:
+    """Print the report, a line for each field."""
+    if as_json:
+        show_json(report)
+        return
+    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in msgspec.structs.asdict(report).items():
+        table.add_row(name.replace("_", " "), "unknown" if value is None else f"{value:,}" if _counts(value) else str(value))
+    Console().print(table)
+
+
+def show_json(report: object) -> None:
+    """Print the report as one line of JSON."""
+    click.echo(msgspec.json.encode(report))
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,91 @@
+"""How every command runs: its event loop, its logs, its errors as one line and an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import click
+
+from bufstore.errors import BufstoreError
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+#: Something is lost, differs, or was not imported.
+EXIT_WRONG = 1
+#: Usage, configuration, or a server that cannot be reached (click's own code for usage).
+EXIT_UNUSABLE = 2
+_EXIT_INTERRUPTED = 130
+
+
+class Failure(click.ClickException):
+    """Ends the command with one line on standard error."""
+
+    exit_code = EXIT_UNUSABLE
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` on an event loop of its own, uvloop's if that is installed."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(main)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a command: our errors become one line, Ctrl-C a word; a bug keeps its traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> T:
+        try:
+            return command(*args, **kwargs)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            raise click.exceptions.Exit(_EXIT_INTERRUPTED) from None
+        except (BufstoreError, BaseExceptionGroup) as e:
+            error = _ours(e)
+            if error is None:
+                raise
+            _log.debug("the command failed", exc_info=e)
+            raise Failure(_one_line(error)) from None
+
+    return wrapped
+
+
+def _ours(error: BaseException) -> BufstoreError | None:
+    """The error itself, or the first of a group in which all are ours."""
+    if isinstance(error, BufstoreError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        ours, others = error.split(BufstoreError)
+        if ours is not None and others is None:
+            return _ours(ours.exceptions[0])
+    return None
+
+
+def _one_line(error: BufstoreError) -> str:
+    # The end of a server's log, say, follows in further lines; -vv shows them.
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def configure_logs(verbose: int) -> None:
+    """Logs go to standard error: only our errors, with -v what happens, with -vv everything."""
+    level = (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    handler = logging.StreamHandler(click.get_text_stream("stderr"))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(handlers=[handler], level=level, force=True)
+    # What these say of a Postgres or NATS that is away is no news: bufstore says it too, and goes on.
+    for name in ("psycopg", "psycopg.pool", "nats", "asyncio"):
+        logging.getLogger(name).setLevel(logging.DEBUG if verbose > 1 else logging.CRITICAL)

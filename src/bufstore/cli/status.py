@@ -1,0 +1,4 @@
+import click
+@click.command("status")
+def status() -> None:
+    "x"

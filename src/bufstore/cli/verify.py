@@ -1,0 +1,93 @@
+"""Reading Postgres back, without the buffer, and comparing it with what was acknowledged."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bufstore.cli.concurrent import each
+from bufstore.postgres.store import PostgresThreadStore, ThreadRows
+from bufstore.threads.model import decode_message
+
+_AT_ONCE = 8
+_PROBLEMS_SHOWN = 10
+
+
+class Expected(NamedTuple):
+    """A thread that was written with one checkpoint after every message (one in all, if it has no message)."""
+
+    thread_id: str
+    messages: list[Any]
+    #: How many checkpoints were acknowledged: the first so many messages must be there.
+    acknowledged: int
+    #: Position of the last one in the log.
+    thread_seq: int
+
+
+@dataclass
+class Verdict:
+    """What came of it."""
+
+    threads: int = 0
+    #: Acknowledged checkpoints that Postgres has applied, by its watermark of the thread.
+    flushed: int = 0
+    #: Acknowledged checkpoints whose message is not in Postgres.
+    lost: int = 0
+    #: Messages in Postgres that are not the ones that were written at their place.
+    mismatched: int = 0
+    #: The first few of what is wrong, in words.
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """True when everything that was acknowledged is there, and nothing else."""
+        return not (self.lost or self.mismatched)
+
+
+async def verify(store: PostgresThreadStore, expected: AsyncIterator[Expected]) -> Verdict:
+    """Compare every message of every thread. `store` must see the tables of the buffer, too."""
+    verdict = Verdict()
+
+    async def check(thread: Expected) -> None:
+        _judge(verdict, thread, await store.load_rows(thread.thread_id, with_watermark=True))
+
+    await each(expected, check, at_once=_AT_ONCE)
+    return verdict
+
+
+def _judge(verdict: Verdict, thread: Expected, rows: ThreadRows | None) -> None:
+    verdict.threads += 1
+    if rows is None or rows.thread is None:
+        lost, mismatched, applied = thread.acknowledged, 0, 0
+    else:
+        # Checkpoint i holds i messages, so their number tells how many checkpoints Postgres holds.
+        wanted = min(thread.acknowledged, len(thread.messages))
+        lost = max(0, wanted - len(rows.messages))
+        mismatched = _differences(thread.messages, rows.messages)
+        applied = thread.acknowledged - lost
+        if rows.watermark is not None and rows.watermark.flushed_seq >= thread.thread_seq:
+            applied = thread.acknowledged
+    verdict.flushed += applied
+    verdict.lost += lost
+    verdict.mismatched += mismatched
+    if (lost or mismatched) and len(verdict.problems) < _PROBLEMS_SHOWN:
+        verdict.problems.append(
+            f"thread {thread.thread_id!r}: {lost} of {thread.acknowledged} checkpoints lost, "
+            f"{mismatched} messages differ"
+        )
+
+
+def _differences(written: list[Any], stored: list[bytes]) -> int:
+    """How many stored messages are not the written one of their place; those beyond the last count, too."""
+    same = sum(
+        _exactly(ours) == _exactly(decode_message(theirs)) for ours, theirs in zip(written, stored, strict=False)
+    )
+    return len(stored) - same
+
+
+def _exactly(value: Any) -> bytes:
+    # Not ==, for which 1, 1.0 and True are the same and the order of keys is nothing.
+    return msgspec.json.encode(value)

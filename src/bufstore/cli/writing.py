@@ -1,0 +1,124 @@
+"""Writing conversations as an agent does: one checkpoint after every message."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+
+from bufstore.cli.latency import Latencies
+from bufstore.errors import FlushTimeout, LogFull, OutcomeUnknown, Rejected, Unavailable
+from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.model import Run, RunStatus
+from bufstore.types import MAX_ID_BYTES, Receipt
+
+#: How long a checkpoint is tried again while the log is full or away.
+_PATIENCE_S = 60.0
+#: How long a flush may make no progress.
+_STANDSTILL_S = 30.0
+_FLUSH_ROUND_S = 5.0
+
+
+class Written(NamedTuple):
+    """What came of one thread."""
+
+    #: How many checkpoints were acknowledged.
+    acknowledged: int
+    #: Position of the last one in the log.
+    thread_seq: int
+    #: Why the thread was left before its end, if it was.
+    refused: Rejected | None
+
+
+class ConversationWriter:
+    """Writes threads into a store and counts."""
+
+    def __init__(self, store: BufferedThreadStore) -> None:
+        self._store = store
+        self.tried = 0
+        self.acknowledged = 0
+        #: Durations of the acknowledged calls.
+        self.latencies = Latencies()
+
+    async def write(
+        self, thread_id: str, messages: Sequence[Any], *, think: Callable[[], Awaitable[None]] | None = None
+    ) -> Written:
+        """Write a thread, with a checkpoint after every message; `think` is awaited before each.
+
+        A thread without messages gets one checkpoint: with none it would not exist. Raises Unavailable, LogFull or
+        OutcomeUnknown when the log stays away or full.
+        """
+        acknowledged = thread_seq = 0
+        lengths = range(1, len(messages) + 1) if messages else range(1)
+        for length in lengths:
+            if think is not None:
+                await think()
+            done = length == len(messages)
+            run = Run(
+                run_id=run_id_of(thread_id),
+                thread_id=thread_id,
+                status=RunStatus.DONE if done else RunStatus.RUNNING,
+                steps=length,
+            )
+            self.tried += 1
+            try:
+                receipt = await self._checkpoint(thread_id, messages[:length], run)
+            except Rejected as e:
+                if isinstance(e, LogFull):
+                    raise
+                return Written(acknowledged, thread_seq, e)
+            self.acknowledged += 1
+            acknowledged += 1
+            thread_seq = receipt.thread_seq
+        return Written(acknowledged, thread_seq, None)
+
+    async def _checkpoint(self, thread_id: str, messages: Sequence[Any], run: Run) -> Receipt:
+        key: str | None = None
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type((LogFull, Unavailable, OutcomeUnknown)),
+            wait=wait_exponential_jitter(initial=0.05, max=2, jitter=0.1),
+            stop=stop_after_delay(_PATIENCE_S),
+            reraise=True,
+        ):
+            with attempt:
+                began = time.perf_counter()
+                try:
+                    receipt = await self._store.checkpoint(thread_id, messages, run, idempotency_key=key)
+                except OutcomeUnknown as e:
+                    key = e.token
+                    raise
+                self.latencies.add(time.perf_counter() - began)
+                return receipt
+        raise AssertionError("unreachable: the last attempt raises")
+
+
+def run_id_of(thread_id: str) -> str:
+    """The one run of a thread that was not written by an agent: the same whenever it is written again."""
+    run_id = f"import:{thread_id}"
+    if len(run_id.encode()) <= MAX_ID_BYTES:
+        return run_id
+    return f"import:{blake2b(thread_id.encode(), digest_size=32).hexdigest()}"
+
+
+async def flush_all(store: BufferedThreadStore) -> None:
+    """Flush what is acknowledged now, for as long as that makes progress. Raises FlushTimeout."""
+    loop = asyncio.get_running_loop()
+    left: int | None = None
+    moved_at = loop.time()
+    while True:
+        try:
+            await store.force_flush_all(timeout_s=_FLUSH_ROUND_S)
+            return
+        except FlushTimeout:
+            try:
+                behind = sum((await store.lag()).values())
+            except Unavailable:
+                behind = left  # nobody can tell: not a sign of progress
+            if left is None or (behind is not None and behind < left):
+                left, moved_at = behind, loop.time()
+            elif loop.time() - moved_at > _STANDSTILL_S:
+                raise

@@ -1,0 +1,49 @@
+"""Small helpers of the integration tests."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import psycopg
+
+from bufstore import Run, RunStatus
+
+
+def fresh(what: str = "thread") -> str:
+    """An id that nothing else has."""
+    return f"{what}-{uuid.uuid4().hex}"
+
+
+def run_of(thread_id: str, n: int = 0, **fields: Any) -> Run:
+    """A run of the thread."""
+    return Run(run_id=f"run-{n}-of-{thread_id}", thread_id=thread_id, **fields)
+
+
+def done(run: Run) -> Run:
+    """The run, finished."""
+    return Run(run_id=run.run_id, thread_id=run.thread_id, status=RunStatus.DONE)
+
+
+def said(n: int, size: int = 20) -> dict[str, Any]:
+    """Message number `n`."""
+    return {"role": "user", "content": f"{n}:" + "x" * size, "id": f"m{n}"}
+
+
+async def eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
+    """The first true answer of `check`; fails after `timeout_s`."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            answer = await check()
+            if answer:
+                return answer
+            await asyncio.sleep(0.02)
+
+
+async def query(dsn: str, sql: str, *parameters: Any) -> list[tuple[Any, ...]]:
+    """Rows of a query on a connection of its own."""
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        cursor = await connection.execute(sql, parameters)  # type: ignore[arg-type]
+        return await cursor.fetchall() if cursor.description else []
