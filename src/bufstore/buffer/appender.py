@@ -45,6 +45,8 @@ from bufstore.types import Receipt
 _log = logging.getLogger(__name__)
 
 _UNIT_BYTES_MAX = 8 << 20
+#: Longest pause between two tries while the log is away: a write that comes when it is back waits for it.
+_PAUSE_MAX_S = 0.2
 
 
 class Memory(Protocol):
@@ -159,14 +161,12 @@ class Appender(Generic[M]):
         config: BufferConfig,
         writer: Writer[M],
         load_row: Callable[[str], Awaitable[Row]],
-        drop_connection: Callable[[str], None],
     ) -> None:
         self._log = log
         self._subjects = subjects
         self._config = config
         self._writer = writer
         self._load_row = load_row
-        self._drop_connection = drop_connection
         self._group = GroupCommit(log)
         self._lanes: dict[str, _Lane[M]] = {}
         self._tips: OrderedDict[str, Tip[M]] = OrderedDict()
@@ -412,7 +412,7 @@ class Appender(Generic[M]):
         try:
             tip = None
             async for attempt in AsyncRetrying(
-                wait=wait_random_exponential(multiplier=0.02, max=1),
+                wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
                 retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
                 stop=lambda _: all(w.done.done() for w in lane.queue),
                 reraise=True,
@@ -493,8 +493,6 @@ class Appender(Generic[M]):
         before = unit.before
         assert before is not None
         if isinstance(error, AppendUnknown):
-            # Nothing that waits in this connection's buffers may reach the server after we have looked.
-            self._drop_connection("an append got no answer")
             outcome = await self._resolve(lane, unit)
             if outcome is None:  # every caller has given up
                 unit.undo()
@@ -529,7 +527,7 @@ class Appender(Generic[M]):
         """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
         assert unit.before is not None
         subject = unit.messages[0].subject
-        pause = wait_random_exponential(multiplier=0.05, max=1)
+        pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
         async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
             with attempt:
                 if all(w.done.done() for w, _ in unit.writes):
@@ -544,11 +542,8 @@ class Appender(Generic[M]):
                     return await self._group.submit(unit.messages)
                 except Conflict:
                     raise _StillUnknown from None  # maybe with the first sending of ours: look again
-                except (AppendUnknown, LogUnavailable):
-                    self._drop_connection("an append got no answer")
-                    raise _StillUnknown from None
-                except BufstoreError as e:
-                    _log.warning("an append stays unknown: %s", e, extra={"action": "append_unknown"})
+                except (AppendUnknown, BufstoreError) as e:
+                    _log.info("an append stays unknown: %s", e, extra={"action": "append_unknown"})
                     raise _StillUnknown from None
         return None
 

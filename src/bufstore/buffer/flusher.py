@@ -284,6 +284,8 @@ class Flusher:
                     await share.feed.more()
             pending = self._pending()
             self.state.pending = sum(len(s.pending) for s in self._shares.values())
+            if not pending:
+                self.state.trouble, self.state.stopped = "", False
             wait = self._due_in(pending)
             if wait <= 0:
                 break

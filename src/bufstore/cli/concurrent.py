@@ -11,6 +11,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+#: How long a batch is waited for to grow, after its last item.
+_GATHER_S = 0.02
+
 
 class Room:
     """Bounds how much is held in memory at once: a number of things, and their bytes together.
@@ -59,42 +62,50 @@ async def each(items: AsyncIterable[T], work: Callable[[T], Awaitable[None]], *,
 
 
 async def read_ahead(items: Iterable[T], room: Room, size: Callable[[T], int], most: int) -> AsyncIterator[Sequence[T]]:
-    """Iterate in a thread, because reading may block; yield what has come meanwhile, `most` items at a time.
+    """Iterate in a thread, because reading may block; yield what comes within a moment, `most` items at a time.
 
     Each item takes its `size` of the room, which the caller gives back when it is done with the item.
     """
-    # A daemon: nothing can interrupt a read from a pipe, and Ctrl-C must not wait for it.
     loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[T | _End] = asyncio.Queue()
 
     async def put(item: T) -> None:
         await room.enter(size(item))
         queue.put_nowait(item)
 
     def work() -> None:
-        end: BaseException | None = None
+        error: BaseException | None = None
         try:
             for item in items:
                 asyncio.run_coroutine_threadsafe(put(item), loop).result()
         except CancelledError:
             return
         except BaseException as e:
-            end = e
+            error = e
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-            loop.call_soon_threadsafe(queue.put_nowait, end)
+            loop.call_soon_threadsafe(queue.put_nowait, _End(error))
 
+    # A daemon: nothing can interrupt a read from a pipe, and Ctrl-C must not wait for it.
     threading.Thread(target=work, name="bufstore-read-ahead", daemon=True).start()
-    while True:
+    end: _End | None = None
+    while end is None:
         batch: list[T] = []
-        item = await queue.get()
-        while item is not None and not isinstance(item, BaseException):
-            batch.append(item)
-            if len(batch) == most or queue.empty():
-                break
-            item = queue.get_nowait()
+        with contextlib.suppress(TimeoutError):
+            while end is None and len(batch) < most:
+                async with asyncio.timeout(_GATHER_S if batch else None):
+                    item = await queue.get()
+                if isinstance(item, _End):
+                    end = item
+                else:
+                    batch.append(item)
         if batch:
             yield batch
-        if isinstance(item, BaseException):
-            raise item
-        if item is None:
-            return
+    if end.error is not None:
+        raise end.error
+
+
+class _End:
+    """The last thing in the queue, with the error that ended the iteration, if one did."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self.error = error

@@ -16,7 +16,7 @@ import psycopg
 from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
-from bufstore.cli.running import configure_logs, reporting_errors
+from bufstore.cli.running import Failure, configure_logs, reporting_errors
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.embedded import Servers
 from bufstore.errors import ConfigError
@@ -44,7 +44,8 @@ _OPTIONS = (
                  help="JetStream stream that is the log."),
     click.option("--bucket", default="thread-hot", show_default=True, envvar="BUFSTORE_BUCKET", show_envvar=True,
                  help="JetStream bucket beside the log."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on standard output."),
+    click.option("--json", "as_json", is_flag=True,
+                 help="Print one JSON object on standard output, and nothing else there."),
     click.option("-v", "--verbose", count=True, help="Show logs on standard error; twice: all of them."),
 )  # fmt: skip
 
@@ -126,7 +127,6 @@ class Options:
 
     as_json: bool
     _unopened: Target | None
-    _data: Path | None
 
     @contextmanager
     def target(self) -> Iterator[Target]:
@@ -135,13 +135,18 @@ class Options:
             raise click.UsageError(
                 "Where to? Give --nats and --postgres (or BUFSTORE_NATS and BUFSTORE_POSTGRES), or --embedded."
             )
-        if self._unopened.servers is None:
+        servers = self._unopened.servers
+        if servers is None:
             yield self._unopened
             return
-        with self._unopened.servers as servers:
-            yield replace(
-                self._unopened, nats=NatsConfig(servers=(servers.nats.url,)), postgres=servers.postgres.dsn
-            )
+        try:
+            servers.start()
+        except OSError as e:
+            raise Failure(f"cannot use the folder {servers.data}: {e.strerror}") from None
+        try:
+            yield replace(self._unopened, nats=NatsConfig(servers=(servers.nats.url,)), postgres=servers.postgres.dsn)
+        finally:
+            servers.stop()
 
 
 def connects(*, embedded_by_default: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -152,7 +157,7 @@ def connects(*, embedded_by_default: bool = False) -> Callable[[Callable[..., No
         def wrapped(**given: Any) -> None:
             shared = {name: given.pop(name) for name in _NAMES}
             configure_logs(shared["verbose"])
-            options = Options(shared["as_json"], _target(shared, embedded_by_default), shared["data"])
+            options = Options(shared["as_json"], _target(shared, embedded_by_default))
             reporting_errors(command)(options=options, **given)
 
         for option in reversed(_OPTIONS):

@@ -1,4 +1,101 @@
+"""`bufstore flush`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import click
-@click.command("flush")
-def flush() -> None:
-    "x"
+import msgspec
+
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.inspection import inspecting
+from bufstore.cli.output import show_json
+from bufstore.cli.running import run
+from bufstore.errors import BufstoreError
+
+_LOOK_EVERY_S = 0.25
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore flush --json``."""
+
+    #: None: all.
+    thread_id: str | None
+    flushed: bool
+    #: True when no flusher was alive, so this command flushed itself.
+    flushed_here: bool
+    seconds: float
+
+
+@click.command()
+@click.argument("thread", required=False)
+@click.option("--all", "everything", is_flag=True, help="Flush all threads.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Seconds after which to give up."
+)
+@connects()
+def flush(options: Options, thread: str | None, everything: bool, timeout: float) -> None:
+    """Move what is acknowledged now into Postgres: one THREAD, or --all.
+
+    The flushers that are alive are asked to do it now. When there is none (left), this command is the flusher until
+    it is done. Nothing is lost when it fails: what is not flushed stays in the log.
+    """
+    if (thread is None) is not everything:
+        raise click.UsageError("Flush what? Give either a THREAD or --all.")
+    with options.target() as target:
+        report = run(_flush(target, thread, timeout))
+    if options.as_json:
+        show_json(report)
+    else:
+        what = "everything" if thread is None else f"thread {thread!r}"
+        how = ", by this command: no flusher was alive" if report.flushed_here else ""
+        click.echo(f"{what} is flushed ({report.seconds:.2f} s{how})")
+
+
+async def _flush(target: Target, thread: str | None, timeout_s: float) -> Report:
+    began = time.perf_counter()
+    create = target.servers is not None  # in a folder of our own there is no wrong place to make a log
+    async with target.buffered(flusher=False, create=create) as store, _stand_in(target) as stand_in:
+        if thread is None:
+            await store.force_flush_all(timeout_s=timeout_s)
+        else:
+            await store.force_flush(thread, timeout_s=timeout_s)
+        return Report(
+            thread_id=thread,
+            flushed=True,
+            flushed_here=stand_in.is_set(),
+            seconds=round(time.perf_counter() - began, 3),
+        )
+
+
+@asynccontextmanager
+async def _stand_in(target: Target) -> AsyncIterator[asyncio.Event]:
+    """Be a flusher inside the block if there is none, or none any more; the event is set from then on.
+
+    A flusher that was killed counts as alive until its lease has run out, some seconds later.
+    """
+    needed, over = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        async with inspecting(target) as inspection:
+            while await inspection.members():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_EVERY_S):
+                        await over.wait()
+                if over.is_set():
+                    return
+        needed.set()
+        async with target.buffered():
+            await over.wait()
+
+    task = asyncio.create_task(work())
+    try:
+        yield needed
+    finally:
+        over.set()
+        with contextlib.suppress(BufstoreError):  # then the flush has said what is wrong
+            await task

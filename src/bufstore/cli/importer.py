@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from hashlib import blake2b
-import logging
 
 from bufstore.cli.concurrent import Room, each, read_ahead
 from bufstore.cli.database import existing
 from bufstore.cli.lines import BadLine, Line
+from bufstore.cli.verify import Expected
 from bufstore.cli.writing import ConversationWriter, Written
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
@@ -34,6 +34,7 @@ class Journal:
         self._places: dict[int, int] = {}
         self._lines = array("q")
         self._acknowledged = array("q")
+        self._superseded = array("q")
         self._seqs = array("q")
 
     def begin(self, thread_id: str) -> bool:
@@ -42,7 +43,7 @@ class Journal:
         return self._places.setdefault(_hash(thread_id), known) == known and self._grow()
 
     def _grow(self) -> bool:
-        for column in (self._lines, self._acknowledged, self._seqs):
+        for column in (self._lines, self._acknowledged, self._superseded, self._seqs):
             column.append(0)
         return True
 
@@ -51,15 +52,22 @@ class Journal:
         if written.acknowledged:
             place = self._places[_hash(line.thread_id)]
             self._lines[place] = line.number
+            self._superseded[place] += self._acknowledged[place]
             self._acknowledged[place] = written.acknowledged
             self._seqs[place] = written.thread_seq
 
-    def find(self, line: Line) -> tuple[int, int] | None:
-        """Acknowledged checkpoints and last position of a line; None if Postgres need not show it."""
+    def find(self, line: Line) -> Expected | None:
+        """What Postgres must show of a line; None if nothing, or if that is up to a later line."""
         place = self._places.get(_hash(line.thread_id))
         if place is None or self._lines[place] != line.number:
             return None
-        return self._acknowledged[place], self._seqs[place]
+        return Expected(
+            line.thread_id,
+            line.messages,
+            acknowledged=self._acknowledged[place],
+            thread_seq=self._seqs[place],
+            superseded=self._superseded[place],
+        )
 
 
 def _hash(thread_id: str) -> int:

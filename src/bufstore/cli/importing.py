@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
-from pathlib import Path
 from typing import NamedTuple
 
 import click
@@ -21,6 +20,7 @@ from bufstore.cli.output import show
 from bufstore.cli.running import EXIT_WRONG, Failure, run
 from bufstore.cli.verify import Expected, Verdict, verify
 from bufstore.cli.writing import flush_all
+from bufstore.errors import FlushTimeout
 
 _REPORTED = 20
 
@@ -41,7 +41,8 @@ class Report(msgspec.Struct, kw_only=True):
     #: Entries that went to quarantine meanwhile.
     quarantined: int
     bad_lines: int
-    postgres_transactions: int
+    #: By the server's count; None if it lost count, which it does when it crashes.
+    postgres_transactions: int | None
     append_p50_ms: float
     append_p99_ms: float
     #: From the start to the end of the last flush.
@@ -55,7 +56,7 @@ class _Outcome(NamedTuple):
 
 
 @click.command("import")
-@click.argument("file")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True))
 @click.option("--overwrite", is_flag=True, help="Replace threads that exist, also earlier ones of the same file.")
 @connects()
 def import_(options: Options, file: str, overwrite: bool) -> None:
@@ -74,23 +75,13 @@ def import_(options: Options, file: str, overwrite: bool) -> None:
     "postgres_transactions" is the server's own count for the whole database, from before the store is opened until
     after the last flush. Do not write to the same threads meanwhile.
     """
-    source = _input(file)
-    with closing(source), options.target() as target:
+    with closing(Input(file)) as source, options.target() as target:
         report, verdict, incomplete = run(_import(target, source, overwrite))
     show(report, as_json=options.as_json, title="import")
     for problem in verdict.problems:
         click.echo(problem, err=True)
     if incomplete or not verdict.ok:
         raise click.exceptions.Exit(EXIT_WRONG)
-
-
-def _input(file: str) -> Input:
-    try:
-        if file != "-":
-            Path(file).open("rb").close()
-    except OSError as e:
-        raise Failure(f"cannot read {file}: {e.strerror}") from None
-    return Input(file)
 
 
 async def _import(target: Target, source: Input, overwrite: bool) -> _Outcome:
@@ -103,7 +94,11 @@ async def _import(target: Target, source: Input, overwrite: bool) -> _Outcome:
             progress.follow(importer)
             await importer.run(source.read())
             progress.say("flushing")
-            await flush_all(store)
+            try:
+                await flush_all(store)
+            except FlushTimeout as e:
+                safe = f"{importer.writer.acknowledged} checkpoints are acknowledged and stay in the log"
+                raise Failure(f"{safe}, but Postgres does not take them: {e}") from None
             seconds = time.perf_counter() - began
             quarantined = await store.quarantined() - quarantined
         # All our sessions are closed now, which makes the server's count complete.
@@ -121,7 +116,7 @@ async def _import(target: Target, source: Input, overwrite: bool) -> _Outcome:
         mismatched=verdict.mismatched,
         quarantined=quarantined,
         bad_lines=progress.bad_lines,
-        postgres_transactions=transactions,
+        postgres_transactions=transactions if transactions > 0 else None,
         append_p50_ms=writer.latencies.percentile_ms(50),
         append_p99_ms=writer.latencies.percentile_ms(99),
         seconds=round(seconds, 3),
@@ -131,9 +126,8 @@ async def _import(target: Target, source: Input, overwrite: bool) -> _Outcome:
 
 async def _expected(source: Input, importer: Importer) -> AsyncIterator[Expected]:
     for line in source.read_again():
-        found = importer.journal.find(line) if isinstance(line, Line) else None
-        if found is not None:
-            yield Expected(line.thread_id, line.messages, *found)
+        if isinstance(line, Line) and (expected := importer.journal.find(line)) is not None:
+            yield expected
 
 
 class _Progress:
@@ -141,7 +135,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-        self._status = Status(self, console=self._console)  # type: ignore[arg-type] # any renderable will do
+        self._status = Status(self, console=self._console)
         self._phase = "starting"
         self._importer: Importer | None = None
         self.bad_lines = 0

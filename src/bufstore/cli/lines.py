@@ -20,6 +20,7 @@ from bufstore.types import check_id
 LINE_BYTES_MAX = 64 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 _STDIN = 0
+_UNREADABLE = "cannot be read from here on"
 
 
 class Line(NamedTuple):
@@ -48,7 +49,7 @@ class Input:
         self._path = path
         self._spool: IO[bytes] | None = None
         if path == "-" or not Path(path).is_file():
-            self._spool = tempfile.TemporaryFile()
+            self._spool = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
 
     def close(self) -> None:
         """Remove what was kept."""
@@ -58,8 +59,7 @@ class Input:
     def read(self) -> Iterator[Line | BadLine]:
         """The lines, for the first time. Raises OSError when the file cannot be opened."""
         # Not sys.stdin: the interpreter cannot end while a thread waits in that.
-        raw = open(_STDIN if self._path == "-" else self._path, "rb", closefd=self._path != "-")
-        with raw:
+        with open(_STDIN if self._path == "-" else self._path, "rb", closefd=self._path != "-") as raw:
             for number, line in _split(raw):
                 if self._spool is not None:
                     self._spool.write(line if isinstance(line, bytes) else b"\n")
@@ -90,14 +90,14 @@ def _split(raw: io.BufferedReader) -> Iterator[tuple[int, bytes | str]]:
             while line and not line.endswith(b"\n"):
                 line = stream.readline(LINE_BYTES_MAX)
             yield number, f"longer than {LINE_BYTES_MAX >> 20} MiB"
-    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
-        yield number + 1, f"the file is damaged from here on: {e}"
+    except (EOFError, OSError, zlib.error) as e:
+        yield number + 1, f"{_UNREADABLE}: {e}"
 
 
 def _parse(number: int, line: bytes | str) -> Iterator[Line | BadLine]:
     """The thread of a line, or why it has none; nothing for a blank one."""
     if isinstance(line, str):
-        yield BadLine(number, 0, line, end=line.startswith("the file is damaged"))
+        yield BadLine(number, 0, line, end=line.startswith(_UNREADABLE))
         return
     if not line.strip():
         return

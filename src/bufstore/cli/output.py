@@ -18,7 +18,9 @@ def show(report: msgspec.Struct, *, as_json: bool, title: str) -> None:
     table.add_column()
     table.add_column(justify="right")
     for name, value in msgspec.structs.asdict(report).items():
-        table.add_row(name.replace("_", " "), "unknown" if value is None else f"{value:,}" if _counts(value) else str(value))
+        table.add_row(
+            name.replace("_", " "), "unknown" if value is None else f"{value:,}" if _counts(value) else str(value)
+        )
     Console().print(table)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -83,7 +84,7 @@ def _one_line(error: BufstoreError) -> str:
 def configure_logs(verbose: int) -> None:
     """Logs go to standard error: only our errors, with -v what happens, with -vv everything."""
     level = (logging.ERROR, logging.INFO, logging.DEBUG)[min(verbose, 2)]
-    handler = logging.StreamHandler(click.get_text_stream("stderr"))
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(handlers=[handler], level=level, force=True)
     # What these say of a Postgres or NATS that is away is no news: bufstore says it too, and goes on.

@@ -1,4 +1,63 @@
+"""`bufstore status`."""
+
+from __future__ import annotations
+
 import click
-@click.command("status")
-def status() -> None:
-    "x"
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.inspection import Status, inspecting
+from bufstore.cli.output import show_json
+from bufstore.cli.running import EXIT_UNUSABLE, run
+
+
+@click.command()
+@connects()
+def status(options: Options) -> None:
+    """Show how far the log is flushed, how full it is, who flushes, and what waits in quarantine.
+
+    It only looks: it flushes nothing, and is not one of the flushers. Lag is counted in positions of the log, which
+    number the entries of all partitions together. Exit code 2 when there is no log, or NATS or Postgres does not
+    answer; with Postgres away, the log's side is shown all the same.
+    """
+    with options.target() as target:
+        found = run(_look(target))
+    if options.as_json:
+        show_json(found)
+    else:
+        _show(found)
+    if not found.ok:
+        raise click.exceptions.Exit(EXIT_UNUSABLE)
+
+
+async def _look(target: Target) -> Status:
+    if target.servers is not None:
+        # In a folder of our own there is no wrong place to make a log, and nothing to be told about its absence.
+        async with target.buffered(flusher=False):
+            pass
+    async with inspecting(target) as inspection:
+        return await inspection.status()
+
+
+def _show(found: Status) -> None:
+    console = Console(highlight=False)
+    used = f"{decimal(found.log_bytes)} of {decimal(found.log_bytes_max)}"
+    console.print(f"log {found.stream}: {used} ({found.log_bytes / found.log_bytes_max:.1%})", markup=False)
+    console.print(f"Postgres: {found.postgres_trouble or 'ok'}", markup=False)
+    console.print(f"flushers: {', '.join(found.members) or 'none alive'}", markup=False)
+    console.print(f"quarantined entries: {_shown(found.quarantined)}", markup=False)
+    table = Table(box=box.SIMPLE)
+    for name in ("partition", "end", "flushed to", "lag", "term"):
+        table.add_column(name, justify="right")
+    table.add_column("owner")
+    for p in found.partitions:
+        row = (p.partition, p.end, p.cursor, p.lag, p.term, p.owner or "-")
+        table.add_row(*(_shown(value) for value in row))
+    console.print(table)
+
+
+def _shown(value: object) -> str:
+    return "unknown" if value is None else str(value)

@@ -25,6 +25,8 @@ class Expected(NamedTuple):
     acknowledged: int
     #: Position of the last one in the log.
     thread_seq: int
+    #: Acknowledged checkpoints before these, whose messages these have replaced.
+    superseded: int = 0
 
 
 @dataclass
@@ -32,6 +34,8 @@ class Verdict:
     """What came of it."""
 
     threads: int = 0
+    #: Messages that were read back.
+    compared: int = 0
     #: Acknowledged checkpoints that Postgres has applied, by its watermark of the thread.
     flushed: int = 0
     #: Acknowledged checkpoints whose message is not in Postgres.
@@ -66,10 +70,11 @@ def _judge(verdict: Verdict, thread: Expected, rows: ThreadRows | None) -> None:
         # Checkpoint i holds i messages, so their number tells how many checkpoints Postgres holds.
         wanted = min(thread.acknowledged, len(thread.messages))
         lost = max(0, wanted - len(rows.messages))
+        verdict.compared += len(rows.messages)
         mismatched = _differences(thread.messages, rows.messages)
         applied = thread.acknowledged - lost
         if rows.watermark is not None and rows.watermark.flushed_seq >= thread.thread_seq:
-            applied = thread.acknowledged
+            applied = thread.superseded + thread.acknowledged
     verdict.flushed += applied
     verdict.lost += lost
     verdict.mismatched += mismatched

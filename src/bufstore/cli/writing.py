@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.cli.latency import Latencies
 from bufstore.errors import FlushTimeout, LogFull, OutcomeUnknown, Rejected, Unavailable
@@ -80,7 +81,7 @@ class ConversationWriter:
         key: str | None = None
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type((LogFull, Unavailable, OutcomeUnknown)),
-            wait=wait_exponential_jitter(initial=0.05, max=2, jitter=0.1),
+            wait=wait_random_exponential(multiplier=0.05, max=2),
             stop=stop_after_delay(_PATIENCE_S),
             reraise=True,
         ):
@@ -114,11 +115,10 @@ async def flush_all(store: BufferedThreadStore) -> None:
             await store.force_flush_all(timeout_s=_FLUSH_ROUND_S)
             return
         except FlushTimeout:
-            try:
+            behind: int | None = None
+            with contextlib.suppress(Unavailable):  # if nobody can tell, that is no sign of progress
                 behind = sum((await store.lag()).values())
-            except Unavailable:
-                behind = left  # nobody can tell: not a sign of progress
-            if left is None or (behind is not None and behind < left):
+            if behind is not None and (left is None or behind < left):
                 left, moved_at = behind, loop.time()
             elif loop.time() - moved_at > _STANDSTILL_S:
                 raise

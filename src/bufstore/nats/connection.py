@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -42,12 +43,20 @@ class Connection:
         self._supervisor: asyncio.Task[None] | None = None
         self._reason = "not connected yet"
         self._closed = False
+        self._inbox = ""
+        self._tokens = itertools.count()
+        self._answers: dict[str, asyncio.Future[Msg]] = {}
+        self._on_lost: list[Callable[[], None]] = []
         #: Messages sent and received by earlier clients; see `traffic`.
         self._past = [0, 0]
 
     def on_connect(self, hook: Callable[[Client], Awaitable[None]]) -> None:
         """Run `hook` on every new client before anybody else uses it (subscriptions, checks)."""
         self._hooks.append(hook)
+
+    def on_lost(self, hook: Callable[[], None]) -> None:
+        """Run `hook` when a connection is lost."""
+        self._on_lost.append(hook)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -91,36 +100,62 @@ class Connection:
                     await self._up.wait()
         return self.client()
 
-    def drop(self, reason: str) -> None:
-        """Throw the current client away: what it has sent and got no answer for must not be sent again by it."""
-        self._reason = reason
-        self._lost.set()
+    def _drop(self, client: Client, reason: str) -> None:
+        """Throw a client away, unless that has been done already."""
+        if self._client is client:
+            self._reason = reason
+            self._lost.set()
 
     async def request(
-        self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None
+        self,
+        subject: str,
+        payload: bytes,
+        timeout_s: float,
+        headers: dict[str, str] | None = None,
+        *,
+        writes: bool = False,
     ) -> bytes:
         """Send a request and return the answer's payload.
 
-        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came.
+        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came. `writes`: then the
+        connection is thrown away, so that nothing waiting in its buffers arrives after somebody has looked.
         """
         client = self.client()
         try:
-            return (await client.request(subject, payload, timeout=timeout_s, headers=headers)).data
-        except nats.errors.NoRespondersError:
-            raise LogUnavailable("no JetStream answers on NATS (starting, or without a leader)") from None
+            return await self._request(client, subject, payload, timeout_s, headers)
+        except AppendUnknown:
+            if writes:
+                self._drop(client, "a write got no answer")
+            raise
+
+    async def _request(
+        self, client: Client, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None
+    ) -> bytes:
+        # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
+        # wait for their whole timeout.
+        token = str(next(self._tokens))
+        answer = self._answers[token] = asyncio.get_running_loop().create_future()
+        try:
+            await client.publish(subject, payload, reply=f"{self._inbox}.{token}", headers=headers)
+            async with asyncio.timeout(timeout_s):
+                msg = await answer
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
             raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
-        except (TimeoutError, nats.errors.TimeoutError):
+        except TimeoutError:
             raise AppendUnknown("no answer from NATS in time") from None
-        except asyncio.CancelledError:
-            # nats-py cancels the futures of requests in flight when a connection closes under them. Our own
-            # cancellation must pass; theirs is an answer that will never come.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise AppendUnknown("the connection closed before NATS answered") from None
         except OSError as e:
             raise AppendUnknown(f"the connection failed: {_text(e)}") from None
+        finally:
+            del self._answers[token]
+        if msg.headers is not None and msg.headers.get("Status") == "503":
+            raise LogUnavailable("no JetStream answers on NATS (starting, or without a leader)")
+        data: bytes = msg.data
+        return data
+
+    async def _on_answer(self, msg: Msg) -> None:
+        answer = self._answers.get(msg.subject.rpartition(".")[2])
+        if answer is not None and not answer.done():
+            answer.set_result(msg)
 
     async def _connect(self) -> None:
         error: Exception | None = None
@@ -128,6 +163,10 @@ class Connection:
             client = Client()
             try:
                 await client.connect(servers=[url], **self._options(client))
+                self._inbox = client.new_inbox()
+                await client.subscribe(
+                    self._inbox + ".*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
+                )
                 for hook in self._hooks:
                     await hook(client)
             except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
@@ -148,8 +187,7 @@ class Connection:
 
     def _options(self, client: Client) -> dict[str, Any]:
         async def on_closed() -> None:
-            if self._client is client:
-                self.drop(_text(client.last_error) if client.last_error else "the connection was closed")
+            self._drop(client, _text(client.last_error) if client.last_error else "the connection was closed")
 
         async def on_error(e: Exception) -> None:
             _log.debug("nats client: %s", _text(e), extra={"action": "nats_error"})
@@ -205,6 +243,11 @@ class Connection:
 
     async def _discard(self) -> None:
         client, self._client = self._client, None
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(AppendUnknown(f"the connection was lost before NATS answered: {self._reason}"))
+        for hook in self._on_lost:
+            hook()
         if client is not None:
             self._past[0] += client.stats["out_msgs"]
             self._past[1] += client.stats["in_msgs"]
@@ -225,6 +268,3 @@ async def _close(client: Client) -> None:
 def _text(error: BaseException | None) -> str:
     # nats-py puts URLs into some messages; a URL may carry a password.
     return " ".join(mask_url(w) if "@" in w else w for w in f"{type(error).__name__}: {error}".split(" "))
-
-
-Message = Msg

@@ -51,12 +51,15 @@ class NatsStream:
         self._inbox = ""
         self._tokens = itertools.count()
         connection.on_connect(self._subscribe)
+        connection.on_lost(self._fail_gets)
 
     async def _subscribe(self, client: Client) -> None:
-        for get in self._gets.values():
-            get.fail(LogUnavailable("the connection was lost while reading"))
         self._inbox = client.new_inbox()
         await client.subscribe(self._inbox + ".*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
+
+    def _fail_gets(self) -> None:
+        for get in self._gets.values():
+            get.fail(LogUnavailable("the connection was lost while reading"))
 
     @property
     def message_bytes_max(self) -> int:
@@ -64,7 +67,9 @@ class NatsStream:
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return self._seq(
-            await self._connection.request(message.subject, message.body, timeout_s, _headers(message) or None)
+            await self._connection.request(
+                message.subject, message.body, timeout_s, _headers(message) or None, writes=True
+            )
         )
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:

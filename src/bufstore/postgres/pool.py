@@ -77,6 +77,7 @@ class Pool(AsyncConnectionPool[_Connection]):
 
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
         self._failure = _Failure()
+        self._returning: set[asyncio.Future[None]] = set()
         defaults: dict[str, Any] = {
             "connect_timeout": max(2, round(connect_timeout_s)),
             "application_name": "bufstore",
@@ -115,7 +116,7 @@ class Pool(AsyncConnectionPool[_Connection]):
                     # The cancel request may still be under way: it must not hit the next one's statement.
                     await connection.close()
                 # Also after a cancellation: the pool rolls back what is open, or drops the connection.
-                await self.putconn(connection)
+                await self._give_back(connection)
 
     async def _live(self, deadline: float) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -132,7 +133,14 @@ class Pool(AsyncConnectionPool[_Connection]):
                 continue
             if _is_alive(connection):
                 return connection
-            await self.putconn(connection)
+            await self._give_back(connection)
+
+    async def _give_back(self, connection: _Connection) -> None:
+        """Return a connection, also when the caller is cancelled meanwhile: else the pool would miss it for ever."""
+        returning = asyncio.ensure_future(self.putconn(connection))
+        self._returning.add(returning)
+        returning.add_done_callback(self._returning.discard)
+        await asyncio.shield(returning)
 
     def _raise_refusal(self) -> None:
         reason = self._failure.reason

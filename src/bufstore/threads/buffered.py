@@ -96,9 +96,7 @@ class BufferedThreadStore:
         self._connection = Connection(nats, f"bufstore-{self._member}")
         self._log = NatsLog(self._connection, nats.api, config)
         self._hot = NatsHotState(self._connection, nats.api, config.log)
-        self._appender: Appender[MessageMemory] = Appender(
-            self._log, self._subjects, config, self, self._row, self._connection.drop
-        )
+        self._appender: Appender[MessageMemory] = Appender(self._log, self._subjects, config, self, self._row)
         self._flusher = (
             Flusher(
                 self._log,

@@ -1,0 +1,124 @@
+"""A look at the buffer from outside: who flushes, how far, how full. Changes nothing and makes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from bufstore.buffer.membership import owner
+from bufstore.buffer.ports import Cursor
+from bufstore.buffer.subjects import Subjects
+from bufstore.cli.connect import Target
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import BufstoreError, ConfigError
+from bufstore.nats.connection import Connection
+from bufstore.nats.hot import NatsHotState
+from bufstore.nats.log import NatsLog
+from bufstore.postgres.ledger import PostgresLedger
+
+_TIMEOUT_S = 5.0
+
+
+class Partition(msgspec.Struct, kw_only=True):
+    """One share of the threads."""
+
+    partition: int
+    #: Position of its last entry in the log; 0: none.
+    end: int
+    #: Up to where it is flushed, and the term of its owner; None: Postgres could not be asked.
+    cursor: int | None
+    term: int | None
+    #: How many positions the cursor is behind; positions count the entries of all partitions.
+    lag: int | None
+    #: The live flusher that owns it.
+    owner: str | None
+
+
+class Status(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore status --json``."""
+
+    #: False when something below is wrong.
+    ok: bool
+    #: Why Postgres cannot be asked; empty: it can.
+    postgres_trouble: str
+    stream: str
+    log_bytes: int
+    log_bytes_max: int
+    #: Largest lag of a partition.
+    lag: int | None
+    #: Entries in quarantine.
+    quarantined: int | None
+    #: The live flushers.
+    members: list[str]
+    partitions: list[Partition]
+
+
+class Inspection:
+    """Connected to NATS, and to Postgres if that is up."""
+
+    def __init__(self, log: NatsLog, hot: NatsHotState, ledger: PostgresLedger, config: LogConfig) -> None:
+        self._log = log
+        self._hot = hot
+        self._ledger = ledger
+        self._config = config
+
+    async def members(self) -> list[str]:
+        """The live flushers. Raises LogUnavailable."""
+        return await self._hot.members()
+
+    async def status(self) -> Status:
+        """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
+        subjects = Subjects(self._config.subject, self._config.partitions)
+        used, limit = await self._log.fill()
+        members = await self._hot.members()
+        ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
+        cursors: dict[int, Cursor] | None = None
+        quarantined, trouble = None, ""
+        try:
+            cursors, quarantined = await self._ledger.cursors(), await self._ledger.quarantined()
+        except BufstoreError as e:
+            trouble = str(e)
+        partitions = [_partition(p, end, cursors, members) for p, end in enumerate(ends)]
+        return Status(
+            ok=not trouble,
+            postgres_trouble=trouble,
+            stream=self._config.stream,
+            log_bytes=used,
+            log_bytes_max=limit,
+            lag=max(p.lag or 0 for p in partitions) if cursors is not None else None,
+            quarantined=quarantined,
+            members=members,
+            partitions=partitions,
+        )
+
+
+def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, members: list[str]) -> Partition:
+    if cursors is None:
+        at, term, lag = None, None, None
+    else:
+        cursor = cursors.get(number)
+        at, term = (cursor.seq, cursor.term) if cursor is not None else (0, 0)
+        lag = max(0, end - at)
+    return Partition(partition=number, end=end, cursor=at, term=term, lag=lag, owner=owner(number, members))
+
+
+@asynccontextmanager
+async def inspecting(target: Target) -> AsyncIterator[Inspection]:
+    """Look at the buffer of `target`. Raises ConfigError when it has none, LogUnavailable."""
+    config = await target.find_log()
+    if config is None:
+        raise ConfigError(f"there is no log {target.stream!r} on this server yet: the first write makes it")
+    connection = Connection(target.nats, target.session)
+    log = NatsLog(connection, target.nats.api, BufferConfig(log=config))
+    hot = NatsHotState(connection, target.nats.api, config)
+    store = target.plain(pool_size=1)
+    ledger = PostgresLedger(str(store.pool.conninfo), store, schema=target.schema, timeout_s=_TIMEOUT_S)
+    await connection.open()
+    try:
+        await ledger.open()
+        yield Inspection(log, hot, ledger, config)
+    finally:
+        await ledger.aclose()
+        await connection.aclose()

@@ -1,0 +1,322 @@
+"""Servers that stop, die, hang and come back under load."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import Deployment
+
+from bufstore import (
+    Consistency,
+    LogFull,
+    LogRolledBack,
+    LogUnavailable,
+    OutcomeUnknown,
+    ReadNotFresh,
+    StoreUnavailable,
+)
+from bufstore.embedded import Servers
+from helpers import eventually, fresh, query, run_of, said
+
+
+async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers, max_bytes=512 << 20)
+    async with deployment.store() as store:
+        old = [fresh("old") for _ in range(250)]
+        new = [fresh("new") for _ in range(250)]
+        expected: dict[str, list[Any]] = {}
+
+        async def talk(thread_id: str, steps: int, messages: list[Any]) -> None:
+            for _ in range(steps):
+                messages.append(said(len(messages), 200))
+                await store.checkpoint(thread_id, messages, run_of(thread_id))
+            expected[thread_id] = messages
+
+        async def check(level: Consistency) -> None:
+            for thread_id, messages in expected.items():
+                assert await store.load_messages(thread_id, consistency=level) == messages
+
+        await asyncio.gather(*(talk(t, 3, []) for t in old))
+        await store.force_flush_all()
+        own_servers.postgres.stop()
+        appended = (await store.statistics()).appended
+        await asyncio.gather(*(talk(t, 20, expected.get(t, [])) for t in [*old, *new]))
+        assert (await store.statistics()).appended - appended == 10_000
+        await check(Consistency.READ_YOUR_WRITES)
+        for thread_id in expected:
+            assert await store.load_run(run_of(thread_id).run_id) == run_of(thread_id)
+            assert await store.latest_run(thread_id) == run_of(thread_id)
+        own_servers.postgres.start()
+        await store.force_flush_all()
+        await check(Consistency.EVENTUAL)
+        state = (await store.statistics()).flusher
+        assert state.entries == 10_750
+        assert await store.quarantined() == 0
+
+
+class Writers:
+    """Threads whose messages are numbers that writers append, and what they were told about each."""
+
+    def __init__(self, threads: int) -> None:
+        self.thread_ids = [fresh() for _ in range(threads)]
+        self.acknowledged: dict[str, list[int]] = {t: [] for t in self.thread_ids}
+        self.attempted: dict[str, list[int]] = {t: [] for t in self.thread_ids}
+        self.failed: list[BaseException] = []
+        self.stop = asyncio.Event()
+
+    async def write(self, store: Any, thread_id: str) -> None:
+        """Append numbers until told to stop; an unknown outcome is retried with its token, as documented."""
+        number, key = 0, None
+        while not self.stop.is_set():
+            if key is None:
+                number += 1
+                self.attempted[thread_id].append(number)
+            try:
+                await store.checkpoint_append(thread_id, [number], run_of(thread_id), idempotency_key=key)
+                self.acknowledged[thread_id].append(number)
+                key = None
+            except OutcomeUnknown as e:
+                self.failed.append(e)
+                key = e.token
+            except (LogUnavailable, StoreUnavailable, ReadNotFresh) as e:
+                self.failed.append(e)
+                await asyncio.sleep(0.02)
+                if key is None:
+                    self.attempted[thread_id].pop()
+                    number -= 1
+
+    async def check(self, store: Any) -> None:
+        """Every acknowledged number is there once, in order, and nothing that was not tried."""
+        await store.force_flush_all()
+        for thread_id in self.thread_ids:
+            found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) or []
+            assert found == await store.load_messages(thread_id)
+            assert found == sorted(set(found)), "twice or out of order"
+            assert set(self.acknowledged[thread_id]) <= set(found), "lost"
+            assert set(found) <= set(self.attempted[thread_id]), "phantom"
+
+
+def _restart_nats(servers: Servers) -> None:
+    servers.nats.restart()
+
+
+def _kill_nats(servers: Servers) -> None:
+    servers.nats.kill()
+    servers.nats.start()
+
+
+def _kill_postgres(servers: Servers) -> None:
+    servers.postgres.kill()
+    servers.postgres.start()
+
+
+def _hang(name: str, seconds: float) -> Callable[[Servers], None]:
+    def hang(servers: Servers) -> None:
+        import time
+
+        server = getattr(servers, name)
+        server.pause()
+        time.sleep(seconds)
+        server.resume()
+
+    hang.__name__ = f"_hang_{name}"
+    return hang
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [_restart_nats, _kill_nats, _kill_postgres, _hang("nats", 1.5), _hang("nats", 4.0), _hang("postgres", 1.5)],
+    ids=lambda f: f.__name__,
+)
+async def test_nothing_is_lost_or_doubled_when_a_server(own_servers: Servers, fault: Any) -> None:
+    deployment = Deployment(own_servers)
+    writers = Writers(20)
+    timeouts = {"append_timeout_s": 2.0, "read_timeout_s": 2.0}
+    async with deployment.store(**timeouts) as one, deployment.store(**timeouts) as two:
+        stores = [one, two]
+        tasks = [asyncio.create_task(writers.write(stores[i % 2], t)) for i, t in enumerate(writers.thread_ids)]
+        for _ in range(2):
+            before = sum(map(len, writers.acknowledged.values()))
+            await eventually(lambda b=before: _more(writers, b))  # type: ignore[misc]
+            await asyncio.to_thread(fault, own_servers)
+        before = sum(map(len, writers.acknowledged.values()))
+        await eventually(lambda: _more(writers, before))
+        writers.stop.set()
+        await asyncio.gather(*tasks)
+        await writers.check(one)
+
+
+async def _more(writers: Writers, than: int) -> bool:
+    return sum(map(len, writers.acknowledged.values())) > than + 200
+
+
+async def test_a_lost_answer_is_resolved_without_the_caller(own_servers: Servers) -> None:
+    """The entry is stored, the answer is not heard: the call ends as done, and the entry stands there once."""
+    deployment = Deployment(own_servers)
+    async with deployment.store(flusher=False) as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        publish, lost = store._log.publish, []
+
+        async def deaf(message: Any, timeout_s: float) -> int:
+            from bufstore.buffer.ports import AppendUnknown
+
+            seq = await publish(message, timeout_s)
+            if not lost:
+                lost.append(seq)
+                raise AppendUnknown("the test dropped the answer")
+            return seq
+
+        store._log.publish = deaf  # type: ignore[method-assign]
+        receipt = await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
+        assert receipt.thread_seq == lost[0]
+        assert await store.load_messages(thread_id) == [said(0), said(1)]
+        assert len(await store._log.after(store._subjects.of(thread_id), 0, 5)) == 2
+
+
+async def test_an_unknown_outcome_can_be_retried_with_its_token(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    async with deployment.store(append_timeout_s=1.0, flusher=False) as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        own_servers.nats.pause()
+        with pytest.raises(OutcomeUnknown) as caught:
+            await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id))
+        own_servers.nats.resume()
+
+        async def retried() -> Any:
+            try:
+                return await store.checkpoint(
+                    thread_id, [said(0), said(1)], run_of(thread_id), idempotency_key=caught.value.token
+                )
+            except (OutcomeUnknown, LogUnavailable):
+                return None
+
+        await eventually(retried)
+        assert await store.load_messages(thread_id) == [said(0), said(1)]
+        assert len(await store._log.after(store._subjects.of(thread_id), 0, 5)) == 2
+
+
+async def test_no_nats_is_a_clear_error_in_time(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    async with deployment.store(append_timeout_s=0.5, read_timeout_s=0.5) as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush("t")
+        own_servers.nats.stop()
+        loop = asyncio.get_running_loop()
+        for call in (
+            store.checkpoint("t", [said(1)], run_of("t")),
+            store.checkpoint("u", [said(1)], run_of("u")),
+            store.load_messages("t"),
+            store.force_flush("t"),
+        ):
+            began = loop.time()
+            with pytest.raises((LogUnavailable, OutcomeUnknown, ReadNotFresh)):
+                await call
+            assert loop.time() - began < 5
+        assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0)]
+        assert (await store.health()).log
+        own_servers.nats.start()
+        await eventually(lambda: _healthy(store))
+        await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+        await store.force_flush("t", timeout_s=20)
+
+
+async def _healthy(store: Any) -> bool:
+    return bool((await store.health()).ok)
+
+
+async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers, max_bytes=1 << 20)
+    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "failover_window_s": 1.0, "retain_after_flush_s": 1.0}
+    async with deployment.store(**short) as store:
+        own_servers.postgres.stop()
+        thread_id, kept = fresh(), 0
+        with pytest.raises(LogFull):
+            for n in range(200):
+                await store.checkpoint_append(thread_id, [said(n, 20_000)], run_of(thread_id)) if n else (
+                    await store.checkpoint(thread_id, [said(0, 20_000)], run_of(thread_id))
+                )
+                kept += 1
+        assert kept > 30
+        assert len(await store.load_messages(thread_id) or []) == kept
+        own_servers.postgres.start()
+
+        async def room() -> bool:
+            try:
+                await store.checkpoint_append(thread_id, ["more"], run_of(thread_id))
+            except (LogFull, LogUnavailable, StoreUnavailable):
+                return False
+            return True
+
+        await eventually(room, 30)
+        await store.force_flush(thread_id)
+        found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+        assert found == [*(said(n, 20_000) for n in range(kept)), "more"]
+
+
+async def test_a_log_that_lost_its_stream_is_noticed(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush("t")
+        await store._log.api(f"STREAM.DELETE.{deployment.log.stream}")
+    with pytest.raises(LogRolledBack, match="raise buffer_log.epoch"):
+        async with deployment.store():
+            pass
+    dsn = own_servers.postgres.dsn
+    await query(dsn, f"UPDATE {deployment.name}.buffer_log SET epoch = epoch + 1")
+    async with deployment.store() as store:
+        receipt = await store.checkpoint_append("t", [said(1)], run_of("t"))
+        assert receipt.thread_seq >= 1 << 40
+        await store.force_flush("t")
+        assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+
+
+async def test_cancelling_at_any_moment_leaves_everything_usable(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    chance = random.Random(7)
+    async with deployment.store() as store:
+        before = _tasks()
+        thread_ids = [fresh() for _ in range(10)]
+        for round_ in range(60):
+            calls: list[asyncio.Task[Any]] = []
+            for t in thread_ids:
+                calls += [
+                    asyncio.create_task(store.checkpoint_append(t, [round_], run_of(t, round_))),
+                    asyncio.create_task(store.load_checkpoint(t)),
+                    asyncio.create_task(store.force_flush(t)),
+                ]
+            for _ in range(chance.randrange(12)):
+                await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            unexpected = [o for o in outcomes if isinstance(o, Exception)]
+            assert not unexpected
+        for t in thread_ids:
+            await store.checkpoint_append(t, ["end"], run_of(t))
+            found = await store.load_messages(t)
+            assert found is not None
+            numbers = found[:-1]
+            assert found[-1] == "end"
+            assert numbers == sorted(set(numbers))
+        await store.force_flush_all()
+        pools = store._store.pool, store._ledger._pool  # type: ignore[attr-defined]
+        await eventually(lambda: _all_back(*pools))
+        await store.aclose()
+        assert _tasks() - before == set()
+
+
+async def _all_back(*pools: Any) -> bool:
+    return all(p.get_stats()["pool_available"] == p.get_stats()["pool_size"] for p in pools)
+
+
+def _tasks() -> set[str]:
+    return {t.get_name() for t in asyncio.all_tasks() if "bufstore" in repr(t.get_coro())}
+
+

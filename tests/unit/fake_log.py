@@ -1,0 +1,204 @@
+"""A log in memory that can fail in every way a real one does, and an event loop whose clock costs no time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import random
+import selectors
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from bufstore.buffer import ring as rings
+from bufstore.buffer.entry import Base, Entry, StoredMessage, decode, encode
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, Conflict, Outgoing
+from bufstore.errors import LogFull, LogUnavailable
+from bufstore.threads.model import Run, encode_messages, encode_run
+from bufstore.threads.payload import Payload, encode_payload
+from bufstore.threads.write import save_of
+
+T = TypeVar("T")
+
+_CALLS_MAX = 20_000
+
+#: What may happen to a write.
+WRITE_FAULTS = ("", "unavailable", "full", "refused", "lost", "stored", "late", "slow", "intruder")
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Never waits: the time it should have waited is added to the clock."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None:
+            raise AssertionError("everything waits for something that never comes")
+        self.now += max(timeout, 0)
+        return super().select(0)
+
+
+class _JumpingLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.jumping = _JumpingSelector()
+        super().__init__(self.jumping)
+
+    def time(self) -> float:
+        return self.jumping.now
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` in virtual time. Fails on a leaked task, and on an exception that nobody looked at."""
+    loop = _JumpingLoop()
+    complaints: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: complaints.append(context))
+    try:
+        result = loop.run_until_complete(main)
+        for _ in range(5):
+            loop.run_until_complete(asyncio.sleep(0))
+        left = asyncio.all_tasks(loop)
+        assert not left, f"leaked tasks: {left}"
+        gc.collect(0)  # an exception nobody looked at is reported when its future goes
+        loop.run_until_complete(asyncio.sleep(0))
+        assert not complaints, complaints
+        return result
+    finally:
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+
+
+class FakeLog:
+    """See `bufstore.buffer.ports.Log`, without feeds. `fault` names what happens to the next call."""
+
+    def __init__(self, message_bytes_max: int = 1 << 20) -> None:
+        self.message_bytes_max = message_bytes_max
+        self.messages: list[StoredMessage] = []
+        self.last_seq = 0
+        #: Called with "publish", "batch" or "read".
+        self.fault: Callable[[str], str] = lambda _: ""
+        self.calls = 0
+        self.batches: list[int] = []
+        self._late: list[tuple[int, Sequence[Outgoing]]] = []
+        self._ids = itertools.count(1 << 62)
+
+    # --- writes
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        return await self._write("publish", [message])
+
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        assert 0 < len(messages) <= 1000
+        self.batches.append(len(messages))
+        return await self._write("batch", messages)
+
+    async def _write(self, kind: str, messages: Sequence[Outgoing]) -> int:
+        fault = self.fault(kind)
+        await self._turn()
+        match fault:
+            case "unavailable":
+                raise LogUnavailable("no leader")
+            case "full":
+                raise LogFull("maximum bytes exceeded")
+            case "refused" if kind == "batch":
+                raise BatchRefused("too many batches")
+            case "lost":
+                raise AppendUnknown("no answer")
+            case "late":
+                self._late.append((self.calls + random.randint(1, 4), messages))  # noqa: S311
+                raise AppendUnknown("no answer")
+            case "stored":
+                try:
+                    self.store(messages)
+                except Conflict:
+                    raise AppendUnknown("no answer") from None
+                raise AppendUnknown("no answer")
+            case "slow":
+                await asyncio.sleep(2)
+            case "intruder":
+                self.intrude(messages[-1].subject)
+        seq = self.store(messages)
+        await asyncio.sleep(0)
+        return seq
+
+    def store(self, messages: Sequence[Outgoing]) -> int:
+        """What the server does: check every expectation against what is there, then store all or nothing."""
+        seen: set[str] = set()
+        for message in messages:
+            if message.expected is not None:
+                if message.subject in seen:
+                    raise Conflict("expectation on a subject already in the batch")
+                if self.last_of(message.subject) != message.expected:
+                    raise Conflict("wrong last sequence")
+            seen.add(message.subject)
+        for message in messages:
+            self.last_seq += 1
+            self.messages.append(StoredMessage(message.subject, self.last_seq, message.header, message.body))
+        return self.last_seq
+
+    def intrude(self, subject: str, content: str = "intruder") -> int:
+        """Another process writes a full checkpoint to the thread; the id of its entry."""
+        there = [m for m in self.messages if m.subject == subject]
+        before = decode(there[-1])[0] if there else None
+        id_ = next(self._ids)
+        run_ = Run(run_id=f"intruder-{id_}", thread_id="t")
+        entry = Entry(
+            id=id_,
+            prev_id=before.id if before else 0,
+            base=Base.CHAINED if before else Base.UNKNOWN,
+            seen=0 if before else self.last_seq,
+            version=1,
+            self_contained=True,
+            ring=rings.add(before.ring if before else b"", rings.item(rings.key_of(id_), b"")),
+            payload=encode_payload(Payload(0, encode_messages([f"{content} {id_}"]), encode_run(run_), save_of(run_))),
+        )
+        ((header, body),) = encode(entry, self.message_bytes_max)
+        self.store([Outgoing(subject, body, header)])
+        return id_
+
+    # --- reads
+
+    def last_of(self, subject: str) -> int:
+        return next((m.seq for m in reversed(self.messages) if m.subject == subject), 0)
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        await self._read()
+        return {m.subject: m for m in self.messages if m.subject in subjects}
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        await self._read()
+        found = [m for m in self.messages if m.subject == subject and m.seq > seq]
+        return found[:limit] if limit else found
+
+    async def end(self, timeout_s: float) -> int:
+        await self._read()
+        return self.last_seq
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        return next((m for m in self.messages if m.seq == seq), None)
+
+    async def fill(self) -> tuple[int, int]:
+        return sum(len(m.body) for m in self.messages), 1 << 30
+
+    def purge_below(self, seq: int) -> None:
+        """Retention: everything below `seq` goes."""
+        self.messages = [m for m in self.messages if m.seq >= seq]
+
+    async def _read(self) -> None:
+        fault = self.fault("read")
+        await self._turn()
+        if fault == "unavailable":
+            raise LogUnavailable("no answer")
+
+    async def _turn(self) -> None:
+        await asyncio.sleep(0)
+        self.calls += 1
+        assert self.calls < _CALLS_MAX, "a storm of calls: somebody tries again and again without a pause"
+        due = [messages for when, messages in self._late if when <= self.calls]
+        self._late = [(when, messages) for when, messages in self._late if when > self.calls]
+        for messages in due:
+            try:
+                self.store(messages)
+            except Conflict:
+                continue

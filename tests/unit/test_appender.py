@@ -1,0 +1,741 @@
+"""The write path on a log that fails: done, rejected or unknown, and what the log then holds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bufstore.buffer.appender import Appender
+from bufstore.buffer.chain import Row, plan
+from bufstore.buffer.entry import Malformed, StoredEntry, assemble
+from bufstore.buffer.ports import Decision, Outgoing
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import (
+    AlreadyExists,
+    BufstoreError,
+    Closed,
+    IdempotencyConflict,
+    LogFull,
+    LogUnavailable,
+    OutcomeUnknown,
+    Rejected,
+    StoreUnavailable,
+    ThreadQuarantined,
+    TooLarge,
+    Unavailable,
+    VersionConflict,
+)
+from bufstore.memory.ledger import MemoryLedger
+from bufstore.memory.store import MemoryThreadStore
+from bufstore.threads.base import ComparingReader
+from bufstore.threads.coalesce import coalesce
+from bufstore.threads.memory import MessageMemory, digests_of, ids_of, ids_of_encoded
+from bufstore.threads.model import Run, decode_message, encode_messages, encode_run
+from bufstore.threads.overlay import ThreadState, overlay
+from bufstore.threads.payload import decode_payload
+from bufstore.threads.read import ThreadReads
+from bufstore.threads.write import Call, save_of
+from bufstore.types import Receipt
+from unit.fake_log import WRITE_FAULTS, FakeLog, run
+
+SUBJECTS = Subjects("thread", 4)
+
+
+class World:
+    """A log, a store behind it, and a flush by hand."""
+
+    def __init__(self, log: FakeLog | None = None, **config: Any) -> None:
+        self.log = log or FakeLog()
+        self.store = MemoryThreadStore()
+        self.ledger = MemoryLedger(self.store)
+        self.store_is_up = True
+        self.config = BufferConfig(**config)
+        self.instances: list[Instance] = []
+
+    async def row(self, thread_id: str) -> Row:
+        await asyncio.sleep(0)
+        if not self.store_is_up:
+            raise StoreUnavailable("Postgres is down")
+        return await self.ledger.row(thread_id)
+
+    def tail(self, thread_id: str, after: int = 0) -> list[StoredEntry | Malformed]:
+        subject = SUBJECTS.of(thread_id)
+        return assemble([m for m in self.log.messages if m.subject == subject and m.seq > after], thread_id)
+
+    async def flush(self, thread_id: str = "t", poison: frozenset[int] = frozenset()) -> None:
+        def decide(rows: Any) -> Decision:
+            row = rows[thread_id]
+            todo = plan(row, self.tail(thread_id), complete=True, poison=poison)
+            batch = [coalesce(thread_id, row.version, todo.apply)] if todo.apply else []
+            return Decision(batch, {thread_id: todo.row}, todo.park)
+
+        await self.ledger.flush([], [thread_id], decide)
+
+    async def flush_and_purge(self, thread_id: str = "t") -> None:
+        """As if the failover window had passed; another thread's entry is the newest of the log."""
+        self.log.intrude("thread.0.elsewhere")
+        await self.flush(thread_id)
+        self.log.purge_below(self.log.last_seq)
+
+    async def shown(self, thread_id: str = "t") -> ThreadState:
+        """What a read joins from store and log."""
+        row = await self.ledger.row(thread_id)
+        thread = await self.store.load_thread(thread_id)
+        state = ThreadState(row=row, thread=thread, messages=self.store._messages.get(thread_id, []), latest_run=None)
+        return overlay(state, thread_id, self.tail(thread_id, row.flushed_seq))
+
+    async def messages(self, thread_id: str = "t") -> list[Any]:
+        return [decode_message(m) for m in (await self.shown(thread_id)).messages]
+
+    def runs(self, thread_id: str = "t") -> Counter[str]:
+        """How often each run was saved by entries in the log: each call of these tests has a run of its own."""
+        entries = [i for i in self.tail(thread_id) if isinstance(i, StoredEntry)]
+        return Counter(decode_payload(i.entry.payload).save.run_id for i in entries)
+
+
+class Instance:
+    """A process: an appender and what it needs of the domain."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.reads = ThreadReads(
+            world.log, None, SUBJECTS, ComparingReader(world.store, _Rows(world)), None, world.config,  # type: ignore[arg-type]
+            own_seq=lambda _: 0,
+        )  # fmt: skip
+        self.appender: Appender[MessageMemory] = Appender(
+            world.log, SUBJECTS, world.config, self, world.row  # type: ignore[arg-type]
+        )
+        self.appender.start()
+        self._runs = 0
+        world.instances.append(self)
+
+    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory]:
+        state, last = await self.reads.joined(thread_id)
+        return last, state.row, MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+
+    def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
+        payload = decode_payload(entry.entry.payload)
+        memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
+
+    async def checkpoint(
+        self, messages: Sequence[Any], thread_id: str = "t", *, key: str | None = None, run_id: str | None = None
+    ) -> Receipt:
+        call, content = self._call(messages, thread_id, run_id)
+        return await self.appender.append(thread_id, call.whole_list, key=key, content=content if key else b"")
+
+    async def append(
+        self, messages: Sequence[Any], thread_id: str = "t", *, key: str | None = None, run_id: str | None = None,
+        expected: int | None = None,
+    ) -> Receipt:  # fmt: skip
+        call, content = self._call(messages, thread_id, run_id)
+        return await self.appender.append(
+            thread_id, call.appending(expected), key=key, content=content if key else b""
+        )
+
+    def _call(self, messages: Sequence[Any], thread_id: str, run_id: str | None) -> tuple[Call, bytes]:
+        self._runs += 1
+        run_ = Run(run_id=run_id or f"run {self._runs} of {self.world.instances.index(self)}", thread_id=thread_id)
+        encoded = encode_messages(messages)
+        call = Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run_), save_of(run_))
+        return call, b"|".join(encoded)
+
+    async def aclose(self) -> None:
+        await self.appender.aclose()
+        await self.reads.aclose()
+
+
+class _Rows:
+    """The ledger as the reads see it: away while Postgres is down."""
+
+    def __init__(self, world: World) -> None:
+        self.row = world.row
+
+
+def test(main: Any, **config: Any) -> None:
+    """Run `main(world, instance)` and close what it leaves open."""
+
+    async def whole() -> None:
+        world = World(**config)
+        try:
+            await main(world, Instance(world))
+        finally:
+            for instance in world.instances:
+                await instance.aclose()
+
+    run(whole())
+
+
+test.__test__ = False  # type: ignore[attr-defined]
+
+
+# --- when nothing fails -----------------------------------------------------------------------------------------
+
+
+def test_a_warm_append_costs_one_call() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        for n in range(5):
+            before = world.log.calls
+            receipt = await one.append([n])
+            assert world.log.calls == before + 1
+            assert (receipt.thread_seq, receipt.version) == (world.log.last_seq, n + 2)
+        assert await world.messages() == ["a", 0, 1, 2, 3, 4]
+
+    test(main)
+
+
+def test_many_callers_on_one_thread_keep_their_order_and_share_batches() -> None:
+    async def main(world: World, one: Instance) -> None:
+        receipts = await asyncio.gather(*(one.append([n]) for n in range(300)))
+        assert [r.thread_seq for r in receipts] == sorted(r.thread_seq for r in receipts)
+        assert await world.messages() == list(range(300))
+        assert len(world.log.batches) < 20
+
+    test(main)
+
+
+def test_a_large_entry_is_stored_in_pieces_and_read_whole() -> None:
+    async def main(world: World, one: Instance) -> None:
+        big = "x" * 30_000
+        await one.checkpoint([big])
+        await one.append(["small"])
+        assert len(world.log.messages) > 3
+        assert await world.messages() == [big, "small"]
+
+    async def whole() -> None:
+        world = World(FakeLog(message_bytes_max=4096))
+        one = Instance(world)
+        await main(world, one)
+        await one.aclose()
+
+    run(whole())
+
+
+def test_what_is_too_large_is_rejected_and_its_neighbours_are_not() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        found = await asyncio.gather(
+            one.append(["b"]), one.append(["x" * 5000]), one.append(["c"]), return_exceptions=True
+        )
+        assert isinstance(found[1], TooLarge)
+        assert await world.messages() == ["a", "b", "c"]
+
+    test(main, log=LogConfig(max_entry_bytes=1024))
+
+
+def test_what_is_refused_because_of_the_thread_is_not_stored() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint([{"id": "a"}])
+        with pytest.raises(VersionConflict):
+            await one.append(["b"], expected=5)
+        with pytest.raises(AlreadyExists):
+            await one.append([{"id": "a"}])
+        ok, late = await asyncio.gather(
+            one.append([{"id": "b"}], expected=1), one.append([{"id": "c"}], expected=1), return_exceptions=True
+        )
+        assert isinstance(ok, Receipt)
+        assert isinstance(late, VersionConflict)
+        assert await world.messages() == [{"id": "a"}, {"id": "b"}]
+
+    test(main)
+
+
+# --- others write too -------------------------------------------------------------------------------------------
+
+
+def test_two_processes_take_turns_on_one_thread() -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["start"])
+        await asyncio.gather(*(i.append([f"{n}.{k}"]) for n in range(30) for k, i in enumerate((one, two))))
+        found = await world.messages()
+        assert sorted(found[1:]) == sorted(f"{n}.{k}" for n in range(30) for k in range(2))
+        for k in range(2):
+            own = [m for m in found[1:] if m.endswith(f".{k}")]
+            assert own == [f"{n}.{k}" for n in range(30)], "each process' own order"
+
+    test(main)
+
+
+def test_entries_of_others_are_followed_without_asking_postgres() -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["a"])
+        world.store_is_up = False
+        await two.checkpoint(["a", "b"])
+        receipt = await one.append(["c"])
+        assert receipt.version == 3
+        assert await world.messages() == ["a", "b", "c"]
+
+    test(main)
+
+
+def test_another_writers_undecodable_payload_does_not_stop_this_one() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        world.log.store([Outgoing(SUBJECTS.of("t"), b"junk", "junk")])
+        receipt = await one.checkpoint(["a", "b"])
+        await world.flush()
+        assert receipt.version == 2
+        assert await world.messages() == ["a", "b"]
+        assert (await world.ledger.row("t")).broken_since is None
+
+    test(main)
+
+
+# --- retention --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "append", "keyed"])
+@pytest.mark.parametrize("cold", [True, False], ids=["cold", "warm"])
+def test_a_thread_whose_entries_were_purged_can_be_written(how: str, cold: bool) -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        await world.flush_and_purge()
+        writer = Instance(world) if cold else one
+        if how == "append":
+            await writer.append(["b"])
+        else:
+            await writer.checkpoint(["a", "b"], key="k" if how == "keyed" else None)
+        await writer.append(["c"])
+        await world.flush()
+        assert await world.messages() == ["a", "b", "c"]
+        assert world.ledger.parked == []
+
+    test(main)
+
+
+def test_a_thread_that_was_in_the_store_before_the_buffer_can_be_appended_to() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await world.store.checkpoint("t", ["old"], Run(run_id="before", thread_id="t"))
+        await one.append(["new"])
+        await world.flush()
+        assert world.ledger.parked == []
+        assert await world.messages() == ["old", "new"]
+
+    test(main)
+
+
+# --- quarantine -------------------------------------------------------------------------------------------------
+
+
+async def _break(world: World, one: Instance) -> None:
+    await one.checkpoint(["a"])
+    receipt = await one.append(["poison"])
+    await world.flush(poison=frozenset({receipt.id}))
+    one.appender.forget("t")
+    assert (await world.ledger.row("t")).broken_since is not None
+
+
+@pytest.mark.parametrize("purged", [False, True], ids=["", "purged"])
+def test_a_broken_thread_refuses_appends_until_a_full_checkpoint_heals_it(purged: bool) -> None:
+    async def main(world: World, one: Instance) -> None:
+        await _break(world, one)
+        if purged:
+            await world.flush_and_purge()
+        with pytest.raises(ThreadQuarantined):
+            await one.append(["b"])
+        await one.checkpoint(["a", "b"])
+        await world.flush()
+        row = await world.ledger.row("t")
+        assert row.broken_since is None, "a full checkpoint heals"
+        assert await world.messages() == ["a", "b"]
+        await one.append(["c"])
+        await world.flush()
+        assert await world.messages() == ["a", "b", "c"]
+
+    test(main)
+
+
+def test_a_busy_thread_is_healed_too() -> None:
+    """`forget` comes while a write is on its way: what that write remembers is of the broken chain."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        poison = await one.append(["poison"])
+        on_its_way = asyncio.ensure_future(one.checkpoint(["a", "poison", "b"]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await world.flush(poison=frozenset({poison.id}))
+        one.appender.forget("t")
+        await on_its_way
+        await one.checkpoint(["a", "poison", "b", "c"])
+        await world.flush()
+        assert (await world.ledger.row("t")).broken_since is None
+        assert await world.messages() == ["a", "poison", "b", "c"]
+
+    test(main)
+
+
+# --- idempotency ------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_key_stores_nothing_and_says_so() -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        first = await one.checkpoint(["a"], key="k")
+        for writer in (one, two, one):
+            again = await writer.checkpoint(["a"], key="k")
+            assert again.repeated
+            assert again.version == first.version
+        with pytest.raises(IdempotencyConflict):
+            await two.checkpoint(["b"], key="k")
+        assert len(world.log.messages) == 1
+
+    test(main)
+
+
+def test_one_key_given_by_many_callers_at_once_is_stored_once() -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        receipts = await asyncio.gather(
+            *(i.checkpoint(["a"], key="k", run_id="r") for _ in range(10) for i in (one, two))
+        )
+        assert sum(not r.repeated for r in receipts) == 1
+        assert world.runs() == {"r": 1}
+
+    test(main)
+
+
+def test_a_key_is_known_after_a_flush_and_a_purge() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"], key="k")
+        await world.flush_and_purge()
+        two = Instance(world)
+        receipt = await two.checkpoint(["a"], key="k")
+        assert receipt.repeated
+        row = await world.ledger.row("t")
+        assert receipt.thread_seq <= row.flushed_seq, "a read that takes this receipt must be able to reach it"
+
+    test(main)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_key_is_known_behind_an_entry_that_was_written_without_asking_postgres(together: bool) -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.append(["a"], key="k", run_id="keyed")
+        await world.flush_and_purge()
+        two = Instance(world)
+        if together:
+            _, receipt = await asyncio.gather(two.checkpoint(["a", "b"]), two.append(["a"], key="k", run_id="keyed"))
+        else:
+            await two.checkpoint(["a", "b"])
+            receipt = await two.append(["a"], key="k", run_id="keyed")
+        assert receipt.repeated, "the row's ring knows the key, the entry's ring does not"
+        assert world.runs()["keyed"] == 0
+
+    test(main)
+
+
+def test_a_keyed_write_to_a_thread_only_postgres_can_judge_waits_for_nobody_when_it_is_down() -> None:
+    async def main(world: World, one: Instance) -> None:
+        world.store_is_up = False
+        with pytest.raises(StoreUnavailable):
+            await one.checkpoint(["a"], key="k")
+        await one.checkpoint(["a"])
+        assert await world.messages() == ["a"]
+
+    test(main)
+
+
+def test_while_postgres_is_down_an_append_that_needs_it_does_not_hold_up_a_checkpoint() -> None:
+    async def main(world: World, one: Instance) -> None:
+        world.store_is_up = False
+        found = await asyncio.gather(one.append(["b"]), one.checkpoint(["a"]), return_exceptions=True)
+        assert isinstance(found[0], StoreUnavailable)
+        assert isinstance(found[1], Receipt)
+
+    test(main)
+
+
+# --- what fails -------------------------------------------------------------------------------------------------
+
+
+def _faults(log: FakeLog, *faults: str) -> None:
+    left = list(faults)
+    log.fault = lambda kind: left.pop(0) if left and kind != "read" else ""
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "lost", "stored", "late", "slow", "intruder"])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
+def test_one_fault_is_overcome(fault: str, warm: bool, large: bool) -> None:
+    async def main(world: World, one: Instance) -> None:
+        if warm:
+            await one.checkpoint(["start"])
+        _faults(world.log, fault)
+        messages = ["start", "x" * 9000] if large else ["start", "x"]
+        receipt = await one.checkpoint(messages, run_id="mine")
+        assert world.runs()["mine"] == 1
+        assert receipt.thread_seq == world.log.last_of(SUBJECTS.of("t"))
+        assert await world.messages() == messages
+        await one.append(["next"])
+        assert await world.messages() == [*messages, "next"]
+
+    async def whole() -> None:
+        world = World(FakeLog(message_bytes_max=4096))
+        one = Instance(world)
+        try:
+            await main(world, one)
+        finally:
+            await one.aclose()
+
+    run(whole())
+
+
+def test_ones_own_success_is_not_taken_for_a_conflict() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        _faults(world.log, "late", "late")
+        await one.append(["b"], run_id="mine")
+        assert world.runs()["mine"] == 1
+        assert await world.messages() == ["a", "b"]
+
+    test(main)
+
+
+def test_a_full_log_rejects_and_goes_on_once_there_is_room() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        _faults(world.log, "full")
+        with pytest.raises(LogFull):
+            await one.append(["b"])
+        await one.append(["c"])
+        assert await world.messages() == ["a", "c"]
+
+    test(main)
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "lost", "stored", "late"])
+def test_a_log_that_stays_away_ends_every_call_in_time(fault: str) -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        away = True
+        world.log.fault = lambda kind: (fault if kind != "read" else "unavailable") if away else ""
+        began = asyncio.get_running_loop().time()
+        found = await asyncio.gather(
+            *(one.append([f"m{n}"], run_id=f"r{n}") for n in range(5)),
+            *(one.checkpoint([n], f"other {n}") for n in range(5)),
+            return_exceptions=True,
+        )
+        assert asyncio.get_running_loop().time() - began < 12
+        assert all(isinstance(f, (OutcomeUnknown, LogUnavailable)) for f in found), found
+        away = False
+        await asyncio.sleep(5)
+        receipt = await one.append(["afterwards"])
+        stored = world.runs()
+        for n, outcome in enumerate(found[:5]):
+            assert stored[f"r{n}"] <= (1 if isinstance(outcome, OutcomeUnknown) else 0)
+        assert receipt.thread_seq == world.log.last_of(SUBJECTS.of("t"))
+
+    test(main)
+
+
+def test_the_token_of_an_unknown_outcome_makes_a_retry_safe() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        for fault in ("stored", "lost"):
+            world.log.fault = lambda kind, f=fault: f if kind != "read" else "unavailable"
+            with pytest.raises(OutcomeUnknown) as unknown:
+                await one.append([fault], run_id=fault)
+            world.log.fault = lambda kind: ""
+            two = Instance(world)
+            receipt = await two.append([fault], key=unknown.value.token, run_id=fault)
+            assert receipt.repeated is (fault == "stored")
+            assert world.runs()[fault] == 1
+        assert await world.messages() == ["a", "stored", "lost"]
+
+    test(main)
+
+
+def test_an_error_nobody_thought_of_leaves_no_lane_stuck() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        broken = True
+
+        def fault(kind: str) -> str:
+            if broken and kind == "read":
+                raise ValueError("an answer that makes no sense")
+            return "lost" if broken else ""
+
+        world.log.fault = fault
+        with pytest.raises((OutcomeUnknown, LogUnavailable)):
+            await one.append(["b"])
+        broken = False
+        await asyncio.sleep(5)
+        await one.append(["c"])
+
+    test(main)
+
+
+@pytest.mark.parametrize("turns", range(12))
+@pytest.mark.parametrize("fault", ["", "stored", "lost", "unavailable", "intruder"])
+def test_a_caller_that_gives_up_at_any_moment_leaves_the_lane_in_order(turns: int, fault: str) -> None:
+    async def main(world: World, one: Instance) -> None:
+        if turns % 2:
+            await one.checkpoint(["a"], run_id="first")
+        _faults(world.log, fault)
+        tasks = [asyncio.ensure_future(one.append([f"m{n}"], run_id=f"r{n}")) for n in range(3)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        tasks[0].cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(found[0], (asyncio.CancelledError, Receipt))
+        assert all(isinstance(f, Receipt) for f in found[1:]), found
+        await one.append(["last"])
+        shown = [m for m in await world.messages() if not str(m).startswith("intruder")]
+        assert shown[-3:] == ["m1", "m2", "last"]
+        assert world.runs()["r0"] <= 1
+
+    test(main)
+
+
+# --- closing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["", "slow", "unavailable", "lost", "stored"])
+@pytest.mark.parametrize("turns", [0, 1, 3, 6])
+def test_closing_with_writes_in_flight_ends_them_all(fault: str, turns: int) -> None:
+    async def main() -> None:
+        world = World()
+        one = Instance(world)
+        await one.checkpoint(["a"])
+        world.log.fault = lambda kind: fault if kind != "read" else ("unavailable" if fault == "unavailable" else "")
+        tasks = [asyncio.ensure_future(one.append([n], run_id=f"r{n}")) for n in range(5)]
+        tasks += [asyncio.ensure_future(one.checkpoint([n], f"other {n}")) for n in range(5)]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await one.aclose()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        for n, outcome in enumerate(found[:5]):
+            if isinstance(outcome, Receipt):
+                assert world.runs()[f"r{n}"] == 1
+            elif isinstance(outcome, OutcomeUnknown):
+                assert world.runs()[f"r{n}"] <= 1
+            else:
+                assert isinstance(outcome, Unavailable), outcome
+                assert world.runs()[f"r{n}"] == 0
+        with pytest.raises(Closed):
+            await one.checkpoint(["late"])
+        await one.aclose()
+
+    run(main())
+
+
+# --- bounds -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_remembered_of_threads_is_bounded_by_their_messages_too() -> None:
+    async def main(world: World, one: Instance) -> None:
+        for n in range(20):
+            for _ in range(3):
+                await one.append([f"m{i}" for i in range(100)], f"t{n}")
+        remembered = [one.appender.tip(f"t{n}") for n in range(20)]
+        held = sum(tip.memory.weight for tip in remembered if tip is not None and tip.memory is not None)
+        assert held <= 64 * 20, "64 messages for each of cached_threads"
+
+    test(main, cached_threads=20)
+
+
+# --- everything at once -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    share=st.floats(0, 0.6),
+    kinds=st.sets(st.sampled_from(WRITE_FAULTS[1:]), max_size=4),
+    gives_up=st.booleans(),
+)
+def test_whatever_fails_each_call_ends_as_it_says(seed: int, share: float, kinds: set[str], gives_up: bool) -> None:
+    chance = random.Random(seed)
+
+    async def main() -> None:
+        world = World()
+        writers = [Instance(world), Instance(world)]
+        log = world.log
+
+        def fault(kind: str) -> str:
+            if not kinds or chance.random() >= share:
+                return ""
+            return chance.choice(sorted(kinds)) if kind != "read" else chance.choice(["", "", "unavailable"])
+
+        log.fault = fault
+        calls: list[tuple[int, str, str, asyncio.Future[Receipt]]] = []
+        for n in range(chance.randint(2, 25)):
+            w = chance.randrange(2)
+            thread = f"t{chance.randrange(3)}"
+            run_id = f"r{n}"
+            one = writers[w]
+            work: Awaitable[Receipt]
+            match chance.randrange(4):
+                case 0:
+                    work = one.checkpoint([f"m{n}", f"m{n}b"], thread, run_id=run_id)
+                case 1:
+                    run_id = f"keyed {chance.randrange(3)} of {thread}"
+                    work = one.append([run_id], thread, key=run_id, run_id=run_id)
+                case _:
+                    work = one.append([f"m{n}"], thread, run_id=run_id)
+            task = asyncio.ensure_future(work)
+            calls.append((w, thread, run_id, task))
+            for _ in range(chance.choice([0, 0, 1, 5, 20])):
+                await asyncio.sleep(0)
+            if gives_up and chance.random() < 0.1:
+                chance.choice(calls)[3].cancel()
+        found = await asyncio.gather(*(task for *_, task in calls), return_exceptions=True)
+        log.fault = lambda kind: ""
+        await asyncio.sleep(20)  # resends whose callers have gone
+
+        saved = {thread: world.runs(thread) for thread in ("t0", "t1", "t2")}
+        for (_, thread, run_id, _), outcome in zip(calls, found, strict=True):
+            times = saved[thread][run_id]
+            if isinstance(outcome, Receipt):
+                assert times == 1, (run_id, outcome)
+                if not outcome.repeated:
+                    (entry,) = [i for i in world.tail(thread) if isinstance(i, StoredEntry) and i.entry.id == outcome.id]
+                    assert entry.seq == outcome.thread_seq
+                    assert entry.entry.version == outcome.version
+            elif isinstance(outcome, (Rejected, Unavailable)):
+                # (Of a keyed run there may be another call that was stored.)
+                assert times == 0 or run_id.startswith("keyed"), (run_id, outcome)
+            else:
+                assert isinstance(outcome, (OutcomeUnknown, asyncio.CancelledError)), outcome
+                assert times <= 1, (run_id, outcome)
+        for w in range(2):
+            for thread in saved:
+                in_order = [
+                    r.thread_seq
+                    for (by, of, _, _), r in zip(calls, found, strict=True)
+                    if by == w and of == thread and isinstance(r, Receipt) and not r.repeated
+                ]
+                assert in_order == sorted(in_order), "the order of the calls of one process"
+        for thread in saved:
+            receipt = await asyncio.gather(*(one.append(["end"], thread) for one in writers))
+            assert max(r.thread_seq for r in receipt) == log.last_of(SUBJECTS.of(thread))
+            assert (await world.shown(thread)).row.broken_since is None, "every chain is whole"
+            await world.flush(thread)
+        assert world.ledger.parked == []
+        for one in writers:
+            await one.aclose()
+
+    run(main())
+
+
+def test_errors_of_the_write_path_are_bufstores_own() -> None:
+    async def main(world: World, one: Instance) -> None:
+        world.log.fault = lambda kind: chance.choice(WRITE_FAULTS)
+        chance = random.Random(5)
+        found = await asyncio.gather(*(one.append([n], f"t{n % 4}") for n in range(60)), return_exceptions=True)
+        world.log.fault = lambda kind: ""
+        assert all(isinstance(f, (Receipt, BufstoreError)) for f in found), found
+
+    test(main)

@@ -1,0 +1,108 @@
+"""What may be applied: the rules of the chain, one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from bufstore.buffer.chain import Row, plan, superseded
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
+
+
+def at(seq: int, id_: int, prev: int = 0, base: Base = Base.CHAINED, *, whole: bool = False, seen: int = 0) -> StoredEntry:
+    entry = Entry(
+        id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, ring=b"", payload=b""
+    )
+    return StoredEntry("t", seq, entry)
+
+
+def malformed(seq: int) -> Malformed:
+    return Malformed("s", seq, (), "damage", "t")
+
+
+ROW = Row(flushed_seq=10, applied_id=100, version=3)
+
+
+def applied(todo: object) -> list[int]:
+    return [e.seq for e in todo.apply]  # type: ignore[attr-defined]
+
+
+def parked(todo: object) -> list[int]:
+    return [p.item.seq for p in todo.park]  # type: ignore[attr-defined]
+
+
+def test_a_chain_is_applied_in_order_whatever_the_order_it_came_in() -> None:
+    todo = plan(ROW, [at(14, 103, 102), at(12, 101, 100), at(13, 102, 101), at(12, 101, 100)], complete=False)
+    assert applied(todo) == [12, 13, 14]
+    assert (todo.row.flushed_seq, todo.row.applied_id) == (14, 103)
+
+
+def test_what_is_at_or_below_the_watermark_is_nothing_new() -> None:
+    todo = plan(ROW, [at(10, 100, 99), at(9, 99, 98), malformed(8)], complete=False)
+    assert (applied(todo), parked(todo), todo.row) == ([], [], ROW)
+
+
+def test_a_missing_predecessor_is_a_gap_even_behind_entries_that_fit() -> None:
+    todo = plan(ROW, [at(11, 101, 100), at(13, 103, 102)], complete=False)
+    assert todo.gap_before == 13
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_gap_is_looked_for_before_a_snapshot_too(whole: bool) -> None:
+    assert plan(ROW, [at(13, 103, 102, whole=whole)], complete=False).gap_before == 13
+
+
+def test_a_predecessor_that_is_nowhere_parks_what_builds_on_it() -> None:
+    todo = plan(ROW, [at(13, 103, 102), at(14, 104, 103)], complete=True)
+    assert (applied(todo), parked(todo)) == ([], [13, 14])
+    assert todo.row == Row(flushed_seq=14, applied_id=100, version=3, broken_since=13)
+
+
+def test_a_snapshot_heals() -> None:
+    todo = plan(ROW, [malformed(11), at(12, 102, 999), at(13, 103, 102, whole=True), at(14, 104, 103)], complete=True)
+    assert (applied(todo), parked(todo)) == ([13, 14], [11, 12])
+    assert todo.row.broken_since is None
+
+
+def test_while_broken_the_first_position_is_remembered() -> None:
+    todo = plan(ROW, [malformed(11), malformed(12)], complete=False)
+    assert todo.row.broken_since == 11
+    assert plan(todo.row, [malformed(15)], complete=False).row.broken_since == 11
+
+
+def test_poison_parks_alone_and_takes_what_builds_on_it_along() -> None:
+    items = [at(11, 101, 100), at(12, 102, 101), at(13, 103, 102), at(14, 104, 103, whole=True)]
+    todo = plan(ROW, items, complete=True, poison=frozenset({102}))
+    assert (applied(todo), parked(todo)) == ([11, 14], [12, 13])
+    assert todo.row.broken_since is None
+
+
+def test_a_snapshot_that_is_poison_does_not_heal() -> None:
+    todo = plan(ROW, [at(11, 101, 100, whole=True)], complete=True, poison=frozenset({101}))
+    assert (parked(todo), todo.row.broken_since, todo.row.applied_id) == ([11], 11, 100)
+
+
+@pytest.mark.parametrize("base", [Base.NONE, Base.UNKNOWN, Base.STORED])
+@pytest.mark.parametrize(("flushed", "late"), [(0, False), (10, False), (11, True)])
+def test_an_entry_that_expected_nothing_is_superseded_once_the_thread_moved_on(
+    base: Base, flushed: int, late: bool
+) -> None:
+    row = Row(flushed_seq=flushed, applied_id=7 if flushed else 0)
+    late = late or (base is Base.NONE and flushed > 0)
+    entry = at(20, 5, 7 if base is Base.STORED and flushed else 0, base, whole=base is Base.UNKNOWN, seen=10)
+    assert superseded(entry, row) is late
+    todo = plan(row, [entry], complete=True)
+    assert applied(todo) == ([] if late else [20])
+    assert todo.row.flushed_seq == 20
+    assert todo.park == []
+
+
+def test_a_chained_entry_is_never_superseded() -> None:
+    assert not superseded(at(20, 5, 7), Row(flushed_seq=15, applied_id=8))
+
+
+def test_a_snapshot_on_a_superseded_entry_is_applied_and_a_delta_on_it_is_not() -> None:
+    late = at(20, 5, 0, Base.UNKNOWN, whole=True, seen=3)
+    assert applied(plan(ROW, [late, at(21, 6, 5, whole=True)], complete=False)) == [21]
+    todo = plan(ROW, [late, at(21, 6, 5)], complete=False)
+    assert (applied(todo), parked(todo)) == ([], [21])
+    assert applied(plan(ROW, [late, at(21, 6, 100)], complete=False)) == [21], "a delta on what Postgres holds is"

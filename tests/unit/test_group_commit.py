@@ -1,0 +1,224 @@
+"""Group commit: a unit is stored whole or not at all, its writer learns which, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bufstore.buffer.group_commit import GroupCommit
+from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.errors import Closed, LogFull, LogUnavailable
+from unit.fake_log import WRITE_FAULTS, FakeLog, run
+
+
+def unit(subject: str, expected: int | None, *bodies: str) -> list[Outgoing]:
+    return [Outgoing(subject, b.encode(), expected=expected if i == 0 else None) for i, b in enumerate(bodies)]
+
+
+def started(log: FakeLog) -> GroupCommit:
+    group = GroupCommit(log)  # type: ignore[arg-type]
+    group.start()
+    return group
+
+
+async def outcomes(futures: Sequence[asyncio.Future[int]]) -> list[Any]:
+    return await asyncio.gather(*futures, return_exceptions=True)
+
+
+def bodies(log: FakeLog) -> list[str]:
+    return [m.body.decode() for m in log.messages]
+
+
+def test_one_write_is_a_plain_message_and_many_are_one_batch() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        group = started(log)
+        assert await group.submit(unit("a", 0, "first")) == 1
+        assert log.batches == []
+        found = await outcomes([group.submit(unit(f"s{n}", 0, str(n))) for n in range(50)])
+        assert found == list(range(2, 52))
+        assert log.batches == [50]
+        await group.aclose()
+
+    run(main())
+
+
+def test_each_unit_gets_the_sequence_of_its_own_last_message() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        group = started(log)
+        units = [unit(f"s{n}", 0, *(f"{n}.{i}" for i in range(n % 4 + 1))) for n in range(20)]
+        for seq, sent in zip(await outcomes([group.submit(u) for u in units]), units, strict=True):
+            assert log.messages[seq - 1].body == sent[-1].body
+        await group.aclose()
+
+    run(main())
+
+
+def test_a_unit_of_several_messages_is_never_sent_as_single_ones() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        log.fault = lambda kind: "refused"
+        group = started(log)
+        whole, *single = await outcomes([group.submit(unit("a", 0, "1", "2")), *(
+            group.submit(unit(f"s{n}", 0, str(n))) for n in range(10)
+        )])  # fmt: skip
+        assert isinstance(whole, LogUnavailable)
+        assert all(isinstance(seq, int) for seq in single), "a refused batch goes out as plain messages"
+        assert sorted(bodies(log)) == sorted(map(str, range(10)))
+        await group.aclose()
+
+    run(main())
+
+
+def test_a_moved_subject_fails_alone() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        log.store(unit("s3", None, "somebody else's"))
+        group = started(log)
+        found = await outcomes([group.submit(unit(f"s{n}", 0, str(n))) for n in range(12)])
+        assert isinstance(found.pop(3), Conflict)
+        assert all(isinstance(seq, int) for seq in found)
+        assert log.batches == [12, 11]
+        await group.aclose()
+
+    run(main())
+
+
+def test_two_units_of_one_subject_in_one_group_end_as_one_success_and_one_conflict() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        group = started(log)
+        found = await outcomes([group.submit(unit("same", 0, str(n))) for n in range(8)])
+        assert sum(isinstance(f, int) for f in found) == 1
+        assert sum(isinstance(f, Conflict) for f in found) == 7
+        assert len(log.messages) == 1
+        await group.aclose()
+
+    run(main())
+
+
+def test_groups_stay_below_the_limits_of_a_batch() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        group = started(log)
+        sent = [unit(f"s{n}", 0, *("x" * 10 for _ in range(300))) for n in range(9)]
+        sent += [unit(f"big{n}", 0, "x" * (9 << 20)) for n in range(8)]
+        await outcomes([group.submit(u) for u in sent])
+        assert max(log.batches) <= 1000
+        assert len(log.messages) == 9 * 300 + 8
+        await group.aclose()
+
+    run(main())
+
+
+def test_a_cancelled_unit_that_was_not_sent_is_never_sent() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        group = started(log)
+        first = group.submit(unit("a", 0, "first"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        second = group.submit(unit("b", 0, "second"))
+        second.cancel()
+        assert await first == 1
+        assert await group.submit(unit("c", 0, "third")) == 2
+        assert bodies(log) == ["first", "third"]
+        await group.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [ValueError("bug"), RuntimeError("bug"), KeyError("bug")])
+def test_an_error_nobody_thought_of_fails_its_group_and_the_next_goes_on(error: Exception) -> None:
+    async def main() -> None:
+        log = FakeLog()
+        broken = True
+
+        def fault(kind: str) -> str:
+            if broken and kind != "read":
+                raise error
+            return ""
+
+        log.fault = fault
+        group = started(log)
+        found = await outcomes([group.submit(unit(f"s{n}", 0, "x")) for n in range(4)])
+        found += await outcomes([group.submit(unit(f"s{n}", 0, "x")) for n in range(10)])
+        assert all(isinstance(f, AppendUnknown) for f in found)
+        broken = False
+        assert await group.submit(unit("s", 0, "x")) == 1
+        await group.aclose()
+
+    run(main())
+
+
+def test_closing_ends_everybodys_waiting() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        log.fault = lambda kind: "slow"
+        group = started(log)
+        sent = group.submit(unit("a", 0, "on its way"))
+        await asyncio.sleep(0.1)
+        queued = [group.submit(unit(f"s{n}", 0, "queued")) for n in range(10)]
+        await group.aclose()
+        assert isinstance((await outcomes([sent]))[0], AppendUnknown)
+        assert all(isinstance(f, Closed) for f in await outcomes(queued))
+        late = group.submit(unit("late", 0, "x"))
+        assert isinstance((await outcomes([late]))[0], Closed)
+
+    run(main())
+
+
+def test_closing_a_group_that_was_never_started_ends_everybodys_waiting() -> None:
+    async def main() -> None:
+        group = GroupCommit(FakeLog())  # type: ignore[arg-type]
+        waiting = group.submit(unit("a", 0, "x"))
+        await group.aclose()
+        assert isinstance((await outcomes([waiting]))[0], Closed)
+
+    run(main())
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), share=st.floats(0, 1), kinds=st.sets(st.sampled_from(WRITE_FAULTS[1:-1])))
+def test_whatever_fails_a_unit_is_stored_once_if_done_and_never_if_refused(
+    seed: int, share: float, kinds: set[str]
+) -> None:
+    chance = random.Random(seed)
+
+    async def main() -> None:
+        log = FakeLog()
+        log.fault = lambda kind: chance.choice(sorted(kinds)) if kinds and chance.random() < share else ""
+        group = started(log)
+        units: list[tuple[list[Outgoing], asyncio.Future[int]]] = []
+        for n in range(chance.randint(1, 40)):
+            sent = unit(f"s{chance.randrange(20)}", 0, *(f"{n}.{i}" for i in range(chance.choice([1, 1, 1, 3]))))
+            units.append((sent, group.submit(sent)))
+            if chance.random() < 0.2:
+                await asyncio.sleep(0)
+        found = await outcomes([future for _, future in units])
+        log.fault = lambda kind: ""
+        await log.end(1.0)
+        stored = [m.body for m in log.messages]
+        for (sent, _), outcome in zip(units, found, strict=True):
+            times = stored.count(sent[0].body)
+            assert stored.count(sent[-1].body) == times
+            if isinstance(outcome, int):
+                assert times == 1
+                at = outcome - len(sent)
+                assert stored[at : at + len(sent)] == [m.body for m in sent], "neighbours, in order"
+            elif isinstance(outcome, AppendUnknown):
+                assert times <= 1
+            else:
+                assert isinstance(outcome, (Conflict, LogFull, LogUnavailable))
+                assert times == 0
+        assert await group.submit(unit("afterwards", 0, "x")) == log.last_seq
+        await group.aclose()
+
+    run(main())

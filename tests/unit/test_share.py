@@ -1,0 +1,150 @@
+"""An owner's memory of a partition: the cursor never passes what is not settled."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bufstore.buffer.entry import HEADER_BYTES_MAX, Base, Entry, StoredMessage, encode
+from bufstore.buffer.ports import Cursor
+from bufstore.buffer.share import Share
+from bufstore.buffer.subjects import Subjects
+
+SUBJECTS = Subjects("thread", 1)
+
+
+class FakeFeed:
+    lost = None
+
+    def __init__(self) -> None:
+        self.arrived: list[StoredMessage] = []
+
+    def take(self) -> list[StoredMessage]:
+        taken, self.arrived = self.arrived, []
+        return taken
+
+    async def more(self) -> None: ...
+
+    async def ack(self, seq: int) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def messages(sizes: list[int], first: int = 1) -> tuple[list[StoredMessage], list[int]]:
+    """One entry for each size (in pieces), and the positions where they end. Size 0: bytes that are no entry."""
+    made: list[StoredMessage] = []
+    ends = []
+    for n, pieces in enumerate(sizes):
+        entry = Entry(
+            id=n + 1, prev_id=0, base=Base.CHAINED, seen=0, version=0, self_contained=True, ring=b"",
+            payload=b"x" * (10 * pieces),
+        )  # fmt: skip
+        parts = encode(entry, HEADER_BYTES_MAX + 10) if pieces else [("junk", b"")]
+        for header, body in parts:
+            made.append(StoredMessage(SUBJECTS.of("t"), first + len(made), header, body))
+        ends.append(made[-1].seq)
+    return made, ends
+
+
+def new_share(feed: FakeFeed, seq: int = 0) -> Share:
+    return Share(Cursor(0, 1, seq, 0), feed, SUBJECTS)
+
+
+def settle(share: Share, settled: set[int], now: float = 0.0) -> None:
+    share.settle(settled, share.cursor_after(settled), now, resolution_s=1.0)
+
+
+@settings(max_examples=150)
+@given(
+    sizes=st.lists(st.integers(0, 3), max_size=10),
+    rounds=st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 9), max_size=5)), max_size=10),
+)
+def test_the_cursor_stands_before_the_first_entry_that_is_not_settled(
+    sizes: list[int], rounds: list[tuple[int, set[int]]]
+) -> None:
+    feed = FakeFeed()
+    share = new_share(feed)
+    made, ends = messages(sizes)
+    done: set[int] = set()
+    for count, picked in [*rounds, (len(made), set(range(10)))]:
+        feed.arrived, made = made[:count], made[count:]
+        share.collect()
+        chosen = {end for n, end in enumerate(ends) if n in picked and end in share.pending}
+        settle(share, chosen)
+        done |= chosen
+        arrived = [end for end in ends if end in done or end in share.pending]
+        first_open = next((end for end in arrived if end not in done), None)
+        assert share.cursor.seq == max((e for e in arrived if first_open is None or e < first_open), default=0)
+        assert all(end in done for end in ends if end <= share.cursor.seq), "the cursor passed an unsettled entry"
+    assert share.cursor.seq == (ends[-1] if ends else 0)
+    assert share.pending_bytes == 0
+
+
+def test_the_cursor_names_the_entry_it_stands_on() -> None:
+    feed = FakeFeed()
+    share = new_share(feed)
+    feed.arrived, ends = messages([1, 2, 0, 1])
+    share.collect()
+    settle(share, set(ends[:2]))
+    assert (share.cursor.seq, share.cursor.id) == (ends[1], 2)
+    settle(share, {ends[2]})
+    assert (share.cursor.seq, share.cursor.id) == (ends[2], 0), "what is no entry has no id"
+
+
+def test_an_entry_settled_ahead_of_an_open_one_is_passed_once_that_is_settled() -> None:
+    feed = FakeFeed()
+    share = new_share(feed)
+    feed.arrived, _ = messages([1, 1, 1])
+    share.collect()
+    settle(share, {2, 3})
+    assert share.cursor.seq == 0
+    settle(share, {1})
+    assert (share.cursor.seq, share.cursor.id) == (3, 3)
+
+
+def committed(times: list[float]) -> Share:
+    feed = FakeFeed()
+    share = new_share(feed)
+    feed.arrived, ends = messages([1] * len(times))
+    share.collect()
+    for time, end in zip(times, ends, strict=True):
+        settle(share, {end}, time)
+    return share
+
+
+@settings(max_examples=100)
+@given(gaps=st.lists(st.floats(0, 3), min_size=1, max_size=30), keep=st.floats(1, 20), wait=st.floats(0, 30))
+def test_nothing_is_purged_before_its_commit_is_old_enough(gaps: list[float], keep: float, wait: float) -> None:
+    times = [sum(gaps[: i + 1]) for i in range(len(gaps))]
+    share = committed(times)
+    now = times[-1] + wait
+    below = share.purgeable(now - keep)
+    if below is not None:
+        assert times[below - 1] <= now - keep
+
+
+def test_in_the_end_everything_below_the_cursor_may_be_purged() -> None:
+    share = committed([0.1 * n for n in range(100)])
+    assert share.purgeable(1000.0) == share.cursor.seq
+    share.purged_below = share.cursor.seq
+    assert share.purgeable(2000.0) is None
+
+
+def test_a_purge_that_failed_is_tried_again() -> None:
+    share = committed([1.0, 5.0, 9.0])
+    assert share.purgeable(100.0) == 3
+    assert share.purgeable(100.0) == 3, "purged_below did not move: the purge has not happened"
+
+
+def test_what_an_earlier_owner_committed_can_be_purged_by_the_next() -> None:
+    """Else a log that is full of flushed entries stays full for ever once its owner has restarted."""
+    share = new_share(FakeFeed(), seq=500)
+    assert share.purgeable(float("inf")) == 500
+
+
+def test_a_day_of_commits_is_remembered_in_bounded_space() -> None:
+    feed = FakeFeed()
+    share = new_share(feed)
+    for n in range(20_000):
+        share.settle((), Cursor(0, 1, n + 1, n + 1), n * 0.5, resolution_s=1.0)
+    assert len(share.commits) <= 11_000, "half a second apart, remembered a second apart"

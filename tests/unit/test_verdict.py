@@ -1,0 +1,50 @@
+"""What a failed flush means."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.buffer.verdict import Verdict, verdict
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (None, Verdict.RETRY),
+        ("08006", Verdict.RETRY),
+        ("40001", Verdict.RETRY),
+        ("40P01", Verdict.RETRY),
+        ("53100", Verdict.RETRY),
+        ("53300", Verdict.RETRY),
+        ("57014", Verdict.RETRY),
+        ("57P01", Verdict.RETRY),
+        ("57P03", Verdict.RETRY),
+        ("58030", Verdict.RETRY),
+        ("XX000", Verdict.RETRY),
+        ("P0001", Verdict.RETRY),
+        ("99999", Verdict.RETRY),
+        ("", Verdict.RETRY),
+        ("55P03", Verdict.ISOLATE),
+        ("22P05", Verdict.POISON),
+        ("22021", Verdict.POISON),
+        ("23505", Verdict.POISON),
+        ("23514", Verdict.POISON),
+        ("28P01", Verdict.STOP),
+        ("28000", Verdict.STOP),
+        ("42P01", Verdict.STOP),
+        ("42501", Verdict.STOP),
+        ("3D000", Verdict.STOP),
+        ("3F000", Verdict.STOP),
+        ("25006", Verdict.STOP),
+        ("XX001", Verdict.STOP),
+    ],
+)
+def test_the_table(state: str | None, expected: Verdict) -> None:
+    assert verdict(state) is expected
+
+
+@given(state=st.text(max_size=6))
+def test_only_data_and_constraint_errors_may_ever_park(state: str) -> None:
+    assert (verdict(state) is Verdict.POISON) == (state[:2] in ("22", "23"))
