@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +13,6 @@ import pytest
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore
 from bufstore.embedded import Servers
-
-_numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +42,8 @@ class Deployment:
     """One stream, bucket and schema of their own, on shared servers; any number of stores (instances) on them."""
 
     def __init__(self, servers: Servers, **config: Any) -> None:
-        n = next(_numbers)
         self.servers = servers
-        self.name = f"t{n}x{os.getpid()}"
+        self.name = f"t{secrets.token_hex(5)}"
         settings = {"stream": f"LOG-{self.name}", "bucket": f"hot-{self.name}", "subject": self.name}
         self.log = LogConfig(**settings, **({"max_bytes": 128 << 20} | config))
 

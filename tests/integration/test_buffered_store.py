@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import thread_store_contract as contract
 from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
 from transaction_pooler import TransactionPooler
 
 from bufstore import (
@@ -25,7 +26,6 @@ from bufstore import (
     VersionConflict,
 )
 from bufstore.embedded import Servers
-from helpers import eventually, fresh, query, run_of, said
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
@@ -176,7 +176,10 @@ async def test_a_version_is_taken_by_one_of_two_writers(deployment: Deployment) 
         thread_id = fresh()
         await one.checkpoint(thread_id, [said(0)], run_of(thread_id))
         outcomes = await asyncio.gather(
-            *(s.checkpoint_append(thread_id, [{"n": i}], run_of(thread_id), expected_version=1) for i, s in enumerate((one, two))),
+            *(
+                s.checkpoint_append(thread_id, [{"n": i}], run_of(thread_id), expected_version=1)
+                for i, s in enumerate((one, two))
+            ),
             return_exceptions=True,
         )
         assert sorted(type(o).__name__ for o in outcomes) == ["Receipt", "VersionConflict"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
 
 from bufstore import (
     Consistency,
@@ -20,7 +21,6 @@ from bufstore import (
     StoreUnavailable,
 )
 from bufstore.embedded import Servers
-from helpers import eventually, fresh, query, run_of, said
 
 
 async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -> None:
@@ -265,7 +265,7 @@ async def test_a_log_that_lost_its_stream_is_noticed(own_servers: Servers) -> No
         await store.checkpoint("t", [said(0)], run_of("t"))
         await store.force_flush("t")
         await store._log.api(f"STREAM.DELETE.{deployment.log.stream}")
-    with pytest.raises(LogRolledBack, match="raise buffer_log.epoch"):
+    with pytest.raises(LogRolledBack, match=r"raise buffer_log\.epoch"):
         async with deployment.store():
             pass
     dsn = own_servers.postgres.dsn
@@ -318,5 +318,3 @@ async def _all_back(*pools: Any) -> bool:
 
 def _tasks() -> set[str]:
     return {t.get_name() for t in asyncio.all_tasks() if "bufstore" in repr(t.get_coro())}
-
-

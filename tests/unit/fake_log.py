@@ -106,7 +106,7 @@ class FakeLog:
             case "lost":
                 raise AppendUnknown("no answer")
             case "late":
-                self._late.append((self.calls + random.randint(1, 4), messages))  # noqa: S311
+                self._late.append((self.calls + random.randint(1, 4), messages))
                 raise AppendUnknown("no answer")
             case "stored":
                 try:

@@ -55,9 +55,7 @@ class Oracle:
         self.messages = self.messages[: payload.keep] + list(payload.messages)
         self.runs[payload.save.run_id] = payload.run
         save = payload.save
-        run = Run(
-            run_id=save.run_id, thread_id=THREAD, status=save.status, parent_thread_id=save.parent_thread_id
-        )
+        run = Run(run_id=save.run_id, thread_id=THREAD, status=save.status, parent_thread_id=save.parent_thread_id)
         before = self.thread or Thread(thread_id=THREAD)
         after = before.with_run(run)
         self.thread = Thread(
@@ -178,7 +176,8 @@ def _look_up(chance: random.Random, oracle: Oracle, chapter: list[Item], seen: i
     if not chapter:
         if chance.random() < 0.5:
             return Tip(0, 0, Base.UNKNOWN, seen, 0, b"", None)
-        return Tip(0, row.applied_id, Base.STORED if row.flushed_seq else Base.NONE, seen, row.version, row.ring, memory)
+        base = Base.STORED if row.flushed_seq else Base.NONE
+        return Tip(0, row.applied_id, base, seen, row.version, row.ring, memory)
     last = chapter[-1]
     if chance.random() < 0.5:
         if isinstance(last, Malformed):

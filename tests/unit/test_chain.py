@@ -8,10 +8,10 @@ from bufstore.buffer.chain import Row, plan, superseded
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
 
 
-def at(seq: int, id_: int, prev: int = 0, base: Base = Base.CHAINED, *, whole: bool = False, seen: int = 0) -> StoredEntry:
-    entry = Entry(
-        id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, ring=b"", payload=b""
-    )
+def at(
+    seq: int, id_: int, prev: int = 0, base: Base = Base.CHAINED, *, whole: bool = False, seen: int = 0
+) -> StoredEntry:
+    entry = Entry(id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, ring=b"", payload=b"")
     return StoredEntry("t", seq, entry)
 
 

@@ -180,9 +180,7 @@ def test_another_version_is_malformed(version: str) -> None:
     subjects=st.booleans(),
     damage=st.sets(st.integers(0, 24), max_size=3),
 )
-def test_no_order_of_pieces_makes_a_wrong_entry(
-    picks: list[tuple[int, int]], subjects: bool, damage: set[int]
-) -> None:
+def test_no_order_of_pieces_makes_a_wrong_entry(picks: list[tuple[int, int]], subjects: bool, damage: set[int]) -> None:
     # Entries of one to four pieces; pieces arrive in any order, repeated, left out, damaged.
     entries = [an_entry(bytes([65 + n]) * (10 * (n + 1) - 5), id=n + 1) for n in range(4)]
     pieces = [encode(e, HEADER_BYTES_MAX + 10) for e in entries]

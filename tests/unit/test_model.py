@@ -107,7 +107,7 @@ def loop() -> Any:
      msgspec.msgpack.Ext(1, b"x"), (i for i in range(3))],
     ids=lambda v: type(v).__name__,
 )  # fmt: skip
-@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: {"deep": [{"er": v}]}], ids=["", "list", "dict"])
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: [v], lambda v: {"deep": [{"er": v}]}], ids="vld")
 def test_what_would_not_come_back_is_refused(value: Any, wrap: Any) -> None:
     with pytest.raises(InvalidRecord, match=r"messages\[1\]"):
         encode_messages(["fine", wrap(value)])
@@ -128,7 +128,7 @@ def test_nesting_up_to_the_limit_comes_back(depth: int) -> None:
     assert decode_message(encode_messages([nested(depth)])[0]) == nested(depth)
 
 
-@pytest.mark.parametrize("messages", ["text", b"bytes", None, 5, {"a": 1}, {1, 2}, iter([1]), bytearray(b"x")], ids=repr)
+@pytest.mark.parametrize("messages", ["text", b"x", None, 5, {"a": 1}, {1, 2}, iter([1]), bytearray(b"x")], ids=repr)
 def test_messages_must_be_a_list(messages: Any) -> None:
     with pytest.raises(InvalidRecord):
         encode_messages(messages)
@@ -206,7 +206,7 @@ def test_a_run_that_could_not_be_read_again_is_refused(fields: dict[str, Any]) -
         encode_run(run)
 
 
-@pytest.mark.parametrize("id_", [None, 5, b"x", "", "\0", "a\0b", "\ud800", "a" * 1025, "é" * 513, MyStr("x")], ids=repr)
+@pytest.mark.parametrize("id_", [None, 5, b"x", "", "\0", "a\0b", "\ud800", "a" * 1025, "é" * 513, MyStr("x")])
 def test_ids_that_cannot_be_stored_are_refused(id_: Any) -> None:
     with pytest.raises(InvalidId):
         check_id(id_, "thread_id")

@@ -130,18 +130,6 @@ def test_in_the_end_everything_below_the_cursor_may_be_purged() -> None:
     assert share.purgeable(2000.0) is None
 
 
-def test_a_purge_that_failed_is_tried_again() -> None:
-    share = committed([1.0, 5.0, 9.0])
-    assert share.purgeable(100.0) == 3
-    assert share.purgeable(100.0) == 3, "purged_below did not move: the purge has not happened"
-
-
-def test_what_an_earlier_owner_committed_can_be_purged_by_the_next() -> None:
-    """Else a log that is full of flushed entries stays full for ever once its owner has restarted."""
-    share = new_share(FakeFeed(), seq=500)
-    assert share.purgeable(float("inf")) == 500
-
-
 def test_a_day_of_commits_is_remembered_in_bounded_space() -> None:
     feed = FakeFeed()
     share = new_share(feed)

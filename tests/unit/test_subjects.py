@@ -15,8 +15,8 @@ from bufstore.errors import MalformedEntry
 SUBJECTS = Subjects("thread", 8)
 HOSTILE = [
     "*", ">", "a.b", "a b", ".", "..", "thread.>", "\r\n", "\t", "a\r\nPUB x 0", "$JS.API.>", "_", "-", "=", "==", "/",
-    "+", "é", unicodedata.normalize("NFD", "é"), "É", "e", "E", "ａ", "a", "A", "ß", "ss", "\u202e", "\ufeff", "🧵", "\x7f",
-    " ", "  ", "%", "'", '"', "\\", "\x01", "a" * 1024, "a" * 1023, "\U0010ffff", "ﬀ", "ff", "İ", "i̇",
+    "+", "é", unicodedata.normalize("NFD", "é"), "É", "e", "E", "ａ", "a", "A", "ß", "ss", "\u202e", "\ufeff", "🧵",
+    "\x7f",    " ", "  ", "%", "'", '"', "\\", "\x01", "a" * 1024, "a" * 1023, "\U0010ffff", "ﬀ", "ff", "İ", "i̇",
 ]  # fmt: skip
 IDS = st.text(min_size=1, max_size=60).filter(lambda s: not any("\ud800" <= c <= "\udfff" for c in s))
 

@@ -17,8 +17,9 @@ from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.model import Run, RunStatus
 from bufstore.types import MAX_ID_BYTES, Receipt
 
-#: How long a checkpoint is tried again while the log is full or away.
-_PATIENCE_S = 60.0
+#: How long a checkpoint is tried again while the log is full or away: a full log has room again when what is flushed
+#: may leave it, which takes `failover_window_s`.
+_PATIENCE_S = 180.0
 #: How long a flush may make no progress.
 _STANDSTILL_S = 30.0
 _FLUSH_ROUND_S = 5.0

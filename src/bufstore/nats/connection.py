@@ -68,9 +68,11 @@ class Connection:
         """Connect. Raises ConfigError when the server refuses us, LogUnavailable when none can be reached."""
         try:
             await self._connect()
-        except nats.errors.AuthorizationError:
-            raise ConfigError(f"NATS refused the credentials ({self._where()})") from None
-        except (TimeoutError, OSError, nats.errors.Error) as e:
+        except ConfigError:
+            raise
+        except Exception as e:
+            if "authorization violation" in str(e).lower() or isinstance(e, nats.errors.AuthorizationError):
+                raise ConfigError(f"NATS refused the credentials ({self._where()})") from None
             raise LogUnavailable(f"cannot reach NATS at {self._where()}: {_text(e)}") from None
         self._supervisor = asyncio.create_task(self._supervise(), name="bufstore-nats-connection")
 
@@ -160,9 +162,11 @@ class Connection:
     async def _connect(self) -> None:
         error: Exception | None = None
         for url in self._config.servers:
-            client = Client()
+            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else Client()
+            errors: list[Exception] = []
             try:
-                await client.connect(servers=[url], **self._options(client))
+                async with asyncio.timeout(2 * self._config.connect_timeout_s):
+                    await client.connect(servers=[url], **self._options(client, errors))
                 self._inbox = client.new_inbox()
                 await client.subscribe(
                     self._inbox + ".*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
@@ -170,9 +174,10 @@ class Connection:
                 for hook in self._hooks:
                     await hook(client)
             except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
-                error = e
+                # nats-py says "no servers" when it has given up; why, it has told before.
+                error = errors[-1] if isinstance(e, nats.errors.NoServersError) and errors else e
                 await _close(client)
-                if isinstance(e, ValueError):
+                if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both
                     raise ConfigError(f"NATS configuration: {_text(e)}") from None
                 continue
             except BaseException:
@@ -185,17 +190,21 @@ class Connection:
         assert error is not None
         raise error
 
-    def _options(self, client: Client) -> dict[str, Any]:
+    def _options(self, client: Client, errors: list[Exception]) -> dict[str, Any]:
         async def on_closed() -> None:
             self._drop(client, _text(client.last_error) if client.last_error else "the connection was closed")
 
         async def on_error(e: Exception) -> None:
+            errors[:] = [e]
             _log.debug("nats client: %s", _text(e), extra={"action": "nats_error"})
 
         c = self._config
         options: dict[str, Any] = {
             "name": self._name,
             "allow_reconnect": False,
+            # One server of the list at a time, and no waiting in between: that is done by `_supervise`.
+            "max_reconnect_attempts": 1,
+            "reconnect_time_wait": 0,
             "pending_size": 0,
             "ping_interval": _PING_INTERVAL_S,
             "max_outstanding_pings": 1,
@@ -255,6 +264,16 @@ class Connection:
 
     def _where(self) -> str:
         return ", ".join(mask_url(u) for u in self._config.servers)
+
+
+class _TlsClient(Client):
+    """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it."""
+
+    def _connect_command(self) -> bytes:
+        if not self._server_info.get("tls_required"):
+            raise nats.errors.Error("the server does not ask for TLS, which is configured")
+        command: bytes = super()._connect_command()
+        return command
 
 
 async def _close(client: Client) -> None:

@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bufstore.buffer.entry import HEADER, StoredMessage
-from bufstore.errors import LogUnavailable
+from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.setup import check
 from bufstore.nats.stream import NatsStream
@@ -213,17 +213,16 @@ async def open_feed(
     """Create the consumer (or check the one that is there) and follow it. Raises ConfigDrift, LogUnavailable."""
     name = config["name"]
     client = connection.client()
-    answer = await stream.api(
-        f"CONSUMER.CREATE.{stream_name}.{name}.{config['filter_subject']}",
-        {"stream_name": stream_name, "config": config, "action": ""},
-    )
-    check(
-        f"consumer {name}",
-        config,
-        answer["config"],
-        "a consumer of this name is not ours",
-        f"nats consumer rm {name}",
-    )
+    try:
+        await stream.api(
+            f"CONSUMER.CREATE.{stream_name}.{name}.{config['filter_subject']}",
+            {"stream_name": stream_name, "config": config, "action": "create"},
+        )
+    except ConfigError:
+        # No two owners have the same term, so a consumer of this name is none of ours: say how it differs.
+        found = await stream.api(f"CONSUMER.INFO.{stream_name}.{name}")
+        check(f"consumer {name}", config, found["config"], "it is not ours", f"nats consumer rm {stream_name} {name}")
+        raise
     feed = NatsFeed(connection, stream, api, stream_name, name, wake, config["max_ack_pending"], bytes_max)
     await feed.start(client)
     return feed

@@ -1,0 +1,96 @@
+"""Several processes on one log, and what remains when one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from conftest import Deployment
+from helpers import fresh
+
+from bufstore import Consistency
+
+_WRITER = Path(__file__).parent.parent / "writer_process.py"
+
+
+class Process:
+    """A writer process and what it said was acknowledged."""
+
+    def __init__(self, deployment: Deployment, name: str, threads: list[str]) -> None:
+        log = deployment.log
+        self._options = {
+            "nats": deployment.servers.nats.url,
+            "postgres": deployment.servers.postgres.dsn,
+            "schema": deployment.name,
+            "name": name,
+            "threads": threads,
+            "log": {"stream": log.stream, "bucket": log.bucket, "subject": log.subject, "max_bytes": log.max_bytes},
+        }
+        self.acknowledged: dict[str, list[tuple[str, int]]] = {t: [] for t in threads}
+        self.count = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, str(_WRITER), json.dumps(self._options), stdout=asyncio.subprocess.PIPE
+        )
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            if not line.endswith(b"\n"):
+                return  # cut off by the kill
+            said = json.loads(line)
+            if isinstance(said, list):
+                self.acknowledged[said[0]].append((said[1], said[2]))
+                self.count += 1
+
+    async def reach(self, count: int) -> None:
+        async with asyncio.timeout(60):
+            while self.count < count:
+                assert self._process is not None
+                assert self._process.returncode is None, "the writer died of itself"
+                await asyncio.sleep(0.02)
+
+    async def kill(self) -> None:
+        assert self._process is not None
+        assert self._reader is not None
+        self._process.kill()
+        await self._process.wait()
+        await self._reader
+
+
+async def test_two_processes_on_the_same_hundred_threads(deployment: Deployment) -> None:
+    threads = [fresh() for _ in range(100)]
+    first, second = Process(deployment, "first", threads), Process(deployment, "second", threads)
+    await asyncio.gather(first.start(), second.start())
+    try:
+        await asyncio.gather(first.reach(1500), second.reach(1500))
+        await first.kill()
+        await second.reach(second.count + 1500)
+    finally:
+        await asyncio.gather(first.kill(), second.kill(), return_exceptions=True)
+    async with deployment.store(flush_timeout_s=60) as store:
+        await store.force_flush_all()
+        for thread_id in threads:
+            found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) or []
+            assert len(found) == len(set(found)), "an entry took effect twice"
+            acknowledged = sorted(
+                ((seq, key) for p in (first, second) for key, seq in p.acknowledged[thread_id]), key=lambda a: a[0]
+            )
+            known = {key for _, key in acknowledged}
+            assert [m for m in found if m in known] == [key for _, key in acknowledged], "lost or out of order"
+            for name in ("first", "second"):
+                mine = [m for m in found if m.startswith(name)]
+                assert mine == [f"{name}-{n}" for n in range(len(mine))]
+                # What was not acknowledged may be stored all the same, but no more than was on its way.
+                assert len(mine) - len([k for k in known if k.startswith(name)]) <= 1
+        assert await store.quarantined() == 0
+        state: Any = (await store.statistics()).flusher
+        assert state.trouble == ""

@@ -1,0 +1,317 @@
+"""Signing in, names and settings: what is configured, what is found, and what is said when they differ."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import os
+import ssl
+import time
+from pathlib import Path
+from typing import Any
+
+import nkeys
+import pytest
+import trustme
+from conftest import Deployment
+from helpers import fresh, run_of, said
+
+from bufstore import BufferedThreadStore, ConfigDrift, ConfigError, LogConfig, LogUnavailable, NatsConfig
+from bufstore.embedded import NatsServer, Servers
+from bufstore.embedded._wheels import nats_binary
+from bufstore.errors import StoreMisconfigured, StoreUnavailable
+
+
+async def works(deployment: Deployment, nats: Any) -> None:
+    """A checkpoint gets through and is flushed."""
+    async with deployment.store(nats=nats) as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.force_flush(thread_id)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("max_age", {"max_age": 3600 * 10**9}),
+        ("discard", {"discard": "old"}),
+        ("max_bytes", {"max_bytes": 64 << 20}),
+        ("max_msgs", {"max_msgs": 10}),
+        ("allow_atomic", {"allow_atomic": False}),
+        ("allow_direct", {"allow_direct": False}),
+    ],
+)
+async def test_a_stream_that_differs_is_named_with_both_values(
+    deployment: Deployment, field: str, change: dict[str, Any]
+) -> None:
+    async with deployment.store(flusher=False) as store:
+        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        await store._log.api(f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | change)
+    with pytest.raises(ConfigDrift) as caught:
+        async with deployment.store():
+            pass
+    assert caught.value.field == field
+    assert caught.value.found == change[field]
+    assert str(caught.value.expected) in str(caught.value)
+    assert "nats stream edit" in caught.value.way_out
+
+
+async def test_a_bucket_that_differs_is_named(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        name = f"KV_{deployment.log.bucket}"
+        info = await store._log.api(f"STREAM.INFO.{name}")
+        await store._log.api(f"STREAM.UPDATE.{name}", info["config"] | {"max_age": 10**12})
+    with pytest.raises(ConfigDrift, match=r"bucket .* max_age"):
+        async with deployment.store():
+            pass
+
+
+async def test_another_number_of_partitions_is_refused(servers: Servers, deploy: Any) -> None:
+    deployment = deploy(partitions=4)
+    async with deployment.store(flusher=False):
+        pass
+    deployment.log = LogConfig(**{f: getattr(deployment.log, f) for f in ("stream", "bucket", "subject", "max_bytes")})
+    with pytest.raises(ConfigDrift, match="partitions is '4' but '8'"):
+        async with deployment.store():
+            pass
+
+
+async def test_a_stream_of_somebody_else_is_refused(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        await store._log.api(f"STREAM.DELETE.{deployment.log.stream}")
+        config = {"name": deployment.log.stream, "subjects": [f"{deployment.name}.>"]}
+        await store._log.api(f"STREAM.CREATE.{deployment.log.stream}", config)
+    with pytest.raises(ConfigDrift, match="not ours"):
+        async with deployment.store():
+            pass
+
+
+async def test_a_consumer_that_is_not_ours_is_named(deployment: Deployment, caplog: pytest.LogCaptureFixture) -> None:
+    async with deployment.store(flusher=False) as store:
+        for term in range(1, 3):
+            name = f"{deployment.name}-flusher-0-{term}"
+            config = {"name": name, "durable_name": name, "ack_policy": "explicit", "filter_subject": "x.0.*"}
+            config["filter_subject"] = f"{deployment.name}.0.*"
+            await store._log.api(
+                f"CONSUMER.CREATE.{deployment.log.stream}.{name}.{config['filter_subject']}",
+                {"stream_name": deployment.log.stream, "config": config},
+            )
+    with caplog.at_level(logging.WARNING):
+        async with deployment.store() as store:
+            # Each takeover has a new term and so a new name: it gets past them, and has said why it could not.
+            await store.checkpoint("t", [said(0)], run_of("t"))
+            await store.force_flush("t")
+    drift = f"consumer {deployment.name}-flusher-0-1: deliver_policy is 'all' but 'by_start_sequence' is configured"
+    assert drift in caplog.text
+
+
+async def test_a_log_that_the_server_has_no_room_for_is_a_config_error(deploy: Any) -> None:
+    with pytest.raises(ConfigError, match="max_bytes"):
+        async with deploy(max_bytes=1 << 50).store():
+            pass
+
+
+async def test_more_replicas_than_servers_is_an_error(deploy: Any) -> None:
+    with pytest.raises((ConfigError, LogUnavailable)):
+        async with deploy(replicas=3).store():
+            pass
+
+
+async def test_a_wrong_nats_url_is_a_clear_error_in_time(deployment: Deployment) -> None:
+    began = time.monotonic()
+    with pytest.raises(LogUnavailable, match="cannot reach NATS"):
+        async with deployment.store(nats="nats://someone:geheim@127.0.0.1:1"):
+            pass
+    assert time.monotonic() - began < 10
+
+
+def address(server: NatsServer) -> str:
+    """The server's URL without a user."""
+    return f"nats://127.0.0.1:{server.port}"
+
+
+async def test_user_and_password(deployment: Deployment) -> None:
+    user, _, password = deployment.servers.nats.url.removeprefix("nats://").partition("@")[0].partition(":")
+    url = address(deployment.servers.nats)
+    await works(deployment, NatsConfig(servers=url, user=user, password=password))
+    with pytest.raises(ConfigError, match="refused the credentials") as caught:
+        async with deployment.store(nats=NatsConfig(servers=url, user=user, password="geheim")):
+            pass
+    assert "geheim" not in str(caught.value)
+    assert "geheim" not in repr(NatsConfig(servers="nats://u:geheim@h:1", user=user, password="geheim"))
+    with pytest.raises(ConfigError, match="refused the credentials"):
+        async with deployment.store(nats=url):
+            pass
+
+
+class NatsByHand:
+    """A nats-server that does not admit the embedded server's user, so it is run by hand."""
+
+    def __init__(self, folder: Path, config: str) -> None:
+        folder.mkdir()
+        self._ports = folder / "ports"
+        self._ports.mkdir()
+        self._config = folder / "nats.conf"
+        self._config.write_text(
+            f'listen: "127.0.0.1:-1"\nports_file_dir: "{self._ports}"\n'
+            f'jetstream {{ store_dir: "{folder}/js" }}\n{config}'
+        )
+        self.url = ""
+
+    async def __aenter__(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            str(nats_binary()), "-c", str(self._config), stderr=asyncio.subprocess.DEVNULL
+        )
+        async with asyncio.timeout(20):
+            while not (files := list(self._ports.glob("*.ports"))) or not files[0].read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        found = json.loads(files[0].read_text())["nats"][0]
+        self.url = "nats://127.0.0.1:" + found.rpartition(":")[2]
+
+    async def __aexit__(self, *_: object) -> None:
+        self._process.kill()
+        await self._process.wait()
+
+
+async def test_a_token(servers: Servers, tmp_path: Path) -> None:
+    server = NatsByHand(tmp_path / "nats", "authorization { token: geheim }")
+    async with server:
+        await works(Deployment(servers), NatsConfig(servers=server.url, token="geheim"))
+        with pytest.raises(ConfigError, match="refused the credentials") as caught:
+            async with Deployment(servers).store(nats=NatsConfig(servers=server.url, token="falsch")):
+                pass
+    assert "falsch" not in str(caught.value)
+    assert "geheim" not in repr(NatsConfig(servers=server.url, token="geheim"))
+
+
+async def test_a_jetstream_domain_and_an_api_prefix(servers: Servers, tmp_path: Path) -> None:
+    server = NatsServer(tmp_path, extra_config=f'jetstream {{ store_dir: "{tmp_path}/js", domain: hub }}')
+    server.start()
+    try:
+        await works(Deployment(servers), NatsConfig(servers=server.url, domain="hub"))
+        await works(Deployment(servers), NatsConfig(servers=server.url, api_prefix="$JS.hub.API"))
+        with pytest.raises((LogUnavailable, ConfigError)):
+            async with Deployment(servers).store(nats=NatsConfig(servers=server.url, domain="elsewhere")):
+                pass
+    finally:
+        server.stop()
+
+
+async def test_tls(servers: Servers, tmp_path: Path) -> None:
+    ca = trustme.CA()
+    certificate = ca.issue_cert("127.0.0.1")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    key.write_bytes(certificate.private_key_pem.bytes())
+    cert.write_bytes(b"".join(c.bytes() for c in certificate.cert_chain_pems))
+    trusting = ssl.create_default_context()
+    ca.configure_trust(trusting)
+    server = NatsByHand(tmp_path / "nats", f'tls {{ cert_file: "{cert}", key_file: "{key}", timeout: 2 }}')
+    async with server:
+        await works(Deployment(servers), NatsConfig(servers=server.url, tls=trusting))
+        with pytest.raises(LogUnavailable, match=r"(?i)certificate"):
+            async with Deployment(servers).store(nats=NatsConfig(servers=server.url, tls=ssl.create_default_context())):
+                pass
+        with pytest.raises(LogUnavailable, match=r"(?i)mismatch|not match|hostname|not valid for"):
+            async with Deployment(servers).store(
+                nats=NatsConfig(servers=server.url, tls=trusting, tls_hostname="elsewhere.example")
+            ):
+                pass
+    with pytest.raises(LogUnavailable, match="does not ask for TLS"):
+        async with Deployment(servers).store(nats=NatsConfig(servers=servers.nats.url, tls=trusting)):
+            pass
+
+
+def _jwt(claims: dict[str, Any], signer: Any) -> str:
+    def part(value: dict[str, Any]) -> str:
+        return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=").decode()
+
+    body = part({"typ": "JWT", "alg": "ed25519-nkey"}) + "." + part(claims)
+    return body + "." + base64.urlsafe_b64encode(signer.sign(body.encode())).rstrip(b"=").decode()
+
+
+def _key(prefix: int) -> tuple[Any, str, str]:
+    """A key pair of a kind, its public key and its seed."""
+    seed = nkeys.encode_seed(os.urandom(32), prefix)
+    pair = nkeys.from_seed(seed)
+    return pair, pair.public_key.decode(), bytes(seed).decode()
+
+
+def _claims(kind: str, subject: str, issuer: str, **nats: Any) -> dict[str, Any]:
+    return {"jti": fresh(), "iat": int(time.time()), "iss": issuer, "name": kind, "sub": subject,
+            "nats": {"type": kind, "version": 2, **nats}}  # fmt: skip
+
+
+async def test_a_credentials_file_or_its_contents(servers: Servers, tmp_path: Path) -> None:
+    operator, operator_id, _ = _key(nkeys.PREFIX_BYTE_OPERATOR)
+    account, account_id, _ = _key(nkeys.PREFIX_BYTE_ACCOUNT)
+    _, system_id, _ = _key(nkeys.PREFIX_BYTE_ACCOUNT)
+    _, user_id, user_seed = _key(nkeys.PREFIX_BYTE_USER)
+    counted = ("subs", "data", "payload", "imports", "exports", "conn", "leaf")
+    limits = dict.fromkeys((*counted, "mem_storage", "disk_storage", "streams", "consumer"), -1)
+    limits["wildcards"] = True  # type: ignore[assignment]
+    operator_jwt = _jwt(_claims("operator", operator_id, operator_id), operator)
+    account_jwt = _jwt(_claims("account", account_id, operator_id, limits=limits), operator)
+    system_limits = dict.fromkeys(counted, -1) | {"wildcards": True}
+    system_jwt = _jwt(_claims("account", system_id, operator_id, limits=system_limits), operator)
+    user_jwt = _jwt(_claims("user", user_id, account_id, subs=-1, data=-1, payload=-1), account)
+    contents = (
+        f"-----BEGIN NATS USER JWT-----\n{user_jwt}\n------END NATS USER JWT------\n\n"
+        f"-----BEGIN USER NKEY SEED-----\n{user_seed}\n------END USER NKEY SEED------\n"
+    )
+    file = tmp_path / "user.creds"
+    file.write_text(contents)
+    config = NatsConfig(credentials=contents)
+    assert user_seed not in repr(config)
+    server = NatsByHand(
+        tmp_path / "nats",
+        f"operator: {operator_jwt}\nsystem_account: {system_id}\nresolver: MEMORY\n"
+        f"resolver_preload: {{ {account_id}: {account_jwt}, {system_id}: {system_jwt} }}\n",
+    )
+    async with server:
+        for credentials in (file, str(file), contents):
+            await works(Deployment(servers), NatsConfig(servers=server.url, credentials=credentials))
+        with pytest.raises(ConfigError, match="refused the credentials"):
+            async with Deployment(servers).store(nats=server.url):
+                pass
+
+
+async def test_postgres_that_refuses_is_said_and_nothing_is_lost(servers: Servers, deployment: Deployment) -> None:
+    from bufstore import PostgresThreadStore
+
+    thread_id = fresh()
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+    user, _, rest = servers.postgres.dsn.partition("@")
+    wrong = user.rpartition(":")[0] + ":geheim@" + rest
+    with pytest.raises((StoreMisconfigured, StoreUnavailable)) as caught:
+        async with deployment.store(PostgresThreadStore(wrong, schema=deployment.name)):
+            pass
+    assert "geheim" not in str(caught.value)
+    assert "geheim" not in repr(PostgresThreadStore(wrong))
+    async with deployment.store() as store:
+        await store.force_flush(thread_id)
+
+
+async def test_a_store_of_an_app_without_its_database_is_a_config_error(deployment: Deployment) -> None:
+    class Mine:
+        pass
+
+    with pytest.raises(ConfigError, match="postgres"):
+        await BufferedThreadStore.open(Mine(), nats=deployment.servers.nats.url)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"servers": ()},
+        {"user": "u"},
+        {"user": "u", "password": "p", "token": "t"},
+        {"domain": "d", "api_prefix": "p"},
+        {"connect_timeout_s": 0},
+    ],
+)
+def test_a_nats_configuration_that_cannot_work_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        NatsConfig(**bad)
