@@ -572,24 +572,35 @@ def test_percentiles_are_right_to_a_percent() -> None:
     assert latencies.percentile_ms(100) == pytest.approx(1000, rel=0.01)
 
 
-async def test_reading_ahead_holds_no_more_than_there_is_room_for() -> None:
-    room, made = Room(things=10, bytes_=50), 0
-    held_max = 0
+async def test_a_room_bounds_number_and_bytes() -> None:
+    room, inside = Room(things=4, bytes_=50), []
 
-    def items() -> Iterator[int]:
-        nonlocal made
-        for made in range(1, 101):
-            yield 100 if made == 7 else 7
+    async def enter(size: int) -> None:
+        await room.enter(size)
+        inside.append(size)
 
-    used = 0
-    async for batch in read_ahead(items(), room, lambda size: size, most=4):
-        assert len(batch) <= 4
+    async def after(*enter_or_leave: Any) -> list[int]:
+        await asyncio.gather(*enter_or_leave)
+        for _ in range(10):  # let those that can enter do so
+            await asyncio.sleep(0)
+        return inside
+
+    waiting = [asyncio.create_task(enter(size)) for size in (20, 20, 20, 1, 1, 1, 200)]
+    assert await after() == [20, 20, 1, 1]
+    assert await after(room.leave(1)) == [20, 20, 1, 1, 1]
+    assert await after(room.leave(20)) == [20, 20, 1, 1, 1, 20]
+    assert await after(*(room.leave(size) for size in (20, 20, 1, 1))) == [20, 20, 1, 1, 1, 20, 200]
+    await asyncio.gather(*waiting)
+
+
+async def test_reading_ahead_gives_everything_in_order_in_batches() -> None:
+    room, read = Room(things=10, bytes_=50), []
+    async for batch in read_ahead(range(100), room, lambda size: size, most=4):
+        assert 1 <= len(batch) <= 4
         for size in batch:
-            held_max = max(held_max, made - used)
             await room.leave(size)
-            used += 1
-    assert used == 100
-    assert 1 < held_max <= 50 // 7 + 1  # and the one that waits for room
+        read += batch
+    assert read == list(range(100))
 
 
 async def test_an_error_of_the_reading_thread_arrives_after_what_was_read() -> None:

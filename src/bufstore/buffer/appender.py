@@ -74,8 +74,11 @@ class Tip(Generic[M]):
     ring: bytes
     #: None when the content is not known here: only a self-contained entry can follow.
     memory: M | None
-    #: True when the last entry is not readable: what the thread holds is known to nobody.
+    #: True when the thread's chain is broken: only a self-contained entry can be applied.
     broken: bool = False
+    ring_complete: bool = True
+    #: Where a read must have got to see what this tip stands for, when that is not `seq`.
+    flushed_seq: int = 0
 
 
 class NeedBase(Exception):
@@ -149,6 +152,8 @@ class _Unit(Generic[M]):
 class _Lane(Generic[M]):
     thread_id: str
     queue: deque[_Write[M]] = field(default_factory=deque)
+    #: Set when what the writes on their way build on is not to be relied on any more.
+    stale: bool = False
 
 
 class Appender(Generic[M]):
@@ -205,7 +210,13 @@ class Appender(Generic[M]):
         return self._tips.get(thread_id)
 
     def forget(self, thread_id: str) -> None:
-        """Look the thread up again before its next write."""
+        """Look the thread up again before its next write, also when one is on its way."""
+        lane = self._lanes.get(thread_id)
+        if lane is not None:
+            lane.stale = True
+        self._drop_tip(thread_id)
+
+    def _drop_tip(self, thread_id: str) -> None:
         tip = self._tips.pop(thread_id, None)
         if tip is not None:
             self._weight -= _weight(tip)
@@ -287,11 +298,11 @@ class Appender(Generic[M]):
             # What is refused because of the tip must be refused because of a durable one: what stands in this
             # very unit may still fail. So such writes wait for the next round.
             first = not unit.writes
-            if write.keyed and tip.base is Base.UNKNOWN:
+            known = rings.find(tip.ring, write.item) if write.keyed else None
+            if write.keyed and known is None and not tip.ring_complete:
                 if first:
                     raise _NeedRow
                 break
-            known = rings.find(tip.ring, write.item) if write.keyed else None
             if known is not None:
                 if not first:
                     break
@@ -311,6 +322,7 @@ class Appender(Generic[M]):
                 if not write.done.done():
                     write.done.set_exception(e)
                 continue
+            ring = rings.add(tip.ring, write.item)
             entry = Entry(
                 id=write.id,
                 prev_id=tip.id,
@@ -318,7 +330,8 @@ class Appender(Generic[M]):
                 seen=tip.seen,
                 version=draft.version,
                 self_contained=draft.self_contained,
-                ring=rings.add(tip.ring, write.item),
+                ring=ring,
+                ring_complete=tip.ring_complete or rings.full(ring),
                 payload=draft.payload,
             )
             try:
@@ -346,6 +359,7 @@ class Appender(Generic[M]):
                 version=draft.version,
                 ring=entry.ring,
                 memory=draft.memory,
+                ring_complete=entry.ring_complete,
             )
         unit.after = tip
         return unit if unit.writes else None
@@ -361,7 +375,7 @@ class Appender(Generic[M]):
 
     def _settle_repeat(self, thread_id: str, write: _Write[M], tip: Tip[M], same: bool) -> None:
         if same:
-            write.done.set_result(Receipt(thread_id, tip.seq or tip.seen, tip.id, tip.version, repeated=True))
+            write.done.set_result(Receipt(thread_id, tip.seq or tip.flushed_seq, tip.id, tip.version, repeated=True))
         else:
             write.done.set_exception(
                 IdempotencyConflict(f"thread {thread_id!r}: the idempotency key was used with other content")
@@ -383,7 +397,11 @@ class Appender(Generic[M]):
     def _on_stored(self, lane: _Lane[M], unit: _Unit[M], seq: int) -> None:
         assert unit.after is not None and unit.before is not None
         unit.after.seq = seq
-        self._remember(lane.thread_id, unit.after)
+        if lane.stale:
+            lane.stale = False
+            self._drop_tip(lane.thread_id)
+        else:
+            self._remember(lane.thread_id, unit.after)
         self._seen = max(self._seen, (seq, self._loop.time()))
         late = unit.before.seq == 0
         for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
@@ -428,7 +446,7 @@ class Appender(Generic[M]):
             self._advance(lane, tip)
 
     def _fail(self, lane: _Lane[M], error: Exception, for_head: bool) -> None:
-        self.forget(lane.thread_id)
+        self._drop_tip(lane.thread_id)
         failed = [lane.queue.popleft()] if for_head and lane.queue else list(lane.queue)
         if not for_head:
             lane.queue.clear()
@@ -442,7 +460,7 @@ class Appender(Generic[M]):
         seen = await self._seen_lately()
         last = await self._lookups.last(self._subjects.of(thread_id))
         if last is None:
-            return Tip(seq=0, id=0, base=Base.UNKNOWN, seen=seen, version=0, ring=b"", memory=None)
+            return Tip(0, 0, Base.UNKNOWN, seen, version=0, ring=b"", memory=None, ring_complete=False)
         tip = self._tip_of(last)
         self._remember(thread_id, tip)
         return tip
@@ -451,12 +469,23 @@ class Appender(Generic[M]):
         try:
             entry, _, _ = decode(last)
         except MalformedEntry:
-            return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True)
-        return Tip(last.seq, entry.id, Base.CHAINED, 0, entry.version, entry.ring, None)
+            return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True, ring_complete=False)
+        return Tip(
+            last.seq, entry.id, Base.CHAINED, 0, entry.version, entry.ring, None, ring_complete=entry.ring_complete
+        )
 
     def _tip_of_row(self, row: Row, seen: int, memory: M | None) -> Tip[M]:
-        base = Base.STORED if row.flushed_seq else Base.NONE
-        return Tip(0, row.applied_id, base, max(seen, row.flushed_seq), row.version, row.ring, memory)
+        return Tip(
+            seq=0,
+            id=row.applied_id,
+            base=Base.STORED if row.flushed_seq else Base.NONE,
+            seen=max(seen, row.flushed_seq),
+            version=row.version,
+            ring=row.ring,
+            memory=memory,
+            broken=row.broken_since is not None,
+            flushed_seq=row.flushed_seq,
+        )
 
     async def _load_base(self, thread_id: str) -> Tip[M]:
         """The tip with the thread's content, from Postgres and the tail."""
@@ -470,11 +499,14 @@ class Appender(Generic[M]):
         return tip
 
     async def _load_tip_of_row(self, thread_id: str) -> Tip[M]:
+        """The tip with all keys that are remembered: those of its chain in the log, and those that Postgres knows."""
         seen = await self._seen_lately()
         row = await self._load_row(thread_id)
-        if await self._log.after(self._subjects.of(thread_id), 0, self._config.append_timeout_s, limit=1):
-            return await self._look_up(thread_id)  # somebody wrote in between
-        return self._tip_of_row(row, seen, None)
+        tip = self._tips.get(thread_id) or await self._look_up(thread_id)
+        if not tip.seq:
+            return self._tip_of_row(row, seen, None)
+        tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
+        return tip
 
     async def _seen_lately(self) -> int:
         """A position at or above everything that has been purged by now.
@@ -496,7 +528,7 @@ class Appender(Generic[M]):
             outcome = await self._resolve(lane, unit)
             if outcome is None:  # every caller has given up
                 unit.undo()
-                self.forget(lane.thread_id)
+                self._drop_tip(lane.thread_id)
                 self._advance(lane)
                 return
             if isinstance(outcome, int):
@@ -504,7 +536,7 @@ class Appender(Generic[M]):
                 return
             error = outcome
         unit.undo()
-        self.forget(lane.thread_id)
+        self._drop_tip(lane.thread_id)
         for write, _ in unit.writes:
             write.maybe_stored = False
         if isinstance(error, (Conflict, LogUnavailable)):
@@ -553,13 +585,16 @@ class Appender(Generic[M]):
         assert memory is not None
         subject = self._subjects.of(thread_id)
         messages = await self._log.after(subject, before.seq, self._config.append_timeout_s)
+        if not messages:
+            # A conflict, and nobody wrote behind us: what we built on has been purged, and maybe more with it.
+            return await self._look_up(thread_id)
         tip = before
         for item in assemble(messages, thread_id):
             if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
                 return self._tip_of(messages[-1])
             e = item.entry
             self._writer.observe(memory, item)
-            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory)
+            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, ring_complete=e.ring_complete)
         self._remember(thread_id, tip)
         return tip
 

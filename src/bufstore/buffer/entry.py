@@ -53,6 +53,8 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     self_contained: bool
     #: The thread's last idempotency keys, this entry's included (see `bufstore.buffer.ring`).
     ring: bytes
+    #: False while keys of before may be missing in the ring, because the writer did not ask Postgres.
+    ring_complete: bool = True
     payload: bytes
 
 
@@ -68,6 +70,7 @@ class _Meta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     ring: bytes
     chunk: int
     chunks: int
+    ring_complete: bool = True
 
 
 class StoredMessage(msgspec.Struct, frozen=True, gc=False):
@@ -119,6 +122,7 @@ def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
         entry.ring,
         chunk,
         chunks,
+        entry.ring_complete,
     )
     text = b64encode(_meta_encoder.encode(meta))
     return f"{VERSION}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}"
@@ -157,6 +161,7 @@ def decode(message: StoredMessage) -> tuple[Entry, int, int]:
         version=meta.version,
         self_contained=meta.self_contained,
         ring=meta.ring,
+        ring_complete=meta.ring_complete,
         payload=message.body,
     )
     return entry, meta.chunk, meta.chunks

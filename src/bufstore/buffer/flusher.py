@@ -431,7 +431,8 @@ class Flusher:
                     break
                 try:
                     if todo.apply:
-                        batch.append(self._coalesce(thread_id, row.version, todo.apply))
+                        version = row.version if row.flushed_seq else None
+                        batch.append(self._coalesce(thread_id, version, todo.apply))
                 except Inapplicable as e:
                     self._poison.add(e.entry_id)
                     continue

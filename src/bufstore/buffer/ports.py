@@ -258,6 +258,6 @@ class Inapplicable(Exception):
         self.entry_id = entry_id
 
 
-#: What the entries of this log mean: one change that equals the entries in order, on a thread of a version.
-#: Raises Inapplicable.
-Coalesce = Callable[[str, int, Sequence[StoredEntry]], Any]
+#: What the entries of this log mean: one change that equals the entries in order, on a thread of a version
+#: (None: flushed for the first time). Raises Inapplicable.
+Coalesce = Callable[[str, int | None, Sequence[StoredEntry]], Any]

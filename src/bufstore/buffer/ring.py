@@ -39,6 +39,11 @@ def add(ring: bytes, new: bytes) -> bytes:
     return (ring + new)[-SIZE * _ITEM :]
 
 
+def full(ring: bytes) -> bool:
+    """Whether nothing older would fit in."""
+    return len(ring) >= SIZE * _ITEM
+
+
 def merge(older: bytes, newer: bytes) -> bytes:
     """Both rings' items, the newer ones kept where there are more than fit.
 

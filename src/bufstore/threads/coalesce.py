@@ -10,13 +10,16 @@ from bufstore.threads.model import RunSave, ThreadChange
 from bufstore.threads.payload import Payload, decode_payload
 
 
-def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
+def coalesce(thread_id: str, version: int | None, entries: Sequence[StoredEntry]) -> ThreadChange:
     """The change that equals `entries` in order, on a thread of `version` messages.
+
+    `version` is None when the buffer flushes the thread for the first time: the store may have held it before, and
+    then the writer of the first entry has looked there.
 
     Raises Inapplicable for the first entry that is no payload, keeps more messages than there are, or does not
     arrive at the version that its envelope names.
     """
-    keep = version
+    keep = version if version is not None else _payload(entries[0], None).keep
     messages: list[bytes] = []
     whole = False
     runs: dict[str, bytes] = {}
@@ -43,13 +46,13 @@ def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> Th
     )
 
 
-def _payload(stored: StoredEntry, version: int) -> Payload:
+def _payload(stored: StoredEntry, version: int | None) -> Payload:
     entry = stored.entry
     try:
         payload = decode_payload(entry.payload)
     except ValueError as e:
         raise Inapplicable(entry.id, str(e)) from e
-    if payload.keep > version:
+    if version is not None and payload.keep > version:
         raise Inapplicable(entry.id, f"keeps {payload.keep} of {version} messages")
     if payload.keep + len(payload.messages) != entry.version:
         raise Inapplicable(entry.id, "its messages do not add up to its version")

@@ -40,7 +40,7 @@ class Call:
 
     def whole_list(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
         """A full list: a delta against the predecessor if its content is known and shares a beginning."""
-        if tip.memory is None:
+        if tip.memory is None or tip.broken:
             return self._draft(0, 0, MessageMemory(), self_contained=True)
         keep = tip.memory.common(self.digests)
         return self._draft(keep, keep, tip.memory, self_contained=keep == 0)
