@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from bufstore.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_USER = re.compile(r"^([a-z]+://)?.*@", re.DOTALL)
 
 
 class _Secretive:
@@ -35,10 +35,8 @@ class _Secretive:
 
 def mask_url(url: str) -> str:
     """The URL with any user, password or token in it replaced by ``***``."""
-    parts = urlsplit(url if "//" in url else f"nats://{url}")
-    if "@" not in parts.netloc:
-        return url
-    return urlunsplit(parts._replace(netloc="***@" + parts.netloc.rpartition("@")[2]))
+    # Not urlsplit: a password may hold any character, and up to the last "@" all of it is secret.
+    return _USER.sub(lambda m: (m[1] or "") + "***@", url)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -106,7 +106,8 @@ class Bench:
             coalesce,
             SUBJECTS,
             self.world.config,
-            "me",  # type: ignore[arg-type]
+            "me",
+            prepare=self.ledger.setup,
         )
         await self.flusher.start()
 

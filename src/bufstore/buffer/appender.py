@@ -154,6 +154,8 @@ class _Lane(Generic[M]):
     queue: deque[_Write[M]] = field(default_factory=deque)
     #: Set when what the writes on their way build on is not to be relied on any more.
     stale: bool = False
+    #: How often in a row another writer was faster.
+    conflicts: int = 0
 
 
 class Appender(Generic[M]):
@@ -175,6 +177,7 @@ class Appender(Generic[M]):
         self._group = GroupCommit(log)
         self._lanes: dict[str, _Lane[M]] = {}
         self._tips: OrderedDict[str, Tip[M]] = OrderedDict()
+        self._weights: dict[str, int] = {}
         self._weight = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._lookups = _Lookups(log, config.append_timeout_s)
@@ -217,9 +220,8 @@ class Appender(Generic[M]):
         self._drop_tip(thread_id)
 
     def _drop_tip(self, thread_id: str) -> None:
-        tip = self._tips.pop(thread_id, None)
-        if tip is not None:
-            self._weight -= _weight(tip)
+        if self._tips.pop(thread_id, None) is not None:
+            self._weight -= self._weights.pop(thread_id)
 
     async def append(
         self, thread_id: str, prepare: Prepare[M], *, key: str | None = None, content: bytes = b""
@@ -392,11 +394,12 @@ class Appender(Generic[M]):
         if error is None:
             self._on_stored(lane, unit, stored.result())
         else:
-            self._spawn(self._recover(lane, unit, error))
+            self._spawn(self._recover_or_fail(lane, unit, error))
 
     def _on_stored(self, lane: _Lane[M], unit: _Unit[M], seq: int) -> None:
         assert unit.after is not None and unit.before is not None
         unit.after.seq = seq
+        lane.conflicts = 0
         if lane.stale:
             lane.stale = False
             self._drop_tip(lane.thread_id)
@@ -520,6 +523,17 @@ class Appender(Generic[M]):
             self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
         return seq
 
+    async def _recover_or_fail(self, lane: _Lane[M], unit: _Unit[M], error: BaseException) -> None:
+        try:
+            await self._recover(lane, unit, error)
+        except Exception as e:
+            # A lane that nobody drives would let every later write of the thread run into its deadline.
+            _log.exception("recovering a write failed", extra={"action": "recover_error"})
+            for write, _ in unit.writes:
+                if not write.done.done():
+                    write.done.set_exception(AppendUnknown(f"unexpected {type(e).__name__}"))
+            self._fail(lane, LogUnavailable(f"recovering a write failed: {type(e).__name__}"), for_head=False)
+
     async def _recover(self, lane: _Lane[M], unit: _Unit[M], error: BaseException) -> None:
         """After a unit that was not stored, or may not have been."""
         before = unit.before
@@ -541,6 +555,9 @@ class Appender(Generic[M]):
             write.maybe_stored = False
         if isinstance(error, (Conflict, LogUnavailable)):
             self.conflicts += isinstance(error, Conflict)
+            lane.conflicts = lane.conflicts + 1 if isinstance(error, Conflict) else 0
+            if lane.conflicts > 3:  # others are faster: let them
+                await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
             lane.queue.extendleft(w for w, _ in reversed(unit.writes))
             if isinstance(error, Conflict) and before.seq and before.memory is not None:
                 await self._find(lane, lambda: self._catch_up(lane.thread_id, before))
@@ -599,12 +616,13 @@ class Appender(Generic[M]):
         return tip
 
     def _remember(self, thread_id: str, tip: Tip[M]) -> None:
-        old = self._tips.pop(thread_id, None)
-        self._weight += _weight(tip) - (_weight(old) if old is not None else 0)
+        self._drop_tip(thread_id)
         self._tips[thread_id] = tip
+        # Kept beside the tip: the memory grows with the next draft, before anybody counts it again.
+        self._weights[thread_id] = _weight(tip)
+        self._weight += self._weights[thread_id]
         while len(self._tips) > self._config.cached_threads or self._weight > 64 * self._config.cached_threads:
-            _, dropped = self._tips.popitem(last=False)
-            self._weight -= _weight(dropped)
+            self._drop_tip(next(iter(self._tips)))
 
 
 class _StillUnknown(Exception):

@@ -40,6 +40,7 @@ from bufstore.buffer.ports import (
     Inapplicable,
     Ledger,
     Log,
+    Move,
     NotOwner,
 )
 from bufstore.buffer.share import Item, Share
@@ -57,6 +58,11 @@ _BACKOFF_MAX_S = 2.0
 #: A thread whose row is locked waits this long, then twice as long each time, up to the maximum.
 _LOCKED_RETRY_S = 0.25
 _LOCKED_RETRY_MAX_S = 8.0
+#: An app's code that raises for a thread is asked this often before the entry is taken for poison: about a minute.
+_SUSPECT_TRIES = 10
+_TAKE_RETRY_S = 0.5
+#: A window that Postgres could not commit in time is tried again with half as many entries, down to this.
+_ROOM_MIN = 50
 
 
 @dataclass
@@ -78,6 +84,14 @@ class FlusherState:
     stopped: bool = False
 
 
+@dataclass
+class _Wait:
+    until: float
+    pause: float
+    tries: int
+    reason: str
+
+
 class _Later(Exception):
     """Not now; everything stays as it is."""
 
@@ -85,7 +99,7 @@ class _Later(Exception):
 class _Gap(Exception):
     """Entries are missing between a row and what has arrived; fetch them first."""
 
-    def __init__(self, threads: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, threads: Mapping[str, int]) -> None:
         super().__init__(f"{len(threads)} threads have gaps")
         self.threads = threads
 
@@ -102,7 +116,7 @@ class Flusher:
         subjects: Subjects,
         config: BufferConfig,
         member: str,
-        on_parked: Callable[[str], None] = lambda thread_id: None,
+        prepare: Callable[[], Awaitable[None]],
     ) -> None:
         self._log = log
         self._hot = hot
@@ -111,7 +125,8 @@ class Flusher:
         self._subjects = subjects
         self._config = config
         self._member = member
-        self._on_parked = on_parked
+        self._prepare = prepare
+        self._prepared = False
         self._loop = asyncio.get_running_loop()
         self._shares: dict[int, Share] = {}
         self._wanted: frozenset[int] = frozenset()
@@ -122,7 +137,10 @@ class Flusher:
         self._asked = False
         self._window_began: float | None = None
         #: Threads that wait because something about them fails: until when, and the pause that led there.
-        self._locked: dict[str, tuple[float, float]] = {}
+        self._locked: dict[str, _Wait] = {}
+        #: Partitions that could not be taken, and when to try again.
+        self._untakeable: dict[int, float] = {}
+        self._room = config.flush_max_entries
         self._poison: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self.state = FlusherState()
@@ -220,15 +238,27 @@ class Flusher:
                 await self._drop(share, share.feed.lost)
             elif partition not in self._wanted:
                 await self._drop(share, "another member owns it")
-        missing = sorted(self._wanted - self._shares.keys())
+        now = self._loop.time()
+        missing = sorted(p for p in self._wanted - self._shares.keys() if self._untakeable.get(p, 0.0) <= now)
         if not missing:
             return
         try:
-            for cursor in await self._ledger.take(missing, self._member):
-                await self._follow(cursor)
-        except (StoreUnavailable, StoreMisconfigured, FlushFailed, LogRolledBack, BufstoreError, AppendUnknown) as e:
+            if not self._prepared:
+                await self._prepare()
+                self._prepared = True
+            cursors = await self._ledger.take(missing, self._member)
+        except (BufstoreError, FlushFailed) as e:
             self._report_trouble(e, stopped=isinstance(e, (StoreMisconfigured, LogRolledBack)))
-            raise _Later from e
+            self._untakeable.update(dict.fromkeys(missing, now + _TAKE_RETRY_S))
+            return
+        for cursor in cursors:
+            try:
+                await self._follow(cursor)
+                self._untakeable.pop(cursor.partition, None)
+            except (BufstoreError, AppendUnknown) as e:
+                # One partition that cannot be followed delays no other.
+                self._report_trouble(e, stopped=isinstance(e, LogRolledBack))
+                self._untakeable[cursor.partition] = now + _TAKE_RETRY_S
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log still is the one that the cursor speaks of, and follow it from there."""
@@ -238,11 +268,19 @@ class Flusher:
                 f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
             )
         if cursor.id:
+            # The entry at the cursor is never purged: if it is not there, the log was purged further than this
+            # Postgres has got, or it is not the same log.
             found = await self._log.identity(cursor.seq)
-            if found is not None and _id_of(found) != cursor.id:
-                raise LogRolledBack(f"position {cursor.seq} of the log holds another entry than the one applied")
+            if found is None or _id_of(found) != cursor.id:
+                raise LogRolledBack(
+                    f"position {cursor.seq} of the log no longer holds the entry at the cursor of partition "
+                    f"{cursor.partition}; set its cursor_id to 0 in buffer_partitions to go on without a check"
+                )
         feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake.set)
-        self._shares[cursor.partition] = Share(cursor, feed, self._subjects)
+        share = self._shares[cursor.partition] = Share(cursor, feed, self._subjects)
+        if cursor.seq:
+            # Committed by now, whenever that was: retention counts from here.
+            share.commits.append((self._loop.time(), cursor.seq))
         self.state.takeovers += 1
         self.state.partitions = tuple(sorted(self._shares))
 
@@ -284,8 +322,8 @@ class Flusher:
                     await share.feed.more()
             pending = self._pending()
             self.state.pending = sum(len(s.pending) for s in self._shares.values())
-            if not pending:
-                self.state.trouble, self.state.stopped = "", False
+            if not pending and not self._untakeable:
+                self._clear_trouble()
             wait = self._due_in(pending)
             if wait <= 0:
                 break
@@ -298,14 +336,37 @@ class Flusher:
         if pending:
             self._asked_at = float("-inf")
             await self._settle(pending)
-        self.state.trouble, self.state.stopped = "", False
+        await self._settle_waiting()
+        if not self._untakeable:
+            self._clear_trouble()
+
+    async def _settle_waiting(self) -> None:
+        """Try the threads that had to wait, each in a transaction of its own: it may have to wait again."""
+        now = self._loop.time()
+        due = {t for t, wait in self._locked.items() if wait.until <= now}
+        items: dict[str, list[Item]] = {}
+        for share in self._shares.values():
+            for item in share.pending.values():
+                if item.thread_id in due and item.thread_id is not None:
+                    items.setdefault(item.thread_id, []).append(item)
+        for thread_id in due - items.keys():
+            del self._locked[thread_id]  # its partition was given up
+        for thread_id, entries in items.items():
+            await self._settle({thread_id: entries})
+
+    def _clear_trouble(self) -> None:
+        waiting = next(iter(self._locked.values()), None)
+        self.state.trouble = f"{len(self._locked)} threads have to wait: {waiting.reason}" if waiting else ""
+        self.state.stopped = False
 
     def _due_in(self, pending: Mapping[str | None, list[Item]]) -> float:
         """Seconds until the window must be flushed; at most what keeps lost feeds from going unnoticed."""
         count = sum(len(items) for items in pending.values())
         size = sum(share.pending_bytes for share in self._shares.values())
         if not count:
-            return 0 if self._stopping.is_set() else 1.0
+            now = self._loop.time()
+            soonest = min((w.until for w in self._locked.values()), default=now + 1.0)
+            return 0 if self._stopping.is_set() or soonest <= now else min(soonest - now, 1.0)
         now = self._loop.time()
         if self._window_began is None:
             self._window_began = now
@@ -316,20 +377,17 @@ class Flusher:
 
     def _pending(self) -> dict[str | None, list[Item]]:
         """What to flush, by thread, bounded; threads whose row is locked by somebody wait their turn."""
-        room = self._config.flush_max_entries
+        room = self._room
         found: dict[str | None, list[Item]] = {}
         for share in self._shares.values():
             for item in share.pending.values():
-                if self._waits(item.thread_id):
+                if item.thread_id in self._locked:
                     continue
                 if room <= 0:
                     return found
                 room -= 1
                 found.setdefault(item.thread_id, []).append(item)
         return found
-
-    def _waits(self, thread_id: str | None) -> bool:
-        return thread_id in self._locked and self._locked[thread_id][0] > self._loop.time()
 
     # --- one transaction, split when it cannot commit whole ----------------------------------------------------------
 
@@ -342,6 +400,8 @@ class Flusher:
                     await self._drop(self._shares[partition], f"another owner took it ({e})")
             raise _Later from e
         except (StoreUnavailable, StoreMisconfigured) as e:
+            # Maybe it was too much for the time there is.
+            self._room = max(_ROOM_MIN, min(self._room, sum(map(len, threads.values()))) // 2)
             self._report_trouble(e, stopped=isinstance(e, StoreMisconfigured))
             raise _Later from e
         except FlushFailed as e:
@@ -361,16 +421,15 @@ class Flusher:
                 await self._settle(part)
             return
         ((thread_id, items),) = threads.items()
-        if what is Verdict.ISOLATE:
-            assert thread_id is not None
-            _, pause = self._locked.get(thread_id, (0.0, _LOCKED_RETRY_S / 2))
-            pause = min(2 * pause, _LOCKED_RETRY_MAX_S)
-            self._locked[thread_id] = self._loop.time() + pause, pause
-            _log.warning("thread %s has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
-        elif len(items) > 1:
+        if thread_id is not None and self._has_to_wait(thread_id, what, error):
+            return
+        if what is Verdict.ISOLATE:  # our own tables: nothing of one thread
+            self._report_trouble(error, stopped=False)
+            raise _Later from error
+        if len(items) > 1:
             # In order, and only as far as it goes: the second half builds on the first.
             await self._settle({thread_id: items[: len(items) // 2]})
-            if not self._waits(thread_id):
+            if thread_id not in self._locked:
                 await self._settle({thread_id: items[len(items) // 2 :]})
         else:
             item = items[0]
@@ -381,31 +440,46 @@ class Flusher:
             self._poison.add(item.entry.id)
             await self._settle(threads)
 
+    def _has_to_wait(self, thread_id: str, what: Verdict, error: FlushFailed) -> bool:
+        if what is Verdict.POISON:
+            return False
+        wait = self._locked.get(thread_id) or _Wait(0.0, _LOCKED_RETRY_S / 2, 0, "")
+        if what is Verdict.SUSPECT and wait.tries >= _SUSPECT_TRIES:
+            return False
+        if not wait.tries:
+            _log.warning("thread %s has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
+        pause = min(2 * wait.pause, _LOCKED_RETRY_MAX_S)
+        self._locked[thread_id] = _Wait(self._loop.time() + pause, pause, wait.tries + 1, str(error))
+        return True
+
     async def _commit(self, threads: Mapping[str | None, list[Item]]) -> None:
         """Flush these threads' entries in one transaction; on return they are settled."""
         filled: dict[str, list[Item]] = {}
         while True:
             settled = {item.seq for items in threads.values() for item in items}
             shares = [share for _, share in sorted(self._shares.items()) if not settled.isdisjoint(share.pending)]
-            cursors = [share.cursor_after(settled) for share in shares]
+            moves = [Move(share.cursor, share.cursor_after(settled)) for share in shares]
             try:
                 decision = await self._ledger.flush(
-                    cursors,
+                    moves,
                     sorted(t for t in threads if t is not None),
                     lambda rows: self._decide(threads, filled, rows),
                 )
                 break
             except _Gap as gap:
-                for thread_id, (after, before) in gap.threads.items():
-                    filled[thread_id] = await self._fill(thread_id, after, before)
+                for thread_id, after in gap.threads.items():
+                    filled[thread_id] = await self._fill(thread_id, after, max(i.seq for i in threads[thread_id]))
         # The second line that matters, the commit, is behind us: entries, watermarks and cursor are in Postgres
         # together. Acknowledging before it would lose what a crash rolls back.
         now = self._loop.time()
-        for share, cursor in zip(shares, cursors, strict=True):
-            share.settle(settled, cursor, now, resolution_s=1.0)
+        self._room = min(2 * self._room, self._config.flush_max_entries)
+        for share, move in zip(shares, moves, strict=True):
+            share.settle(settled, move.after, now, resolution_s=self._config.retain_after_flush_s / 1000)
         self._count(threads, decision)
         with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
-            await self._hot.report({c.partition: c.seq for c in cursors})
+            await self._hot.report({move.after.partition: move.after.seq for move in moves})
+            for thread_id in {p.item.thread_id for p in decision.parked if p.item.thread_id is not None}:
+                await self._hot.tell_parked(thread_id)
         for share in shares:
             await share.feed.ack(share.cursor.seq)
 
@@ -415,7 +489,7 @@ class Flusher:
         batch = []
         new_rows: dict[str, Row] = {}
         parked: list[Parked] = []
-        gaps: dict[str, tuple[int, int]] = {}
+        gaps: dict[str, int] = {}
         for thread_id, items in threads.items():
             if thread_id is None:
                 parked += [Parked(item, item.cause) for item in items if isinstance(item, Malformed)]
@@ -427,12 +501,11 @@ class Flusher:
                     row, [*filled.get(thread_id, ()), *items], complete=complete, poison=frozenset(self._poison)
                 )
                 if todo.gap_before is not None:
-                    gaps[thread_id] = (row.flushed_seq, todo.gap_before)
+                    gaps[thread_id] = row.flushed_seq
                     break
                 try:
                     if todo.apply:
-                        version = row.version if row.flushed_seq else None
-                        batch.append(self._coalesce(thread_id, version, todo.apply))
+                        batch.append(self._coalesce(thread_id, row.version, todo.apply))
                 except Inapplicable as e:
                     self._poison.add(e.entry_id)
                     continue
@@ -443,10 +516,10 @@ class Flusher:
             raise _Gap(gaps)
         return Decision(batch=batch, rows=new_rows, parked=parked)
 
-    async def _fill(self, thread_id: str, after: int, before: int) -> list[Item]:
-        """The thread's entries in the log between two positions."""
+    async def _fill(self, thread_id: str, after: int, last: int) -> list[Item]:
+        """The thread's entries in the log above one position, up to another."""
         messages = await self._log.after(self._subjects.of(thread_id), after, 10.0)
-        return [item for item in assemble(messages, thread_id) if item.seq < before]
+        return [item for item in assemble(messages, thread_id) if item.seq <= last]
 
     def _partition_of(self, thread_id: str | None, items: Sequence[Item]) -> int:
         if thread_id is not None:
@@ -474,8 +547,6 @@ class Flusher:
             )
             if isinstance(item, StoredEntry):
                 self._poison.discard(item.entry.id)
-            if item.thread_id is not None:
-                self._on_parked(item.thread_id)
 
     def _report_trouble(self, error: BaseException, *, stopped: bool) -> None:
         text = f"{type(error).__name__}: {error}"
@@ -505,7 +576,7 @@ class Flusher:
             if below is not None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
                 await self._log.purge(share.cursor.partition, below)
-                share.purged_below = below
+                share.purged(below)
 
 
 def _split(

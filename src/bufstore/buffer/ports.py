@@ -101,6 +101,10 @@ class Log(Stream, Protocol):
         """The last sequence of the log, asked now."""
         ...
 
+    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        """The last sequence that matches each filter (wildcards allowed), from the leader; 0 for none."""
+        ...
+
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Feed:
         """Deliver the partition from sequence `start`; `wake` is called when something arrived or was lost."""
         ...
@@ -153,6 +157,14 @@ class HotState(Protocol):
         """Call back with (partition, sequence) for every report of any flusher, from now on."""
         ...
 
+    async def tell_parked(self, thread_id: str) -> None:
+        """Tell every writer that the thread's chain is broken."""
+        ...
+
+    async def on_parked(self, callback: Callable[[str], None]) -> None:
+        """Call back with the thread whenever somebody tells that its chain is broken."""
+        ...
+
     async def call_owner(self, partition: int) -> None:
         """Ask whoever owns the partition to flush now."""
         ...
@@ -170,6 +182,14 @@ class Cursor:
     term: int
     seq: int
     id: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """A partition's cursor as the owner knows it, and as it shall be after a flush."""
+
+    before: Cursor
+    after: Cursor
 
 
 @dataclass
@@ -230,14 +250,14 @@ class Ledger(Protocol):
 
     async def flush(
         self,
-        owned: Sequence[Cursor],
+        moves: Sequence[Move],
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
     ) -> Decision:
-        """One transaction: check the terms, lock the threads' rows, `decide`, write, commit.
+        """One transaction: check terms and cursors, lock the threads' rows, `decide`, write, commit.
 
-        `owned` are the cursors as they shall be afterwards. Raises NotOwner when a term is not the row's.
-        An exception of `decide` rolls back and passes through.
+        Raises NotOwner when a partition's row is not as `moves` says it was: another owner has taken it, or Postgres
+        has gone back to a state of before. An exception of `decide` rolls back and passes through.
         """
         ...
 
@@ -258,6 +278,6 @@ class Inapplicable(Exception):
         self.entry_id = entry_id
 
 
-#: What the entries of this log mean: one change that equals the entries in order, on a thread of a version
-#: (None: flushed for the first time). Raises Inapplicable.
-Coalesce = Callable[[str, int | None, Sequence[StoredEntry]], Any]
+#: What the entries of this log mean: one change that equals the entries in order, on a thread of a version.
+#: Raises Inapplicable.
+Coalesce = Callable[[str, int, Sequence[StoredEntry]], Any]

@@ -28,6 +28,8 @@ class Share:
         self._order: deque[tuple[int, int]] = deque()
         #: (commit time, cursor position) of past commits, oldest first: what retention counts from.
         self.commits: deque[tuple[float, int]] = deque()
+        #: When the last of `commits` was begun; later ones replace it until the resolution is over.
+        self._since = float("-inf")
         self.purged_below = 0
 
     def collect(self) -> bool:
@@ -63,16 +65,22 @@ class Share:
         self.cursor = cursor
         if not moved:
             return
-        if len(self.commits) > 1 and now - self.commits[-2][0] < resolution_s:
+        if self.commits and now - self._since < resolution_s:
             self.commits.pop()  # counting from a later commit keeps entries a little longer, never shorter
+        else:
+            self._since = now
         self.commits.append((now, cursor.seq))
 
     def purgeable(self, before: float) -> int | None:
         """Everything below this position was passed by a commit earlier than `before`; None if nothing new was."""
-        found = None
-        while self.commits and self.commits[0][0] <= before:
-            found = self.commits.popleft()[1]
-        return found if found is not None and found > self.purged_below else None
+        passed = [seq for at, seq in self.commits if at <= before]
+        return passed[-1] if passed and passed[-1] > self.purged_below else None
+
+    def purged(self, below: int) -> None:
+        """Remember that everything below this position is gone from the log."""
+        self.purged_below = below
+        while self.commits and self.commits[0][1] <= below:
+            self.commits.popleft()
 
     def _items(self, message: StoredMessage) -> Iterable[Item]:
         try:

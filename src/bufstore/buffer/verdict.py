@@ -14,9 +14,10 @@ class Verdict(enum.Enum):
 
     #: Passing: connection, serialization, deadlock, resources. Try again later, as it was.
     RETRY = "retry"
-    #: Something about one thread: a row that somebody holds, an app's code that raised. Split, so that it delays
-    #: only its own thread, and try that one again.
+    #: A row that somebody holds. Split, so that it delays only its own thread, and try that one again.
     ISOLATE = "isolate"
+    #: An app's code raised, which may pass or not. As ISOLATE; poison when it does not pass for a while.
+    SUSPECT = "suspect"
     #: An entry cannot be applied. Split down to it.
     POISON = "poison"
     #: An operator has to mend it: login, schema, permission, read-only. Say so, keep everything, try again slowly.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from bufstore.buffer.chain import Parked, Row
-from bufstore.buffer.ports import Cursor, Decision, FlushFailed, NotOwner
+from bufstore.buffer.ports import Cursor, Decision, FlushFailed, Move, NotOwner
 from bufstore.buffer.verdict import Verdict
 from bufstore.errors import Rejected
 
@@ -57,18 +57,18 @@ class MemoryLedger:
         return self._rows.get(thread_id, Row())
 
     async def flush(
-        self, owned: Sequence[Cursor], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
+        self, moves: Sequence[Move], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
     ) -> Decision:
-        for cursor in owned:
-            if self._cursors[cursor.partition].term != cursor.term:
-                raise NotOwner(f"partition {cursor.partition}")
+        for move in moves:
+            if self._cursors.get(move.before.partition) != move.before:
+                raise NotOwner(f"partition {move.before.partition}")
         decision = decide({t: self._rows.get(t, Row()) for t in threads})
         try:
             await self._target.apply(None, decision.batch)
         except Rejected as e:
             raise FlushFailed(str(e), Verdict.POISON) from e
         self._rows |= decision.rows
-        self._cursors |= {c.partition: c for c in owned}
+        self._cursors |= {move.after.partition: move.after for move in moves}
         self.parked += decision.parked
         return decision
 

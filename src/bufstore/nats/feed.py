@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.5
 _EXPIRES_S = 30
 #: A consumer whose owner is gone removes itself after this long.
-_INACTIVE_S = 300
+_INACTIVE_S = 60
 #: Entries wait in the owner's memory while Postgres is away; a redelivery would only repeat what it holds.
 _ACK_WAIT_S = 600
 

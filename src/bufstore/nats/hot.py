@@ -11,11 +11,13 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.group_commit import GroupCommit
-from bufstore.buffer.ports import Conflict, Outgoing
+from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, MalformedEntry
@@ -27,6 +29,8 @@ from bufstore.nats.stream import NatsStream
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
+#: A run's key is there to find the run until Postgres has it, and to refuse its id to other threads meanwhile.
+_RUN_TTL_S = 7 * 24 * 3600
 
 
 class NatsHotState:
@@ -37,6 +41,7 @@ class NatsHotState:
         self._config = config
         self._keys = f"$KV.{config.bucket}."
         self._calls = f"{config.subject}-flush."
+        self._parked = f"{config.subject}-parked"
         self._stream = NatsStream(connection, api, f"KV_{config.bucket}", config.replicas)
         self._writes = GroupCommit(self._stream)
         self._listeners: list[tuple[str, Callable[[Msg], None]]] = []
@@ -53,14 +58,28 @@ class NatsHotState:
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
         subject = f"{self._keys}run.{token(run_id)}"
-        message = Outgoing(subject, token(thread_id).encode(), expected=0)
+        message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=_RUN_TTL_S)
+        try:
+            async with asyncio.timeout(timeout_s):
+                # Claiming twice is the same as once, so whatever the outcome was it may be tried again.
+                async for attempt in AsyncRetrying(
+                    wait=wait_random_exponential(multiplier=0.02, max=0.2),
+                    retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
+                ):
+                    with attempt:
+                        return await self._claim(message, run_id, thread_id, timeout_s)
+        except TimeoutError:
+            pass
+        raise LogUnavailable(f"run {run_id!r} could not be registered in time; nothing was stored")
+
+    async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
         try:
             await self._put(message, timeout_s)
             return thread_id
         except Conflict:
             owner = await self.thread_of_run(run_id, timeout_s)
             if owner is None:
-                raise LogUnavailable(f"run {run_id!r} is being removed from the hot bucket") from None
+                raise LogUnavailable(f"run {run_id!r} has just been removed from the hot bucket") from None
             return owner
 
     async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
@@ -80,7 +99,7 @@ class NatsHotState:
     async def leave(self, member: str) -> None:
         # The shortest time to live there is: a delete marker would stay for ever.
         await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
-        await self._connection.client().publish(self._calls + "members", b"")
+        await self._tell(self._calls + "members", b"")
 
     async def members(self) -> list[str]:
         found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
@@ -88,12 +107,12 @@ class NatsHotState:
 
     async def announce(self) -> None:
         """Tell the other members that the list has changed."""
-        await self._connection.client().publish(self._calls + "members", b"")
+        await self._tell(self._calls + "members", b"")
 
     async def report(self, progress: Mapping[int, int]) -> None:
         for partition, seq in progress.items():
             # Not awaited until stored: the next report overwrites it, and Postgres holds the truth.
-            await self._connection.client().publish(f"{self._keys}flushed.{partition}", str(seq).encode())
+            await self._tell(f"{self._keys}flushed.{partition}", str(seq).encode())
 
     async def on_progress(self, callback: Callable[[int, int], None]) -> None:
         def heard(msg: Msg) -> None:
@@ -101,8 +120,20 @@ class NatsHotState:
 
         await self._add_listener(f"{self._keys}flushed.*", heard)
 
+    async def tell_parked(self, thread_id: str) -> None:
+        await self._tell(self._parked, token(thread_id).encode())
+
+    async def on_parked(self, callback: Callable[[str], None]) -> None:
+        await self._add_listener(self._parked, lambda msg: callback(untoken(msg.data.decode("ascii", "replace"))))
+
     async def call_owner(self, partition: int) -> None:
-        await self._connection.client().publish(f"{self._calls}{partition}", b"")
+        await self._tell(f"{self._calls}{partition}", b"")
+
+    async def _tell(self, subject: str, data: bytes) -> None:
+        try:
+            await self._connection.client().publish(subject, data)
+        except (nats.errors.Error, OSError) as e:
+            raise LogUnavailable(f"NATS takes no message: {type(e).__name__}") from None
 
     async def on_call(self, callback: Callable[[int], None]) -> None:
         def heard(msg: Msg) -> None:
@@ -114,13 +145,12 @@ class NatsHotState:
     async def _put(self, message: Outgoing, timeout_s: float) -> int:
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._writes.submit([message])
-        except LogUnavailable:
-            # Maybe somebody removed the bucket. Nothing in it is needed to be right: make a new one.
-            _log.warning("the hot bucket does not answer; is it there?", extra={"action": "hot_missing"})
-            await ensure_bucket(self._stream, self._config)
-            async with asyncio.timeout(timeout_s):
-                return await self._writes.submit([message])
+                try:
+                    return await self._writes.submit([message])
+                except LogUnavailable:
+                    # Maybe somebody removed the bucket. Nothing in it is needed to be right: make a new one.
+                    await ensure_bucket(self._stream, self._config)
+                    return await self._writes.submit([message])
         except TimeoutError:
             raise LogUnavailable("the hot bucket does not answer in time") from None
 
@@ -137,7 +167,7 @@ async def _subscribe(client: Client, subject: str, heard: Callable[[Msg], None])
     async def on_message(msg: Msg) -> None:
         try:
             heard(msg)
-        except ValueError:  # anybody may publish here
+        except (ValueError, MalformedEntry):  # anybody may publish here
             _log.debug("not understood: %s", msg.subject, extra={"action": "hot_ignored"})
 
     options: dict[str, Any] = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 
 from nats.aio.client import Client
 
+from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack
 from bufstore.nats.connection import Connection
-from bufstore.nats.errors import StreamMissing
+from bufstore.nats.errors import ConsumerMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.setup import check_stream, stream_config
 from bufstore.nats.stream import NatsStream
@@ -38,6 +40,11 @@ class NatsLog(NatsStream):
             return None
         self._highest = max(self._highest, int(info["state"]["last_seq"]))
         return check_stream(self._config.log, info["config"])
+
+    async def first(self) -> int:
+        """The first sequence that is (or will be) in the log."""
+        info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
+        return int(info["state"]["first_seq"]) or int(info["config"].get("first_seq", 1))
 
     async def create(self, epoch: int) -> None:
         """Create the stream as generation `epoch`; a no-op if another process was faster."""
@@ -74,12 +81,16 @@ class NatsLog(NatsStream):
         )
 
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> NatsFeed:
+        consumer = f"{self._config.log.subject}-flusher-{partition}"
         config = consumer_config(
-            f"{self._config.log.subject}-flusher-{partition}-{term}",
+            f"{consumer}-{term}",
             self._subjects.of_partition(partition),
             start,
-            self._config.flush_max_entries,
+            # An oversize entry of the most messages there may be must fit, or the feed would never get past it.
+            max(self._config.flush_max_entries, 2 * BATCH_MESSAGES_MAX),
         )
+        with contextlib.suppress(ConsumerMissing):  # of the owner before, which may be this process
+            await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{consumer}-{term - 1}")
         # One message must always fit, or the feed would never get past it.
         bytes_max = max(self._config.flush_max_bytes // self._config.log.partitions, 2 * self.message_bytes_max)
         return await open_feed(self._connection, self, self._api, self._config.log.stream, config, wake, bytes_max)
@@ -102,6 +113,5 @@ class NatsLog(NatsStream):
             self._rolled_back = f"stream {self._config.log.stream} is gone"
         elif "state" in info:
             end = int(info["state"]["last_seq"])
-            self._rolled_back = None
             if end < self._highest:
                 self._rolled_back = f"the log ends at {end}, this process has seen {self._highest} in it"

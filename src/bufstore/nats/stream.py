@@ -92,7 +92,9 @@ class NatsStream:
         headers["Nats-Batch-Id"] = batch
         headers["Nats-Batch-Sequence"] = str(len(messages))
         headers["Nats-Batch-Commit"] = "1"
-        return self._seq(await self._connection.request(messages[-1].subject, messages[-1].body, timeout_s, headers))
+        return self._seq(
+            await self._connection.request(messages[-1].subject, messages[-1].body, timeout_s, headers, writes=True)
+        )
 
     def _seq(self, answer: bytes) -> int:
         try:

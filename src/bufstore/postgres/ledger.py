@@ -13,7 +13,7 @@ from psycopg import AsyncConnection
 
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import Malformed
-from bufstore.buffer.ports import Cursor, Decision, FlushFailed, NotOwner
+from bufstore.buffer.ports import Cursor, Decision, FlushFailed, Move, NotOwner
 from bufstore.buffer.verdict import Verdict, verdict
 from bufstore.errors import BufstoreError
 from bufstore.postgres import columns
@@ -82,17 +82,17 @@ class PostgresLedger:
         return int((await self._fetch("quarantined"))[0][0])
 
     async def flush(
-        self, owned: Sequence[Cursor], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
+        self, moves: Sequence[Move], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
     ) -> Decision:
         await self.setup()
         async with self._pool.lend(self._timeout_s) as connection:
             try:
                 async with connection.transaction():
-                    rows = await self._lock(connection, owned, threads)
+                    rows = await self._lock(connection, moves, threads)
                     decision = decide(rows)
                     if decision.batch:
                         await self._apply(connection, decision.batch)
-                    await self._advance(connection, owned, decision)
+                    await self._advance(connection, moves, decision)
             except psycopg.Error as e:
                 if e.sqlstate is None:
                     raise  # the connection: mapped at the edge
@@ -101,18 +101,22 @@ class PostgresLedger:
         return decision
 
     async def _lock(
-        self, connection: AsyncConnection[Any], owned: Sequence[Cursor], threads: Sequence[str]
+        self, connection: AsyncConnection[Any], moves: Sequence[Move], threads: Sequence[str]
     ) -> dict[str, Row]:
         names = columns.texts(threads)
         # One round trip: the partitions first, so that a fenced owner creates no rows.
         async with connection.pipeline():
-            terms = await self._send(connection, "lock_partitions", columns.ints(c.partition for c in owned))
+            partitions = columns.ints(move.before.partition for move in moves)
+            held = await self._send(connection, "lock_partitions", partitions)
             await self._send(connection, "insert_missing", names)
             rows = await self._send(connection, "lock_threads", names)
-        held = {partition: term for partition, term, _ in await terms.fetchall()}
-        for cursor in owned:
-            if held.get(cursor.partition) != cursor.term:
-                raise NotOwner(f"partition {cursor.partition} has term {held.get(cursor.partition)}, not {cursor.term}")
+        cursors = {row[0]: Cursor(*row[:4]) for row in await held.fetchall()}
+        for move in moves:
+            found = cursors.get(move.before.partition)
+            if found != move.before:
+                # A higher term is another owner's; the same term with an older cursor is a Postgres that has failed
+                # over to a copy. Either way the partition is taken again, from where the row says.
+                raise NotOwner(f"the row of partition {move.before.partition} is {found}, not {move.before}")
         return {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
 
     async def _apply(self, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
@@ -121,10 +125,10 @@ class PostgresLedger:
         except (psycopg.Error, BufstoreError, OSError):
             raise
         except Exception as e:
-            # The app's own code: nobody knows what it means, so it may delay the threads that it fails on, only.
-            raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.ISOLATE) from e
+            # The app's own code: nobody knows what it means, so it may delay only the threads that it fails on.
+            raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.SUSPECT) from e
 
-    async def _advance(self, connection: AsyncConnection[Any], owned: Sequence[Cursor], decision: Decision) -> None:
+    async def _advance(self, connection: AsyncConnection[Any], moves: Sequence[Move], decision: Decision) -> None:
         async with connection.pipeline():
             if decision.rows:
                 await self._send(connection, "advance_threads", *_row_columns(decision.rows))
@@ -133,9 +137,9 @@ class PostgresLedger:
             await self._send(
                 connection,
                 "advance_cursors",
-                columns.ints(c.partition for c in owned),
-                columns.longs(c.seq for c in owned),
-                columns.longs(c.id for c in owned),
+                columns.ints(move.after.partition for move in moves),
+                columns.longs(move.after.seq for move in moves),
+                columns.longs(move.after.id for move in moves),
             )
 
     async def _send(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> columns.Cursor:

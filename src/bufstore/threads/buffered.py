@@ -106,7 +106,7 @@ class BufferedThreadStore:
                 self._subjects,
                 config,
                 self._member,
-                on_parked=self._appender.forget,
+                prepare=self._prepare_store,
             )
             if config.flusher
             else None
@@ -121,7 +121,7 @@ class BufferedThreadStore:
             self._log, self._hot, self._subjects, reader, self._waiter, config, own_seq=self._own_seq
         )
         self._claimed_runs: OrderedDict[str, str] = OrderedDict()
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -170,6 +170,8 @@ class BufferedThreadStore:
         await self._hot.setup()
         self._appender.start()
         await self._waiter.start()
+        # A writer that builds on an entry that was parked would only have its own parked too.
+        await self._hot.on_parked(self._appender.forget)
         if self._flusher is not None:
             await self._flusher.start()
 
@@ -177,21 +179,25 @@ class BufferedThreadStore:
         """Make sure that the log exists and that it is the one that Postgres speaks of."""
         epoch = await self._log.epoch()
         try:
-            await self._ledger.setup()
-            if isinstance(self._store, PostgresThreadStore):
-                await self._store.setup()
-            known = await self._ledger.epoch()
+            await self._prepare_store()
         except StoreUnavailable as e:
-            if epoch is None:
-                raise StoreUnavailable(
-                    f"stream {self._config.log.stream} does not exist, and only Postgres can tell at which position "
-                    f"a new one may begin: {e}"
-                ) from e
-            return
+            if epoch is not None:
+                return  # the flusher does it before its first flush
+            raise StoreUnavailable(
+                f"stream {self._config.log.stream} does not exist, and only Postgres can tell at which position "
+                f"a new one may begin: {e}"
+            ) from e
+
+    async def _prepare_store(self) -> None:
+        """Create or migrate the tables, and compare the log with what they say; create it if it is missing."""
+        await self._ledger.setup()
+        if isinstance(self._store, PostgresThreadStore):
+            await self._store.setup()
+        epoch, known = await self._log.epoch(), await self._ledger.epoch()
         if epoch is None:
             epoch = known or 0
-            cursors = await self._ledger.cursors()
-            if any(c.seq >= max(1, epoch << EPOCH_BITS) for c in cursors.values()):
+            start = max(1, epoch << EPOCH_BITS)
+            if any(c.seq >= start for c in (await self._ledger.cursors()).values()):
                 raise LogRolledBack(
                     f"stream {self._config.log.stream} is gone, and Postgres has entries of its epoch {epoch}: "
                     "restore it from a backup; or, to give up what it held unflushed, raise buffer_log.epoch by one"
@@ -200,6 +206,11 @@ class BufferedThreadStore:
             await self._log.create(epoch)
             await self._log.epoch()
         elif known is None:
+            if await self._log.first() > max(1, epoch << EPOCH_BITS):
+                raise LogRolledBack(
+                    f"stream {self._config.log.stream} has been purged of entries that this Postgres (schema "
+                    f"{getattr(self._ledger, 'schema', None)!r}) never had: is it the right one?"
+                )
             await self._ledger.set_epoch(epoch)
         elif known > epoch:
             raise LogRolledBack(f"stream {self._config.log.stream} has epoch {epoch}, Postgres knows epoch {known}")
@@ -209,9 +220,12 @@ class BufferedThreadStore:
 
         Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
         """
-        if self._closed:
-            return
-        self._closed = True
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="bufstore-close")
+        # Shielded: a caller who is cancelled must not leave half of it open.
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         await self._appender.aclose()
         if self._flusher is not None and not self._flusher.state.trouble:
             with contextlib.suppress(BufstoreError):
@@ -219,15 +233,16 @@ class BufferedThreadStore:
         await self._release()
 
     async def _release(self) -> None:
-        if self._flusher is not None:
-            await self._flusher.aclose()
-        await self._reads.aclose()
-        await self._appender.aclose()
-        await self._hot.aclose()
-        await self._connection.aclose()
-        await self._ledger.aclose()
-        if isinstance(self._store, PostgresThreadStore):
-            await self._store.aclose()
+        async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the others do
+            if isinstance(self._store, PostgresThreadStore):
+                stack.push_async_callback(self._store.aclose)
+            stack.push_async_callback(self._ledger.aclose)
+            stack.push_async_callback(self._connection.aclose)
+            stack.push_async_callback(self._hot.aclose)
+            stack.push_async_callback(self._appender.aclose)
+            stack.push_async_callback(self._reads.aclose)
+            if self._flusher is not None:
+                stack.push_async_callback(self._flusher.aclose)
 
     # --- writes -----------------------------------------------------------------------------------------------
 
@@ -372,11 +387,7 @@ class BufferedThreadStore:
 
     async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
         """Return once everything that is acknowledged now is in the store. Raises like `force_flush`."""
-        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        targets = await self._log.ends(filters, self._config.read_timeout_s)
-        await self._waiter.partitions(
-            {p: seq for p, seq in enumerate(targets) if seq}, timeout_s or self._config.flush_timeout_s
-        )
+        await self._reads.force_flush_all(timeout_s or self._config.flush_timeout_s)
 
     async def statistics(self) -> Statistics:
         """Counters and fill. Raises LogUnavailable."""

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.entry import Base, StoredEntry
 from bufstore.buffer.ports import Inapplicable
 from bufstore.threads.model import RunSave, ThreadChange
 from bufstore.threads.payload import Payload, decode_payload
 
 
-def coalesce(thread_id: str, version: int | None, entries: Sequence[StoredEntry]) -> ThreadChange:
+def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
     """The change that equals `entries` in order, on a thread of `version` messages.
 
-    `version` is None when the buffer flushes the thread for the first time: the store may have held it before, and
-    then the writer of the first entry has looked there.
+    A thread that the buffer has no row of may be in the store all the same; the writer of an entry with base NONE
+    has looked there, so what its entry keeps is what there is.
 
     Raises Inapplicable for the first entry that is no payload, keeps more messages than there are, or does not
     arrive at the version that its envelope names.
     """
-    keep = version if version is not None else _payload(entries[0], None).keep
+    keep = version
     messages: list[bytes] = []
     whole = False
     runs: dict[str, bytes] = {}
     saves: list[RunSave] = []
     for stored in entries:
-        payload = _payload(stored, keep + len(messages))
+        payload = decoded(stored)
+        if stored is entries[0] and stored.entry.base is Base.NONE:
+            keep = payload.keep
+        if payload.keep > keep + len(messages):
+            raise Inapplicable(stored.entry.id, f"keeps {payload.keep} of {keep + len(messages)} messages")
         if payload.keep >= keep:
             del messages[payload.keep - keep :]
             messages += payload.messages
@@ -46,14 +50,13 @@ def coalesce(thread_id: str, version: int | None, entries: Sequence[StoredEntry]
     )
 
 
-def _payload(stored: StoredEntry, version: int | None) -> Payload:
+def decoded(stored: StoredEntry) -> Payload:
+    """The entry's payload. Raises Inapplicable."""
     entry = stored.entry
     try:
         payload = decode_payload(entry.payload)
     except ValueError as e:
         raise Inapplicable(entry.id, str(e)) from e
-    if version is not None and payload.keep > version:
-        raise Inapplicable(entry.id, f"keeps {payload.keep} of {version} messages")
     if payload.keep + len(payload.messages) != entry.version:
         raise Inapplicable(entry.id, "its messages do not add up to its version")
     return payload

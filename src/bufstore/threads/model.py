@@ -61,9 +61,11 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if not isinstance(self.status, RunStatus):
             raise InvalidRecord(f"run {self.run_id!r}: status must be a RunStatus, not {self.status!r}")
         for name in ("agent_id", "termination_reason"):
-            text: str | None = getattr(self, name)
-            if text is not None and ("\0" in text or not _is_unicode(text)):
-                raise InvalidRecord(f"run {self.run_id!r}: {name} has a NUL or a lone surrogate")
+            text: object = getattr(self, name)
+            if text is None and name == "termination_reason":
+                continue
+            if not isinstance(text, str) or "\0" in text or not _is_unicode(text):
+                raise InvalidRecord(f"run {self.run_id!r}: {name} must be a str without NUL and lone surrogates")
 
 
 class Thread(msgspec.Struct, frozen=True, kw_only=True):
@@ -168,9 +170,15 @@ def encode_run(run: Run) -> bytes:
     for name in ("input", "output", "error", "waiting", "extensions"):
         check_value(getattr(run, name), f"run {run.run_id!r}: {name}")
     try:
-        return _encoder.encode(run)
+        encoded = _encoder.encode(run)
+        # The types of a run's fields are promises that nobody keeps for its caller: what cannot be read again must
+        # not be acknowledged.
+        same = _encoder.encode(_run_decoder.decode(encoded)) == encoded
     except _NOT_ENCODABLE as e:
         raise InvalidRecord(f"run {run.run_id!r}: {_why(e)}") from None
+    if not same:
+        raise InvalidRecord(f"run {run.run_id!r}: a field has another type than Run declares")
+    return encoded
 
 
 def decode_run(data: bytes) -> Run:
@@ -180,7 +188,7 @@ def decode_run(data: bytes) -> Run:
 
 def encode_messages(messages: Sequence[Message]) -> list[bytes]:
     """Each message as msgpack. Raises InvalidRecord, naming the place, when one would not come back exactly."""
-    if isinstance(messages, (str, bytes)) or not isinstance(messages, Sequence):
+    if isinstance(messages, (str, bytes, bytearray, memoryview)) or not isinstance(messages, Sequence):
         raise InvalidRecord(f"messages must be a list, not {type(messages).__name__}")
     encoded = []
     encode = _encoder.encode

@@ -125,20 +125,23 @@ class ThreadReads:
             began = loop.time()
             state, last = await asyncio.gather(self._stored(thread_id), self._last(subject))
             if state is None:
-                return await self._without_store(thread_id), last
-            if last > state.row.flushed_seq:
-                messages = await self._log.after(subject, state.row.flushed_seq, self._config.read_timeout_s)
-                items = assemble(messages, thread_id)
-                joined = overlay(state, thread_id, items)
-                if joined.row.broken_since is not None and state.row.broken_since is None:
-                    # Either an entry is missing because Postgres has moved since, or the chain is really broken.
-                    again = await self._store.state(thread_id)
-                    joined = overlay(again, thread_id, items)
-                state = joined
-                last = messages[-1].seq if messages else last
+                state, last = await self._without_store(thread_id)
+            elif last > state.row.flushed_seq:
+                state, last = await self._with_tail(thread_id, state)
             # A pause in between (of this process, say) may have outlived an entry in the log: look again.
             if loop.time() - began < self._config.failover_window_s / 2:
                 return state, last
+
+    async def _with_tail(self, thread_id: str, state: ThreadState) -> tuple[ThreadState, int]:
+        """`state` with what the log holds above it, and the position of the last of that."""
+        subject = self._subjects.of(thread_id)
+        messages = await self._log.after(subject, state.row.flushed_seq, self._config.read_timeout_s)
+        items = assemble(messages, thread_id)
+        joined = overlay(state, thread_id, items)
+        if joined.row.broken_since is not None and state.row.broken_since is None:
+            # Either an entry is missing because Postgres has moved since, or the chain is really broken.
+            joined = overlay(await self._store.state(thread_id), thread_id, items)
+        return joined, messages[-1].seq if messages else await self._last(subject)
 
     async def _joined_state(self, thread_id: str) -> ThreadState:
         return (await self.joined(thread_id))[0]
@@ -169,6 +172,11 @@ class ThreadReads:
             self._take_for_down("it did not answer in time")
         except StoreUnavailable as e:
             self._take_for_down(str(e))
+        except BufstoreError:
+            raise
+        except Exception as e:
+            # An app's own store raises its driver's errors; whatever they mean, it did not answer.
+            self._take_for_down(type(e).__name__)
         return None
 
     def _take_for_down(self, reason: str) -> None:
@@ -180,32 +188,44 @@ class ThreadReads:
 
     async def _look_for_store(self) -> None:
         while self.store_down is not None:
-            with contextlib.suppress(BufstoreError):
+            with contextlib.suppress(Exception):  # whatever an app's store raises: it is not back yet
                 await self._store.run("bufstore-probe")
                 self.store_down = None
                 _log.info("Postgres is back", extra={"action": "store_up"})
                 return
             await asyncio.sleep(_PROBE_INTERVAL_S)
 
-    async def _without_store(self, thread_id: str) -> ThreadState:
+    async def _without_store(self, thread_id: str) -> tuple[ThreadState, int]:
         messages = await self._log.after(self._subjects.of(thread_id), 0, self._config.read_timeout_s)
         state = from_log_alone(thread_id, assemble(messages, thread_id))
         if state is not None:
-            return state
+            return state, messages[-1].seq
         try:
             async with asyncio.timeout(STORE_PATIENCE_S):
-                return await self._store.state(thread_id)
+                stored = await self._store.state(thread_id)
         except TimeoutError:
             raise StoreUnavailable(f"only Postgres can tell about thread {thread_id!r}: {self.store_down}") from None
+        return await self._with_tail(thread_id, stored)
 
     async def _thread_of_run(self, run_id: str) -> str | None:
-        with contextlib.suppress(LogUnavailable):
-            thread_id = await self._hot.thread_of_run(run_id, self._config.read_timeout_s)
-            if thread_id is not None:
-                return thread_id
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
+                with contextlib.suppress(LogUnavailable):
+                    thread_id = await self._hot.thread_of_run(run_id, self._config.read_timeout_s)
+                    if thread_id is not None:
+                        return thread_id
+                # The key may have expired (then Postgres has the run), or the bucket was lost: then a run that is
+                # only in the log is not found before it is flushed.
                 run = await self._store.run(run_id)
-        except TimeoutError:
-            raise ReadNotFresh(f"run {run_id!r} could not be looked up in time") from None
+                if run is None:
+                    await self.force_flush_all(self._config.read_timeout_s)
+                    run = await self._store.run(run_id)
+        except (TimeoutError, FlushTimeout, LogUnavailable) as e:
+            raise ReadNotFresh(f"run {run_id!r} could not be looked up in time: {e}") from None
         return run.thread_id if run is not None else None
+
+    async def force_flush_all(self, timeout_s: float) -> None:
+        """Wait until everything that is in the log now is flushed."""
+        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
+        ends = await self._log.ends(filters, timeout_s)
+        await self._waiter.partitions({p: seq for p, seq in enumerate(ends) if seq}, timeout_s)
