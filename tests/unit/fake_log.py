@@ -72,6 +72,8 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 class FakeLog:
     """See `bufstore.buffer.ports.Log`, without feeds. `fault` names what happens to the next call."""
 
+    generation_start = 1
+
     def __init__(self, message_bytes_max: int = 1 << 20) -> None:
         self.message_bytes_max = message_bytes_max
         self.messages: list[StoredMessage] = []

@@ -267,7 +267,7 @@ class Flusher:
             raise LogRolledBack(
                 f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
             )
-        if cursor.id:
+        if cursor.id and cursor.seq >= self._log.generation_start:
             # The entry at the cursor is never purged: if it is not there, the log was purged further than this
             # Postgres has got, or it is not the same log.
             found = await self._log.identity(cursor.seq)

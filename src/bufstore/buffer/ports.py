@@ -97,6 +97,11 @@ class Feed(Protocol):
 class Log(Stream, Protocol):
     """The stream of entries."""
 
+    @property
+    def generation_start(self) -> int:
+        """The first position of this generation of the stream; cursors below it speak of an earlier one."""
+        ...
+
     async def end(self, timeout_s: float) -> int:
         """The last sequence of the log, asked now."""
         ...

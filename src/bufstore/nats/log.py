@@ -16,7 +16,7 @@ from bufstore.errors import ConfigError, LogFull, LogRolledBack
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
-from bufstore.nats.setup import check_stream, stream_config
+from bufstore.nats.setup import EPOCH_BITS, check_stream, stream_config
 from bufstore.nats.stream import NatsStream
 
 
@@ -30,6 +30,7 @@ class NatsLog(NatsStream):
         #: The highest position this process knows to be in the log.
         self._highest = 0
         self._rolled_back: str | None = None
+        self._generation_start = 1
         connection.on_connect(self._check_end)
 
     async def epoch(self) -> int | None:
@@ -39,7 +40,13 @@ class NatsLog(NatsStream):
         except StreamMissing:
             return None
         self._highest = max(self._highest, int(info["state"]["last_seq"]))
-        return check_stream(self._config.log, info["config"])
+        epoch = check_stream(self._config.log, info["config"])
+        self._generation_start = max(1, epoch << EPOCH_BITS)
+        return epoch
+
+    @property
+    def generation_start(self) -> int:
+        return self._generation_start
 
     async def first(self) -> int:
         """The first sequence that is (or will be) in the log."""
