@@ -17,26 +17,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, StoredMessage, assemble, decode, encode
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, assemble, encode, entry_id
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
+from bufstore.buffer.lookups import Lookups
 from bufstore.buffer.ports import AppendUnknown, Conflict, Log, Outgoing
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.tip import Draft, M, NeedBase, Prepare, Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
 from bufstore.config import BufferConfig
 from bufstore.errors import (
     BufstoreError,
     Closed,
     IdempotencyConflict,
     LogUnavailable,
-    MalformedEntry,
     OutcomeUnknown,
     TooLarge,
 )
@@ -49,59 +50,8 @@ _UNIT_BYTES_MAX = 8 << 20
 _PAUSE_MAX_S = 0.2
 
 
-class Memory(Protocol):
-    """What a domain remembers of a thread's content, to write deltas against."""
-
-    @property
-    def weight(self) -> int:
-        """About how many items it holds."""
-        ...
-
-
-M = TypeVar("M", bound=Memory)
-
-
-@dataclass
-class Tip(Generic[M]):
-    """A thread's last entry, as a writer knows it; what the next entry builds on."""
-
-    #: The expected last sequence of the subject; 0: the log shows nothing.
-    seq: int
-    id: int
-    base: Base
-    seen: int
-    version: int
-    ring: bytes
-    #: None when the content is not known here: only a self-contained entry can follow.
-    memory: M | None
-    #: True when the thread's chain is broken: only a self-contained entry can be applied.
-    broken: bool = False
-    ring_complete: bool = True
-    #: Where a read must have got to see what this tip stands for, when that is not `seq`.
-    flushed_seq: int = 0
-
-
-class NeedBase(Exception):
-    """Raised by `prepare`: this write cannot be built without the thread's content."""
-
-
 class _NeedRow(Exception):
     """An idempotency key can only be judged by what Postgres remembers of the thread."""
-
-
-@dataclass
-class Draft(Generic[M]):
-    """What `prepare` makes of a tip."""
-
-    payload: bytes
-    self_contained: bool
-    version: int
-    memory: M | None
-    #: Takes back what `prepare` changed in the memory.
-    undo: Callable[[], None]
-
-
-Prepare = Callable[[Tip[M]], Draft[M]]
 
 
 class Writer(Protocol[M]):
@@ -176,11 +126,9 @@ class Appender(Generic[M]):
         self._load_row = load_row
         self._group = GroupCommit(log)
         self._lanes: dict[str, _Lane[M]] = {}
-        self._tips: OrderedDict[str, Tip[M]] = OrderedDict()
-        self._weights: dict[str, int] = {}
-        self._weight = 0
+        self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lookups = _Lookups(log, config.append_timeout_s)
+        self._lookups = Lookups(log, config.append_timeout_s)
         self._seen = (0, float("-inf"))
         self._outstanding: set[_Write[M]] = set()
         self._closed = False
@@ -217,11 +165,7 @@ class Appender(Generic[M]):
         lane = self._lanes.get(thread_id)
         if lane is not None:
             lane.stale = True
-        self._drop_tip(thread_id)
-
-    def _drop_tip(self, thread_id: str) -> None:
-        if self._tips.pop(thread_id, None) is not None:
-            self._weight -= self._weights.pop(thread_id)
+        self._tips.drop(thread_id)
 
     async def append(
         self, thread_id: str, prepare: Prepare[M], *, key: str | None = None, content: bytes = b""
@@ -402,9 +346,9 @@ class Appender(Generic[M]):
         lane.conflicts = 0
         if lane.stale:
             lane.stale = False
-            self._drop_tip(lane.thread_id)
+            self._tips.drop(lane.thread_id)
         else:
-            self._remember(lane.thread_id, unit.after)
+            self._tips.put(lane.thread_id, unit.after)
         self._seen = max(self._seen, (seq, self._loop.time()))
         late = unit.before.seq == 0
         for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
@@ -449,7 +393,7 @@ class Appender(Generic[M]):
             self._advance(lane, tip)
 
     def _fail(self, lane: _Lane[M], error: Exception, for_head: bool) -> None:
-        self._drop_tip(lane.thread_id)
+        self._tips.drop(lane.thread_id)
         failed = [lane.queue.popleft()] if for_head and lane.queue else list(lane.queue)
         if not for_head:
             lane.queue.clear()
@@ -463,42 +407,20 @@ class Appender(Generic[M]):
         seen = await self._seen_lately()
         last = await self._lookups.last(self._subjects.of(thread_id))
         if last is None:
-            return Tip(0, 0, Base.UNKNOWN, seen, version=0, ring=b"", memory=None, ring_complete=False)
-        tip = self._tip_of(last)
-        self._remember(thread_id, tip)
+            return tip_unknown(seen)
+        tip: Tip[M] = tip_of_message(last)
+        self._tips.put(thread_id, tip)
         return tip
-
-    def _tip_of(self, last: StoredMessage) -> Tip[M]:
-        try:
-            entry, _, _ = decode(last)
-        except MalformedEntry:
-            return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True, ring_complete=False)
-        return Tip(
-            last.seq, entry.id, Base.CHAINED, 0, entry.version, entry.ring, None, ring_complete=entry.ring_complete
-        )
-
-    def _tip_of_row(self, row: Row, seen: int, memory: M | None) -> Tip[M]:
-        return Tip(
-            seq=0,
-            id=row.applied_id,
-            base=Base.STORED if row.flushed_seq else Base.NONE,
-            seen=max(seen, row.flushed_seq),
-            version=row.version,
-            ring=row.ring,
-            memory=memory,
-            broken=row.broken_since is not None,
-            flushed_seq=row.flushed_seq,
-        )
 
     async def _load_base(self, thread_id: str) -> Tip[M]:
         """The tip with the thread's content, from Postgres and the tail."""
         seen = await self._seen_lately()
         seq, row, memory = await self._writer.load_base(thread_id)
         if not seq:
-            return self._tip_of_row(row, seen, memory)
+            return tip_of_row(row, seen, memory)
         broken = row.broken_since is not None
         tip = Tip(seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, memory, broken)
-        self._remember(thread_id, tip)
+        self._tips.put(thread_id, tip)
         return tip
 
     async def _load_tip_of_row(self, thread_id: str) -> Tip[M]:
@@ -507,7 +429,7 @@ class Appender(Generic[M]):
         row = await self._load_row(thread_id)
         tip = self._tips.get(thread_id) or await self._look_up(thread_id)
         if not tip.seq:
-            return self._tip_of_row(row, seen, None)
+            return tip_of_row(row, seen, None)
         tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
         return tip
 
@@ -542,7 +464,7 @@ class Appender(Generic[M]):
             outcome = await self._resolve(lane, unit)
             if outcome is None:  # every caller has given up
                 unit.undo()
-                self._drop_tip(lane.thread_id)
+                self._tips.drop(lane.thread_id)
                 self._advance(lane)
                 return
             if isinstance(outcome, int):
@@ -550,7 +472,7 @@ class Appender(Generic[M]):
                 return
             error = outcome
         unit.undo()
-        self._drop_tip(lane.thread_id)
+        self._tips.drop(lane.thread_id)
         for write, _ in unit.writes:
             write.maybe_stored = False
         if isinstance(error, (Conflict, LogUnavailable)):
@@ -583,7 +505,7 @@ class Appender(Generic[M]):
                     return None
                 try:
                     behind = await self._log.after(subject, unit.before.seq, 2.0, limit=len(unit.messages))
-                    ours = bool(behind) and _id_of(behind[0]) == unit.writes[0][0].id
+                    ours = bool(behind) and entry_id(behind[0]) == unit.writes[0][0].id
                     if ours:  # a unit is stored as neighbours or not at all
                         return behind[len(unit.messages) - 1].seq
                     if behind:
@@ -608,65 +530,13 @@ class Appender(Generic[M]):
         tip = before
         for item in assemble(messages, thread_id):
             if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
-                return self._tip_of(messages[-1])
+                return tip_of_message(messages[-1])
             e = item.entry
             self._writer.observe(memory, item)
             tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, ring_complete=e.ring_complete)
-        self._remember(thread_id, tip)
+        self._tips.put(thread_id, tip)
         return tip
-
-    def _remember(self, thread_id: str, tip: Tip[M]) -> None:
-        self._drop_tip(thread_id)
-        self._tips[thread_id] = tip
-        # Kept beside the tip: the memory grows with the next draft, before anybody counts it again.
-        self._weights[thread_id] = _weight(tip)
-        self._weight += self._weights[thread_id]
-        while len(self._tips) > self._config.cached_threads or self._weight > 64 * self._config.cached_threads:
-            self._drop_tip(next(iter(self._tips)))
 
 
 class _StillUnknown(Exception):
     """Look again."""
-
-
-def _weight(tip: Tip[M]) -> int:
-    return tip.memory.weight if tip.memory is not None else 0
-
-
-def _id_of(message: StoredMessage) -> int:
-    try:
-        return decode(message)[0].id
-    except MalformedEntry:
-        return 0
-
-
-class _Lookups:
-    """Joins the lookups of one turn of the event loop into one request."""
-
-    def __init__(self, log: Log, timeout_s: float) -> None:
-        self._log = log
-        self._timeout_s = timeout_s
-        self._waiting: dict[str, asyncio.Future[StoredMessage | None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def last(self, subject: str) -> StoredMessage | None:
-        future = self._waiting.get(subject)
-        if future is None:
-            if not self._waiting:
-                task = asyncio.create_task(self._ask())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-            future = self._waiting[subject] = asyncio.get_running_loop().create_future()
-        return await asyncio.shield(future)
-
-    async def _ask(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        try:
-            found = await self._log.last(list(waiting), self._timeout_s)
-        except Exception as e:
-            for future in waiting.values():
-                future.set_exception(e)
-                future.exception()
-        else:
-            for subject, future in waiting.items():
-                future.set_result(found.get(subject))

@@ -167,6 +167,14 @@ def decode(message: StoredMessage) -> tuple[Entry, int, int]:
     return entry, meta.chunk, meta.chunks
 
 
+def entry_id(message: StoredMessage) -> int:
+    """The id of the entry that a message carries (a piece of); 0 if it carries none."""
+    try:
+        return decode(message)[0].id
+    except MalformedEntry:
+        return 0
+
+
 class Malformed(msgspec.Struct, frozen=True, gc=False):
     """Messages of the log that are no entry: they go to quarantine byte for byte."""
 

@@ -28,8 +28,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from tenacity.stop import stop_when_event_set
 
 from bufstore.buffer.chain import Parked, Row, plan
-from bufstore.buffer.entry import Malformed, StoredEntry, StoredMessage, assemble, decode
-from bufstore.buffer.membership import owned
+from bufstore.buffer.entry import Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.lease import Lease
 from bufstore.buffer.ports import (
     AppendUnknown,
     Coalesce,
@@ -43,17 +43,15 @@ from bufstore.buffer.ports import (
     Move,
     NotOwner,
 )
+from bufstore.buffer.retention import Retention
 from bufstore.buffer.share import Item, Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, LogRolledBack, MalformedEntry, StoreMisconfigured, StoreUnavailable
+from bufstore.errors import BufstoreError, LogRolledBack, StoreMisconfigured, StoreUnavailable
 
 _log = logging.getLogger(__name__)
 
-_PURGE_INTERVAL_S = 5.0
-#: Above this part of max_bytes the wish to retain flushed entries gives way.
-_PRESSURE = 0.7
 _BACKOFF_MAX_S = 2.0
 #: A thread whose row is locked waits this long, then twice as long each time, up to the maximum.
 _LOCKED_RETRY_S = 0.25
@@ -131,10 +129,8 @@ class Flusher:
         self._shares: dict[int, Share] = {}
         self._wanted: frozenset[int] = frozenset()
         self._wake = asyncio.Event()
-        self._members_changed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._asked_at = float("-inf")
-        self._asked = False
         self._window_began: float | None = None
         #: Threads that wait because something about them fails: until when, and the pause that led there.
         self._locked: dict[str, _Wait] = {}
@@ -143,13 +139,16 @@ class Flusher:
         self._room = config.flush_max_entries
         self._poison: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
+        self._lease = Lease(hot, member, subjects.partitions, config.lease_s, self._own)
+        self._retention = Retention(log, config, self._shares)
         self.state = FlusherState()
 
     async def start(self) -> None:
         """Join the members and begin to flush."""
         await self._hot.on_call(self._on_call)
         self.state.running = True
-        for name, work in (("member", self._keep_lease), ("flush", self._flush_windows), ("purge", self._purge)):
+        loops = {"lease": self._lease.keep, "flush": self._flush_windows, "retention": self._retention.keep}
+        for name, work in loops.items():
             task = asyncio.create_task(self._supervise(name, work), name=f"bufstore-flusher-{name}")
             self._tasks.append(task)
 
@@ -159,7 +158,7 @@ class Flusher:
             return
         self._stopping.set()
         self._wake.set()
-        self._members_changed.set()
+        self._lease.members_changed()
         _, late = await asyncio.wait(self._tasks, timeout=self._config.flush_timeout_s) if self._tasks else ((), ())
         for task in late:
             task.cancel()
@@ -181,10 +180,10 @@ class Flusher:
 
     # --- supervision ------------------------------------------------------------------------------------------
 
-    async def _supervise(self, name: str, work: Callable[[], Awaitable[None]]) -> None:
+    async def _supervise(self, name: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         while not self._stopping.is_set():
             try:
-                await work()
+                await work(self._stopping)
             except Exception as e:
                 self.state.trouble = f"{name}: unexpected {type(e).__name__}"
                 _log.exception("the flusher's %s loop failed; it starts again", name, extra={"action": "flusher_error"})
@@ -196,35 +195,13 @@ class Flusher:
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
-    # --- membership -------------------------------------------------------------------------------------------
+    # --- which partitions -------------------------------------------------------------------------------------
 
     def _on_call(self, partition: int) -> None:
         if partition < 0:
-            self._members_changed.set()
+            self._lease.members_changed()
         elif partition in self._shares:
             self.ask()
-
-    async def _keep_lease(self) -> None:
-        lease_until = 0.0
-        announced = False
-        while not self._stopping.is_set():
-            self._members_changed.clear()
-            began = self._loop.time()
-            try:
-                await self._hot.renew_member(self._member, self._config.lease_s)
-                lease_until = began + self._config.lease_s  # counted from before the server's clock started
-                if not announced:
-                    await self._hot.announce()
-                    announced = True
-                    self._members_changed.clear()
-                self._own(owned(self._member, await self._hot.members(), self._subjects.partitions))
-            except (BufstoreError, AppendUnknown) as e:
-                _log.warning("cannot renew the lease: %s", e, extra={"action": "lease_error"})
-                if self._loop.time() > lease_until - self._config.lease_s / 3:
-                    self._own(frozenset())  # stop before others may begin
-            with contextlib.suppress(asyncio.TimeoutError):
-                async with asyncio.timeout(self._config.lease_s / 3):
-                    await self._members_changed.wait()
 
     def _own(self, partitions: frozenset[int]) -> None:
         if partitions != self._wanted:
@@ -271,7 +248,7 @@ class Flusher:
             # The entry at the cursor is never purged: if it is not there, the log was purged further than this
             # Postgres has got, or it is not the same log.
             found = await self._log.identity(cursor.seq)
-            if found is None or _id_of(found) != cursor.id:
+            if found is None or entry_id(found) != cursor.id:
                 raise LogRolledBack(
                     f"position {cursor.seq} of the log no longer holds the entry at the cursor of partition "
                     f"{cursor.partition}; set its cursor_id to 0 in buffer_partitions to go on without a check"
@@ -292,20 +269,20 @@ class Flusher:
 
     # --- the window -------------------------------------------------------------------------------------------
 
-    async def _flush_windows(self) -> None:
+    async def _flush_windows(self, stopping: asyncio.Event) -> None:
         pause = wait_random_exponential(multiplier=0.05, max=_BACKOFF_MAX_S)
         while True:
             async for attempt in AsyncRetrying(
                 wait=pause,
                 retry=retry_if_exception_type(_Later),
-                stop=stop_when_event_set(self._stopping),  # type: ignore[arg-type]
+                stop=stop_when_event_set(stopping),  # type: ignore[arg-type]
                 sleep=self._pause,
                 before_sleep=self._count_retry,
                 retry_error_callback=lambda _: None,
             ):
                 with attempt:
                     await self._window()
-            if self._stopping.is_set():
+            if stopping.is_set():
                 return
 
     def _count_retry(self, state: RetryCallState) -> None:
@@ -555,29 +532,6 @@ class Flusher:
             _log.log(level, "cannot flush: %s", text, extra={"action": "flush_failed"})
         self.state.trouble, self.state.stopped = text, stopped
 
-    # --- retention --------------------------------------------------------------------------------------------
-
-    async def _purge(self) -> None:
-        """Remove what was committed long enough ago."""
-        interval = min(_PURGE_INTERVAL_S, self._config.retain_after_flush_s / 4)
-        while not self._stopping.is_set():
-            await self._pause(interval)
-            try:
-                await self._purge_once()
-            except (BufstoreError, AppendUnknown) as e:
-                _log.warning("purging failed: %s", e, extra={"action": "purge_failed"})
-
-    async def _purge_once(self) -> None:
-        used, limit = await self._log.fill()
-        pressed = used > _PRESSURE * limit
-        keep = self._config.failover_window_s if pressed else self._config.retain_after_flush_s
-        for share in list(self._shares.values()):
-            below = share.purgeable(self._loop.time() - keep)
-            if below is not None:
-                # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
-                await self._log.purge(share.cursor.partition, below)
-                share.purged(below)
-
 
 def _split(
     threads: Mapping[str | None, list[Item]], partition_of: Callable[[str | None, Sequence[Item]], int]
@@ -590,10 +544,3 @@ def _split(
         return list(parts.values())
     names = list(threads)
     return [{t: threads[t] for t in half} for half in (names[: len(names) // 2], names[len(names) // 2 :])]
-
-
-def _id_of(message: StoredMessage) -> int:
-    try:
-        return decode(message)[0].id
-    except MalformedEntry:
-        return 0

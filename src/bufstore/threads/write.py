@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from bufstore.buffer.appender import Draft, NeedBase, Tip
+from bufstore.buffer.tip import Draft, NeedBase, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
 from bufstore.threads.memory import MessageMemory
 from bufstore.threads.model import Run, RunSave

@@ -1,0 +1,61 @@
+"""Keeping one flusher in the list of the live ones, and telling it which partitions are its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from bufstore.buffer.membership import owned
+from bufstore.buffer.ports import AppendUnknown, HotState
+from bufstore.errors import BufstoreError
+
+_log = logging.getLogger(__name__)
+
+
+class Lease:
+    """One member's lease; see `bufstore.buffer.membership` for how partitions are shared.
+
+    `own` is called with the partitions that are ours whenever the list has been looked at, and with none before a
+    lease that cannot be renewed runs out.
+    """
+
+    def __init__(
+        self, hot: HotState, member: str, partitions: int, lease_s: float, own: Callable[[frozenset[int]], None]
+    ) -> None:
+        self._hot = hot
+        self._member = member
+        self._partitions = partitions
+        self._lease_s = lease_s
+        self._own = own
+        self._until = 0.0
+        self._announced = False
+        self._changed = asyncio.Event()
+
+    def members_changed(self) -> None:
+        """Look at the list now."""
+        self._changed.set()
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Renew the lease three times in its length, until `stopping`."""
+        while not stopping.is_set():
+            self._changed.clear()
+            try:
+                await self._renew()
+            except (BufstoreError, AppendUnknown) as e:
+                _log.warning("cannot renew the lease: %s", e, extra={"action": "lease_error"})
+                if asyncio.get_running_loop().time() > self._until - self._lease_s / 3:
+                    self._own(frozenset())  # stop before others may begin
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._lease_s / 3):
+                    await self._changed.wait()
+
+    async def _renew(self) -> None:
+        began = asyncio.get_running_loop().time()
+        await self._hot.renew_member(self._member, round(self._lease_s))
+        self._until = began + self._lease_s  # counted from before the server's clock started
+        if not self._announced:
+            await self._hot.announce()
+            self._announced = True
+        self._own(owned(self._member, await self._hot.members(), self._partitions))

@@ -1,0 +1,123 @@
+"""A thread's tip: its last entry as a writer knows it, and what the next entry is drafted from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from bufstore.buffer.chain import Row
+from bufstore.buffer.entry import Base, StoredMessage, decode
+from bufstore.errors import MalformedEntry
+
+
+class Memory(Protocol):
+    """What a domain remembers of a thread's content, to write deltas against."""
+
+    @property
+    def weight(self) -> int:
+        """About how many items it holds."""
+        ...
+
+
+M = TypeVar("M", bound=Memory)
+
+
+@dataclass
+class Tip(Generic[M]):
+    """A thread's last entry, as a writer knows it; what the next entry builds on."""
+
+    #: The expected last sequence of the subject; 0: the log shows nothing.
+    seq: int
+    id: int
+    base: Base
+    seen: int
+    version: int
+    ring: bytes
+    #: None when the content is not known here: only a self-contained entry can follow.
+    memory: M | None
+    #: True when the thread's chain is broken: only a self-contained entry can be applied.
+    broken: bool = False
+    ring_complete: bool = True
+    #: Where a read must have got to see what this tip stands for, when that is not `seq`.
+    flushed_seq: int = 0
+
+
+class NeedBase(Exception):
+    """Raised by `prepare`: this write cannot be built without the thread's content."""
+
+
+@dataclass
+class Draft(Generic[M]):
+    """What `prepare` makes of a tip."""
+
+    payload: bytes
+    self_contained: bool
+    version: int
+    memory: M | None
+    #: Takes back what `prepare` changed in the memory.
+    undo: Callable[[], None]
+
+
+Prepare = Callable[[Tip[M]], Draft[M]]
+
+
+def tip_of_message(last: StoredMessage) -> Tip[M]:
+    """The tip that a thread's last message in the log makes; its content is not known."""
+    try:
+        entry, _, _ = decode(last)
+    except MalformedEntry:
+        return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True, ring_complete=False)
+    return Tip(last.seq, entry.id, Base.CHAINED, 0, entry.version, entry.ring, None, ring_complete=entry.ring_complete)
+
+
+def tip_of_row(row: Row, seen: int, memory: M | None) -> Tip[M]:
+    """The tip of a thread of which the log shows nothing, from what Postgres holds."""
+    return Tip(
+        seq=0,
+        id=row.applied_id,
+        base=Base.STORED if row.flushed_seq else Base.NONE,
+        seen=max(seen, row.flushed_seq),
+        version=row.version,
+        ring=row.ring,
+        memory=memory,
+        broken=row.broken_since is not None,
+        flushed_seq=row.flushed_seq,
+    )
+
+
+def tip_unknown(seen: int) -> Tip[M]:
+    """The tip of a thread of which the log shows nothing, and Postgres was not asked."""
+    return Tip(0, 0, Base.UNKNOWN, seen, version=0, ring=b"", memory=None, ring_complete=False)
+
+
+class TipCache(Generic[M]):
+    """The tips of the threads written last: at most `threads`, and at most `weight` remembered items in all."""
+
+    def __init__(self, threads: int, weight: int) -> None:
+        self._threads_max = threads
+        self._weight_max = weight
+        # The weight is kept beside the tip: the memory grows with the next draft, before anybody counts it again.
+        self._tips: OrderedDict[str, tuple[Tip[M], int]] = OrderedDict()
+        self._weight = 0
+
+    def get(self, thread_id: str) -> Tip[M] | None:
+        """The thread's tip, if it is remembered."""
+        found = self._tips.get(thread_id)
+        return found[0] if found is not None else None
+
+    def put(self, thread_id: str, tip: Tip[M]) -> None:
+        """Remember the tip, forget what was written longest ago."""
+        self.drop(thread_id)
+        weight = tip.memory.weight if tip.memory is not None else 1
+        self._tips[thread_id] = tip, weight
+        self._weight += weight
+        while len(self._tips) > self._threads_max or self._weight > self._weight_max:
+            self.drop(next(iter(self._tips)))
+
+    def drop(self, thread_id: str) -> None:
+        """Forget the thread's tip."""
+        found = self._tips.pop(thread_id, None)
+        if found is not None:
+            self._weight -= found[1]
