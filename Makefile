@@ -35,6 +35,10 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: bench-quick
+bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
+	$(BIN)/python bench/append.py
+
 .PHONY: format
 format: $(READY) ## Let ruff format and mend what it can
 	$(BIN)/ruff format --quiet .

@@ -21,8 +21,8 @@ from psycopg import sql
 from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change, fresh, run_of
 from transaction_pooler import TransactionPooler
 
-from bufstore.embedded import PostgresServer
 from bufstore.buffer.chain import Row
+from bufstore.embedded import PostgresServer
 from bufstore.errors import (
     BufstoreError,
     Closed,
