@@ -504,6 +504,8 @@ def test_ctrl_c_ends_an_import_that_waits_for_input(data: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "import", "-", "--embedded", "--data", data / "d", "-v"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT,
+        # A shell's background jobs, which these tests may be, ignore Ctrl-C, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
     ) as process:  # fmt: skip
         assert process.stdin and process.stderr and process.stdout
         process.stdin.write(lines_of([("t", ["x"])]))

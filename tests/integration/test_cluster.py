@@ -1,0 +1,96 @@
+"""Three nats-servers: replicas, leader reads, a leader that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Deployment
+
+from bufstore import BufstoreError, Consistency, NatsConfig
+from bufstore.embedded import NatsServer, Servers
+from helpers import eventually, fresh, run_of, said
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[list[NatsServer]]:
+    """Three servers of one JetStream cluster."""
+    ports = []
+    sockets = [socket.socket() for _ in range(3)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+        ports.append(s.getsockname()[1])
+    for s in sockets:
+        s.close()
+    routes = ", ".join(f'"nats://127.0.0.1:{p}"' for p in ports)
+    # Users of their own in each server, and one that all of them know.
+    users = "authorization { users: [ { user: bufstore, password: %s }, { user: all, password: all } ] }"
+    servers = []
+    for i, port in enumerate(ports):
+        cluster = f'server_name: n{i}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
+        server = NatsServer(tmp_path / f"n{i}", extra_config=cluster)
+        server.start()
+        server.stop()
+        password = server.url.partition("bufstore:")[2].partition("@")[0]
+        server.extra_config = cluster + (users % f'"{password}"')
+        servers.append(server)
+    await asyncio.gather(*(asyncio.to_thread(s.start) for s in servers))
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+async def test_three_replicas_survive_their_leader(servers: Servers, cluster: list[NatsServer]) -> None:
+    deployment = Deployment(servers, replicas=3)
+    nats = NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in cluster], user="all", password="all")
+
+    async def opened() -> Any:
+        try:
+            context = deployment.store(nats=nats)
+            return context, await context.__aenter__()
+        except BufstoreError:
+            return None  # no meta leader yet
+
+    context, store = await eventually(opened, 60)
+    try:
+        thread_ids = [fresh() for _ in range(10)]
+        acknowledged: dict[str, list[Any]] = {t: [] for t in thread_ids}
+
+        async def write(count: int) -> None:
+            async def talk(thread_id: str) -> None:
+                for _ in range(count):
+                    number = len(acknowledged[thread_id])
+                    key: str | None = f"{number}"
+                    while True:
+                        try:
+                            await store.checkpoint_append(
+                                thread_id, [said(number)], run_of(thread_id), idempotency_key=key
+                            )
+                        except BufstoreError:
+                            await asyncio.sleep(0.05)
+                            continue
+                        break
+                    acknowledged[thread_id].append(said(number))
+
+            await asyncio.gather(*map(talk, thread_ids))
+
+        await write(10)
+        for thread_id in thread_ids:
+            assert await store.load_messages(thread_id) == acknowledged[thread_id]
+        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        assert info["config"]["num_replicas"] == 3
+        leader = cluster[int(info["cluster"]["leader"][1:])]
+        await asyncio.to_thread(leader.kill)
+        await asyncio.wait_for(write(10), 60)
+        for thread_id in thread_ids:
+            assert await store.load_messages(thread_id) == acknowledged[thread_id]
+        await store.force_flush_all(timeout_s=30)
+        for thread_id in thread_ids:
+            found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+            assert found == acknowledged[thread_id]
+    finally:
+        await context.__aexit__(None, None, None)

@@ -1,0 +1,37 @@
+"""What the documents say of the code is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bufstore import errors
+
+_ROOT = Path(__file__).parent.parent.parent
+
+
+def test_every_test_that_the_guarantees_name_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (_ROOT / "docs" / "GUARANTEES.md").read_text()))
+    sources = "\n".join(p.read_text() for p in (_ROOT / "tests").rglob("test_*.py"))
+    assert named
+    assert not {name for name in named if f"def {name}(" not in sources}
+
+
+def test_every_guarantee_has_a_line() -> None:
+    text = (_ROOT / "docs" / "GUARANTEES.md").read_text()
+    assert all(f"| **G{n}** " in text for n in range(1, 9))
+
+
+def test_every_error_stands_in_the_tree_and_says_what_to_do() -> None:
+    tree = errors.__doc__ or ""
+    classes = [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.BufstoreError)]
+    for error in classes:
+        assert f" {error.__name__} " in tree or f"{error.__name__}\n" in tree, error.__name__
+        assert error.__doc__
+
+
+def test_every_file_that_the_architecture_names_exists() -> None:
+    text = (_ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"`((?:buffer|threads|nats|postgres|memory)/\w+\.py)`", text))
+    assert len(named) > 15
+    assert not {name for name in named if not (_ROOT / "src" / "bufstore" / name).exists()}
