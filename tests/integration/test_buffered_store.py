@@ -6,11 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-import thread_store_contract as contract
-from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
-from transaction_pooler import TransactionPooler
 
+import thread_store_contract as contract
 from bufstore import (
     AlreadyExists,
     BufstoreError,
@@ -26,6 +23,9 @@ from bufstore import (
     VersionConflict,
 )
 from bufstore.embedded import Servers
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
+from transaction_pooler import TransactionPooler
 
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)

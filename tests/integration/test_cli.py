@@ -17,8 +17,6 @@ from typing import Any
 
 import psycopg
 import pytest
-from conftest import Deployment
-from helpers import fresh, query, run_of, said
 
 import bufstore
 from bufstore import PostgresThreadStore, RunStatus
@@ -27,6 +25,8 @@ from bufstore.cli.conversations import generate
 from bufstore.cli.latency import Latencies
 from bufstore.cli.verify import Expected, Verdict, verify
 from bufstore.embedded import Servers
+from conftest import Deployment
+from helpers import fresh, query, run_of, said
 
 SOURCE = Path(next(iter(bufstore.__path__))).parent
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("BUFSTORE_")} | {

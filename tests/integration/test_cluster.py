@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Deployment
 
 from bufstore import BufstoreError, Consistency, NatsConfig
 from bufstore.embedded import NatsServer, Servers
+from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
 
 from bufstore import (
     Consistency,
@@ -21,6 +19,8 @@ from bufstore import (
     StoreUnavailable,
 )
 from bufstore.embedded import Servers
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
 
 
 async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -> None:

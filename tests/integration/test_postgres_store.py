@@ -18,8 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg import sql
-from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change, fresh, run_of
-from transaction_pooler import TransactionPooler
 
 from bufstore.buffer.chain import Row
 from bufstore.embedded import PostgresServer
@@ -37,6 +35,8 @@ from bufstore.postgres.errors import map_errors, mapped_error
 from bufstore.postgres.pool import open_pool
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.model import RunStatus, ThreadChange, decode_message, encode_messages
+from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change, fresh, run_of
+from transaction_pooler import TransactionPooler
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bufstore import Consistency
 from conftest import Deployment
 from helpers import fresh
-
-from bufstore import Consistency
 
 _WRITER = Path(__file__).parent.parent / "writer_process.py"
 

@@ -15,13 +15,13 @@ from typing import Any
 import nkeys
 import pytest
 import trustme
-from conftest import Deployment
-from helpers import fresh, run_of, said
 
 from bufstore import BufferedThreadStore, ConfigDrift, ConfigError, LogConfig, LogUnavailable, NatsConfig
 from bufstore.embedded import NatsServer, Servers
 from bufstore.embedded._wheels import nats_binary
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
+from conftest import Deployment
+from helpers import fresh, run_of, said
 
 
 async def works(deployment: Deployment, nats: Any) -> None:

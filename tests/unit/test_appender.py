@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.fake_log import WRITE_FAULTS, FakeLog, run
 
 from bufstore.buffer.appender import Appender
 from bufstore.buffer.chain import Row, plan
@@ -45,6 +44,7 @@ from bufstore.threads.payload import decode_payload
 from bufstore.threads.read import ThreadReads
 from bufstore.threads.write import Call, save_of
 from bufstore.types import Receipt
+from unit.fake_log import WRITE_FAULTS, FakeLog, run
 
 SUBJECTS = Subjects("thread", 4)
 

@@ -8,7 +8,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.history import THREAD, Flushed, Item, Oracle, Story, write_story
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, Entry, StoredEntry
@@ -18,6 +17,7 @@ from bufstore.threads.model import Run, Thread, encode_messages, encode_run
 from bufstore.threads.overlay import ThreadState, from_log_alone, overlay
 from bufstore.threads.payload import Payload, encode_payload
 from bufstore.threads.write import save_of
+from unit.history import THREAD, Flushed, Item, Oracle, Story, write_story
 
 SEEDS = st.integers(0, 2**32)
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from unit.fake_log import FakeLog, run
-from unit.test_appender import Instance, World
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import StoredMessage
@@ -22,6 +20,8 @@ from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Run
+from unit.fake_log import FakeLog, run
+from unit.test_appender import Instance, World
 
 SUBJECTS = Subjects("thread", 4)
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.fake_log import WRITE_FAULTS, FakeLog, run
 
 from bufstore.buffer.group_commit import GroupCommit
 from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import Closed, LogFull, LogUnavailable
+from unit.fake_log import WRITE_FAULTS, FakeLog, run
 
 
 def unit(subject: str, expected: int | None, *bodies: str) -> list[Outgoing]:

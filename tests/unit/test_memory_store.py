@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from thread_store_contract import APPLY_CHECKS, CHECKS, Check
 
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.model import ThreadChange
+from thread_store_contract import APPLY_CHECKS, CHECKS, Check
 
 
 class MemoryApplier:

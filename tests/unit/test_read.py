@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from unit.test_appender import Instance, World, test
 
 from bufstore.errors import BufstoreError, StoreUnavailable
 from bufstore.threads.model import Run, decode_message
 from bufstore.types import Consistency
+from unit.test_appender import Instance, World, test
 
 RYW = Consistency.READ_YOUR_WRITES
 
