@@ -10,6 +10,7 @@ import base64
 import binascii
 import zlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bufstore.errors import MalformedEntry
 
@@ -30,6 +31,11 @@ def untoken(text: str) -> str:
     return id_
 
 
+@lru_cache(maxsize=1 << 14)
+def _subject(subjects: Subjects, thread_id: str) -> str:
+    return f"{subjects.prefix}.{subjects.partition(thread_id)}.{token(thread_id)}"
+
+
 @dataclass(frozen=True)
 class Subjects:
     """The subjects of one log: ``<prefix>.<partition>.<token>``."""
@@ -43,7 +49,7 @@ class Subjects:
 
     def of(self, thread_id: str) -> str:
         """The subject that holds all entries of the thread."""
-        return f"{self.prefix}.{self.partition(thread_id)}.{token(thread_id)}"
+        return _subject(self, thread_id)
 
     def of_partition(self, partition: int) -> str:
         """A filter for every entry of the partition."""

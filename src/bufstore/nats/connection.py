@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from nats.aio.client import Client, RawCredentials
 from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.buffer.ports import AppendUnknown
+from bufstore.buffer.ports import AppendUnknown, Outgoing
 from bufstore.config import NatsConfig, mask_url
 from bufstore.errors import Closed, ConfigError, LogUnavailable
+from bufstore.nats import frames
 
 _log = logging.getLogger(__name__)
 
@@ -108,37 +109,34 @@ class Connection:
             self._reason = reason
             self._lost.set()
 
-    async def request(
-        self,
-        subject: str,
-        payload: bytes,
-        timeout_s: float,
-        headers: dict[str, str] | None = None,
-        *,
-        writes: bool = False,
-    ) -> bytes:
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         """Send a request and return the answer's payload.
 
-        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came. `writes`: then the
-        connection is thrown away, so that nothing waiting in its buffers arrives after somebody has looked.
+        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came.
+        """
+        client = self.client()
+        return await self._answer(lambda reply: client.publish(subject, payload, reply=reply), timeout_s)
+
+    async def write(self, messages: Sequence[Outgoing], batch: str, timeout_s: float) -> bytes:
+        """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
+
+        Without an answer the connection is thrown away, so that nothing waiting in its buffers arrives after somebody
+        has looked.
         """
         client = self.client()
         try:
-            return await self._request(client, subject, payload, timeout_s, headers)
+            return await self._answer(lambda reply: frames.send(client, messages, batch, reply), timeout_s)
         except AppendUnknown:
-            if writes:
-                self._drop(client, "a write got no answer")
+            self._drop(client, "a write got no answer")
             raise
 
-    async def _request(
-        self, client: Client, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None
-    ) -> bytes:
+    async def _answer(self, send: Callable[[str], Awaitable[None]], timeout_s: float) -> bytes:
         # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
         # wait for their whole timeout.
         token = str(next(self._tokens))
         answer = self._answers[token] = asyncio.get_running_loop().create_future()
         try:
-            await client.publish(subject, payload, reply=f"{self._inbox}.{token}", headers=headers)
+            await send(f"{self._inbox}.{token}")
             async with asyncio.timeout(timeout_s):
                 msg = await answer
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):

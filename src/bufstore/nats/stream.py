@@ -20,7 +20,6 @@ from bufstore.errors import LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ApiError, to_error
 
-_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
 
@@ -66,35 +65,10 @@ class NatsStream:
         return self._connection.client().max_payload
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        return self._seq(
-            await self._connection.request(
-                message.subject, message.body, timeout_s, _headers(message) or None, writes=True
-            )
-        )
+        return self._seq(await self._connection.write([message], "", timeout_s))
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
-        if len(messages) == 1:
-            return await self.publish(messages[0], timeout_s)
-        client = self._connection.client()
-        batch = secrets.token_hex(8)
-        try:
-            for i, message in enumerate(messages[:-1], 1):
-                headers = _headers(message)
-                headers["Nats-Batch-Id"] = batch
-                headers["Nats-Batch-Sequence"] = str(i)
-                await client.publish(message.subject, message.body, headers=headers)
-        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError, OSError) as e:
-            # Without its commit message a batch is never stored.
-            raise LogUnavailable(f"the connection to NATS failed: {type(e).__name__}") from None
-        if self._connection.client() is not client:
-            raise LogUnavailable("the connection to NATS was lost within a batch")
-        headers = _headers(messages[-1])
-        headers["Nats-Batch-Id"] = batch
-        headers["Nats-Batch-Sequence"] = str(len(messages))
-        headers["Nats-Batch-Commit"] = "1"
-        return self._seq(
-            await self._connection.request(messages[-1].subject, messages[-1].body, timeout_s, headers, writes=True)
-        )
+        return self._seq(await self._connection.write(messages, secrets.token_hex(8), timeout_s))
 
     def _seq(self, answer: bytes) -> int:
         try:
@@ -248,17 +222,6 @@ class _LeaderGet(msgspec.Struct):
 
 
 _get_decoder = msgspec.json.Decoder(_LeaderGet)
-
-
-def _headers(message: Outgoing) -> dict[str, str]:
-    headers = {}
-    if message.header is not None:
-        headers[HEADER] = message.header
-    if message.expected is not None:
-        headers[_EXPECTED] = str(message.expected)
-    if message.ttl_s:
-        headers["Nats-TTL"] = f"{message.ttl_s}s"
-    return headers
 
 
 def _header_of(raw: bytes) -> str | None:
