@@ -23,6 +23,7 @@ from bufstore import (
     VersionConflict,
 )
 from bufstore.embedded import Servers
+from bufstore.nats import frames
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from transaction_pooler import TransactionPooler
@@ -421,6 +422,24 @@ async def test_a_deleted_consumer_is_replaced(deployment: Deployment) -> None:
         await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id))
         await store.force_flush(thread_id)
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+
+
+async def test_it_works_with_a_nats_py_whose_inside_is_not_known(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "supported", False)
+    async with deployment.store() as store:
+        thread_ids = [fresh() for _ in range(40)]
+
+        async def talk(thread_id: str) -> None:
+            for n in range(1, 6):
+                await store.checkpoint(thread_id, [said(i) for i in range(n)], run_of(thread_id))
+
+        await asyncio.gather(*map(talk, thread_ids))
+        await store.force_flush_all()
+        for thread_id in thread_ids:
+            found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+            assert found == [said(i) for i in range(5)]
 
 
 async def test_it_works_behind_a_transaction_pooler(deployment: Deployment) -> None:

@@ -31,6 +31,10 @@ BATCH_MESSAGES_MAX = 1000
 _BATCH_BYTES_MAX = 16 << 20
 #: Below this many messages parallel plain writes are faster than a batch (its floor is some syncs).
 _BATCH_FROM = 6
+#: So many groups may be on their way at once.
+_GROUPS_MAX = 2
+#: From this many waiting units on, two groups are made of them.
+_SPLIT_FROM = 128
 #: How long the server may take for one group.
 _GROUP_TIMEOUT_S = 5.0
 
@@ -54,7 +58,7 @@ class _Unit:
 
 
 class GroupCommit:
-    """Writes units to one stream; one group is on its way at a time."""
+    """Writes units to one stream; one or two groups are on their way at a time."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -93,30 +97,49 @@ class GroupCommit:
         return unit.stored
 
     async def _run(self) -> None:
-        while True:
-            await self._wake.wait()
-            # Writers that were woken by the last group have their next entry ready one turn of the loop later.
-            await asyncio.sleep(0)
-            group = self._take()
-            if not group:
-                self._wake.clear()
-                continue
-            try:
-                await self._store(group)
-            except asyncio.CancelledError:
-                _fail(group, AppendUnknown("the store was closed while the entry was on its way"))
-                raise
-            except Exception as e:
-                # Never die silently: a dead sender would leave every writer waiting until its deadline.
-                _log.exception("group commit failed", extra={"action": "group_commit_error"})
-                _fail(group, AppendUnknown(f"unexpected {type(e).__name__}"))
+        on_their_way: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                await self._wake.wait()
+                # Writers that were woken by the last group have their next entry ready one turn of the loop later.
+                await asyncio.sleep(0)
+                on_their_way = {task for task in on_their_way if not task.done()}
+                group = self._take(alone=not on_their_way)
+                if not group:
+                    self._wake.clear()
+                    continue
+                on_their_way.add(asyncio.create_task(self._guarded(group), name="bufstore-group"))
+                if len(on_their_way) == _GROUPS_MAX:
+                    await asyncio.wait(on_their_way, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in on_their_way:
+                task.cancel()
+            await asyncio.gather(*on_their_way, return_exceptions=True)
 
-    def _take(self) -> list[_Unit]:
+    async def _guarded(self, group: list[_Unit]) -> None:
+        try:
+            await self._store(group)
+        except asyncio.CancelledError:
+            _fail(group, AppendUnknown("the store was closed while the entry was on its way"))
+            raise
+        except Exception as e:
+            # Never leave writers waiting until their deadlines.
+            _log.exception("group commit failed", extra={"action": "group_commit_error"})
+            _fail(group, AppendUnknown(f"unexpected {type(e).__name__}"))
+
+    def _take(self, *, alone: bool) -> list[_Unit]:
+        """The next group; half of what waits when that is much and nothing is on its way.
+
+        Then one half is built while the server stores the other, and so on; a small group is not worth two syncs.
+        """
+        room = BATCH_MESSAGES_MAX
+        if alone and len(self._waiting) >= _SPLIT_FROM:
+            room = min(room, len(self._waiting) // 2)
         group: list[_Unit] = []
         messages = size = 0
         while self._waiting:
             unit = self._waiting[0]
-            fits = messages + len(unit.messages) <= BATCH_MESSAGES_MAX and size + unit.size <= _BATCH_BYTES_MAX
+            fits = messages + len(unit.messages) <= room and size + unit.size <= _BATCH_BYTES_MAX
             if group and not fits:
                 break
             self._waiting.popleft()

@@ -1,0 +1,57 @@
+"""Frames of our own are what nats-py would have sent."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+
+from bufstore.buffer.ports import Outgoing
+from bufstore.nats import frames
+
+_MESSAGES = [
+    Outgoing("thread.1.a", b"body", "1.header", expected=7),
+    Outgoing("thread.1.b", b"", "1.other"),
+    Outgoing("$KV.hot.run.x", b"\r\n\0", None, expected=0, ttl_s=5),
+    Outgoing("plain", b"nothing else"),
+]
+
+
+class Sent(Client):
+    """A client that keeps what it would send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = b""
+        self._max_payload = 1 << 20
+        self._status = Client.CONNECTED
+
+    async def _send_command(self, cmd: bytes, priority: bool = False) -> None:
+        self.data += cmd
+
+    async def _flush_pending(self, force_flush: bool = False) -> None:
+        pass
+
+
+def sent(messages: list[Outgoing], supported: bool, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, dict[str, Any]]:
+    monkeypatch.setattr(frames, "supported", supported)
+    client = Sent()
+    client._flush_queue = None
+    asyncio.run(frames.send(client, messages, "batch", "_INBOX.x.1"))
+    # Without a reply nats-py leaves two spaces where one is enough.
+    return client.data.replace(b"  ", b" "), client.stats
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_both_ways_send_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for messages in (_MESSAGES[:count], _MESSAGES[-count:]):
+        ours, our_stats = sent(messages, True, monkeypatch)
+        theirs, their_stats = sent(messages, False, monkeypatch)
+        assert ours == theirs
+        assert our_stats["out_msgs"] == their_stats["out_msgs"] == count
+
+
+def test_the_installed_client_is_one_that_was_checked() -> None:
+    assert frames.supported
