@@ -36,63 +36,58 @@ class FlushWaiter:
     def _on_progress(self, partition: int, seq: int) -> None:
         if seq > self._progress.get(partition, 0):
             self._progress[partition] = seq
-            self._moved.set()
+            # A new event for the next report: whoever holds this one before he looks misses nothing.
+            moved, self._moved = self._moved, asyncio.Event()
+            moved.set()
 
     async def thread(self, thread_id: str, target: int, timeout_s: float) -> None:
         """Return once the thread is flushed up to `target`. Raises FlushTimeout after `timeout_s`."""
         partition = self._subjects.partition(thread_id)
 
-        async def flushed() -> int:
-            return (await self._ledger.row(thread_id)).flushed_seq
+        async def look() -> dict[int, int]:
+            return {partition: (await self._ledger.row(thread_id)).flushed_seq}
 
-        await self._wait({partition: target}, {partition: flushed}, thread_id, timeout_s)
+        # Most likely it is not flushed yet: ask the owner first, look into Postgres when no report comes.
+        await self._wait({partition: target}, look, thread_id, timeout_s, look_first=False)
 
     async def partitions(self, targets: Mapping[int, int], timeout_s: float) -> None:
         """Return once each partition is flushed up to its target. Raises FlushTimeout after `timeout_s`."""
 
-        def cursor_of(partition: int) -> Callable[[], Awaitable[int]]:
-            async def flushed() -> int:
-                cursor = (await self._ledger.cursors()).get(partition)
-                return cursor.seq if cursor is not None else 0
+        async def look() -> dict[int, int]:
+            return {p: cursor.seq for p, cursor in (await self._ledger.cursors()).items()}
 
-            return flushed
-
-        await self._wait(targets, {p: cursor_of(p) for p in targets}, None, timeout_s)
+        await self._wait(targets, look, None, timeout_s, look_first=True)
 
     async def _wait(
         self,
         targets: Mapping[int, int],
-        flushed: Mapping[int, Callable[[], Awaitable[int]]],
+        look: Callable[[], Awaitable[Mapping[int, int]]],
         thread_id: str | None,
         timeout_s: float,
+        *,
+        look_first: bool,
     ) -> None:
-        deadline = asyncio.get_running_loop().time() + timeout_s
         left = dict(targets)
         reached, reason = 0, ""
         try:
-            async with asyncio.timeout_at(deadline):
-                first = True
+            async with asyncio.timeout(timeout_s):
                 while True:
+                    moved = self._moved
                     left = {p: t for p, t in left.items() if self._progress.get(p, 0) < t}
+                    if left and look_first:
+                        try:
+                            found = await look()
+                            reached = max((found.get(p, 0) for p in left), default=0)
+                            left = {p: t for p, t in left.items() if found.get(p, 0) < t}
+                        except BufstoreError as e:
+                            reason = str(e)
                     if not left:
                         return
-                    if not first:
-                        for partition in list(left):
-                            try:
-                                reached = await flushed[partition]()
-                            except BufstoreError as e:
-                                reason = str(e)
-                                continue
-                            if reached >= left[partition]:
-                                del left[partition]
-                        if not left:
-                            return
-                    first = False
+                    look_first = True
                     reason = await self._ask(left) or reason
-                    self._moved.clear()
-                    with contextlib.suppress(asyncio.TimeoutError):
+                    with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(_ASK_INTERVAL_S):
-                            await self._moved.wait()
+                            await moved.wait()
         except TimeoutError:
             if self._flusher is not None:
                 reason = self._flusher.state.trouble or reason
