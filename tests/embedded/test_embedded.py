@@ -529,3 +529,9 @@ def test_another_user_has_servers_at_the_same_time(shared: Servers, folder: Path
     assert all(gone(pid) for pid in found["servers"] + found["guards"])
     assert rows(shared.postgres.dsn) == [(1,)]
     assert (folder / "home/data/postgres/cluster").stat().st_uid == 65534
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EmbeddedError, match=r"file/data/nats cannot be made|file/data"):
+        Servers(tmp_path / "file" / "data").start()

@@ -312,9 +312,12 @@ def write_private(path: Path, text: str) -> None:
 def make_folder(folder: Path) -> None:
     """Makes what is missing, closed to others except that, as root, the account of Postgres may pass."""
     mode = 0o711 if os.geteuid() == 0 else 0o700
-    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
-        missing.mkdir(mode, exist_ok=True)
-        missing.chmod(mode)  # whatever the umask
+    try:
+        for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+            missing.mkdir(mode, exist_ok=True)
+            missing.chmod(mode)  # whatever the umask
+    except OSError as error:
+        raise EmbeddedError(f"the data folder {folder} cannot be made: {error.strerror}") from error
 
 
 def _port_is_free(port: int) -> bool:
