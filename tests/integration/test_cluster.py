@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufstoreError, Consistency, NatsConfig
+from bufstore import BufstoreError, Consistency, NatsConfig, ReadNotFresh
 from bufstore.embedded import NatsServer, Servers
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
@@ -89,8 +89,47 @@ async def test_three_replicas_survive_their_leader(servers: Servers, cluster: li
         for thread_id in thread_ids:
             assert await store.load_messages(thread_id) == acknowledged[thread_id]
         await store.force_flush_all(timeout_s=30)
+        assert await store.load_messages(thread_ids[0], consistency=Consistency.STRONG) == acknowledged[thread_ids[0]]
         for thread_id in thread_ids:
             found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
             assert found == acknowledged[thread_id]
+    finally:
+        await context.__aexit__(None, None, None)
+
+
+async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: list[NatsServer]) -> None:
+    deployment = Deployment(servers, replicas=3)
+    nats = NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in cluster], user="all", password="all")
+
+    async def opened() -> Any:
+        try:
+            context = deployment.store(nats=nats, read_timeout_s=2.0, flush_timeout_s=5.0)
+            return context, await context.__aenter__()
+        except BufstoreError:
+            return None  # no meta leader yet
+
+    context, store = await eventually(opened, 60)
+    try:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.force_flush(thread_id)
+        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        followers = [s for i, s in enumerate(cluster) if f"n{i}" != info["cluster"]["leader"]]
+        for server in followers:
+            await asyncio.to_thread(server.pause)
+        try:
+            with pytest.raises(ReadNotFresh):
+                await store.load_messages(thread_id, consistency=Consistency.STRONG)
+        finally:
+            for server in followers:
+                await asyncio.to_thread(server.resume)
+
+        async def read() -> Any:
+            try:
+                return await store.load_messages(thread_id, consistency=Consistency.STRONG)
+            except BufstoreError:
+                return None
+
+        assert await eventually(read, 60) == [said(0)]
     finally:
         await context.__aexit__(None, None, None)

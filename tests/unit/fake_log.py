@@ -74,6 +74,9 @@ class FakeLog:
 
     generation_start = 1
 
+    async def barrier(self, timeout_s: float) -> None:
+        pass
+
     def __init__(self, message_bytes_max: int = 1 << 20) -> None:
         self.message_bytes_max = message_bytes_max
         self.messages: list[StoredMessage] = []

@@ -27,6 +27,8 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     expected: int | None = None
     #: Seconds after which the server removes it; 0 keeps it.
     ttl_s: int = 0
+    #: It replaces what the subject held.
+    rollup: bool = False
 
 
 class Conflict(Exception):
@@ -112,6 +114,13 @@ class Log(Stream, Protocol):
 
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Feed:
         """Deliver the partition from sequence `start`; `wake` is called when something arrived or was lost."""
+        ...
+
+    async def barrier(self, timeout_s: float) -> None:
+        """Return once the log's leader has proved that it leads: what it shows from now on is not old.
+
+        On a replicated log only; a single server always knows. Raises AppendUnknown, LogUnavailable.
+        """
         ...
 
     async def fill(self) -> tuple[int, int]:

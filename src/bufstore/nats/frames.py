@@ -72,6 +72,8 @@ def _headers(message: Outgoing, batch: str, number: int, is_last: bool) -> list[
         pairs.append((_EXPECTED, str(message.expected)))
     if message.ttl_s:
         pairs.append(("Nats-TTL", f"{message.ttl_s}s"))
+    if message.rollup:
+        pairs.append(("Nats-Rollup", "sub"))
     if batch:
         pairs.append(("Nats-Batch-Id", batch))
         pairs.append(("Nats-Batch-Sequence", str(number)))

@@ -77,6 +77,12 @@ class NatsLog(NatsStream):
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}", timeout_s=timeout_s)
         return self._note(int(info["state"]["last_seq"]))
 
+    async def barrier(self, timeout_s: float) -> None:
+        if self._config.log.replicas > 1:
+            # A leader that the others have left answers reads for seconds; a write needs their votes. The subject is
+            # in no partition, and holds one message.
+            await self.publish(Outgoing(f"{self._config.log.subject}.barrier.0", b"", rollup=True), timeout_s)
+
     async def fill(self) -> tuple[int, int]:
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])

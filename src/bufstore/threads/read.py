@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from bufstore.buffer.entry import assemble
 from bufstore.buffer.flush_waiter import FlushWaiter
-from bufstore.buffer.ports import HotState, Log
+from bufstore.buffer.ports import AppendUnknown, HotState, Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import (
@@ -79,13 +79,14 @@ class ThreadReads:
                 if level is Consistency.EVENTUAL:
                     state = await self._until(lambda: self._store.state(thread_id), needed)
                 elif level is Consistency.STRONG:
+                    await self._log.barrier(self._config.read_timeout_s)
                     target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
                     state = await self._until(lambda: self._store.state(thread_id), target)
                 else:
                     state = await self._until(lambda: self._joined_state(thread_id), needed)
         except TimeoutError:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
-        except (FlushTimeout, LogUnavailable) as e:
+        except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
         if state.row.broken_since is not None and level is not Consistency.EVENTUAL:
             raise ThreadQuarantined(thread_id, state.row.broken_since)
