@@ -97,8 +97,8 @@ class LogConfig:
     #: Server tags that the stream and bucket must be placed on.
     placement_tags: Sequence[str] = ()
     placement_cluster: str | None = None
-    #: Limit of the log on disk; what is flushed makes room, what is not raises LogFull.
-    max_bytes: int = 8 << 30
+    #: Limit of the log on disk, which the server reserves; what is flushed makes room, what is not raises LogFull.
+    max_bytes: int = 2 << 30
     #: Largest entry; one over the server's max_payload is stored in several messages.
     max_entry_bytes: int = 64 << 20
 

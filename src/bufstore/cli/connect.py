@@ -50,6 +50,9 @@ _OPTIONS = (
 )  # fmt: skip
 
 
+_EMBEDDED_LOG_BYTES = 1 << 30
+
+
 @dataclass(frozen=True, kw_only=True)
 class Target:
     """Where the servers are, and how to open a store there."""
@@ -75,6 +78,8 @@ class Target:
             if not create:
                 raise ConfigError(f"there is no log {self.stream!r} on this server yet; the first write makes it")
             log = LogConfig(stream=self.stream, bucket=self.bucket)
+            if self.servers is not None:  # on whatever disk this is
+                log = replace(log, max_bytes=_EMBEDDED_LOG_BYTES)
         config = BufferConfig(log=log, flusher=flusher)
         async with await BufferedThreadStore.open(self.plain(), nats=self.nats, config=config) as store:
             yield store
