@@ -20,18 +20,18 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Generic, Protocol
+from typing import Generic
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, assemble, encode, entry_id
+from bufstore.buffer.entry import Base, Entry, encode, entry_id
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
-from bufstore.buffer.lookups import Lookups
 from bufstore.buffer.ports import AppendUnknown, Conflict, Log, Outgoing
 from bufstore.buffer.subjects import Subjects
-from bufstore.buffer.tip import Draft, M, NeedBase, Prepare, Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
+from bufstore.buffer.tip import Draft, M, NeedBase, Prepare, Tip, TipCache
+from bufstore.buffer.tip_finder import TipFinder, Writer
 from bufstore.config import BufferConfig
 from bufstore.errors import (
     BufstoreError,
@@ -52,22 +52,6 @@ _PAUSE_MAX_S = 0.2
 
 class _NeedRow(Exception):
     """An idempotency key can only be judged by what Postgres remembers of the thread."""
-
-
-class Writer(Protocol[M]):
-    """What the appender asks of the domain besides `prepare`."""
-
-    async def load_base(self, thread_id: str) -> tuple[int, Row, M]:
-        """The thread's content: the position of its last entry in the log (0: none there), its row as it will be
-        once the tail is flushed, and what to remember of its content.
-
-        Raises StoreUnavailable when Postgres is needed and does not answer.
-        """
-        ...
-
-    def observe(self, memory: M, entry: StoredEntry) -> None:
-        """Bring the memory up to date with an entry that another writer appended."""
-        ...
 
 
 @dataclass(eq=False)
@@ -122,14 +106,11 @@ class Appender(Generic[M]):
         self._log = log
         self._subjects = subjects
         self._config = config
-        self._writer = writer
-        self._load_row = load_row
         self._group = GroupCommit(log)
         self._lanes: dict[str, _Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
+        self._finder = TipFinder(log, subjects, config, writer, load_row, self._tips)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lookups = Lookups(log, config.append_timeout_s)
-        self._seen = (0, float("-inf"))
         self._outstanding: set[_Write[M]] = set()
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -217,15 +198,15 @@ class Appender(Generic[M]):
             return
         tip = tip or self._tips.get(lane.thread_id)
         if tip is None:
-            self._spawn(self._find(lane, lambda: self._look_up(lane.thread_id)))
+            self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
         try:
             unit = self._build(lane, tip)
         except NeedBase:
-            self._spawn(self._find(lane, lambda: self._load_base(lane.thread_id), for_head=True))
+            self._spawn(self._find(lane, lambda: self._finder.of_content(lane.thread_id), for_head=True))
             return
         except _NeedRow:
-            self._spawn(self._find(lane, lambda: self._load_tip_of_row(lane.thread_id), for_head=True))
+            self._spawn(self._find(lane, lambda: self._finder.of_row(lane.thread_id), for_head=True))
             return
         if unit is None:
             self._advance(lane)
@@ -349,7 +330,7 @@ class Appender(Generic[M]):
             self._tips.drop(lane.thread_id)
         else:
             self._tips.put(lane.thread_id, unit.after)
-        self._seen = max(self._seen, (seq, self._loop.time()))
+        self._finder.saw(seq)
         late = unit.before.seq == 0
         for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
             if not write.done.done():
@@ -402,49 +383,6 @@ class Appender(Generic[M]):
                 write.done.set_exception(error)
         self._advance(lane)
 
-    async def _look_up(self, thread_id: str) -> Tip[M]:
-        """The tip from the log's last message of the thread. Postgres is not asked."""
-        seen = await self._seen_lately()
-        last = await self._lookups.last(self._subjects.of(thread_id))
-        if last is None:
-            return tip_unknown(seen)
-        tip: Tip[M] = tip_of_message(last)
-        self._tips.put(thread_id, tip)
-        return tip
-
-    async def _load_base(self, thread_id: str) -> Tip[M]:
-        """The tip with the thread's content, from Postgres and the tail."""
-        seen = await self._seen_lately()
-        seq, row, memory = await self._writer.load_base(thread_id)
-        if not seq:
-            return tip_of_row(row, seen, memory)
-        broken = row.broken_since is not None
-        tip = Tip(seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, memory, broken)
-        self._tips.put(thread_id, tip)
-        return tip
-
-    async def _load_tip_of_row(self, thread_id: str) -> Tip[M]:
-        """The tip with all keys that are remembered: those of its chain in the log, and those that Postgres knows."""
-        seen = await self._seen_lately()
-        row = await self._load_row(thread_id)
-        tip = self._tips.get(thread_id) or await self._look_up(thread_id)
-        if not tip.seq:
-            return tip_of_row(row, seen, None)
-        tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
-        return tip
-
-    async def _seen_lately(self) -> int:
-        """A position at or above everything that has been purged by now.
-
-        Purged is only what was committed `failover_window_s` ago, so the log's end at any later moment is one.
-        """
-        seq, at = self._seen
-        now = self._loop.time()
-        if now - at > self._config.failover_window_s / 4:
-            seq = await self._log.end(self._config.append_timeout_s)
-            self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
-        return seq
-
     async def _recover_or_fail(self, lane: _Lane[M], unit: _Unit[M], error: BaseException) -> None:
         try:
             await self._recover(lane, unit, error)
@@ -482,12 +420,12 @@ class Appender(Generic[M]):
                 await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
             lane.queue.extendleft(w for w, _ in reversed(unit.writes))
             if isinstance(error, Conflict) and before.seq and before.memory is not None:
-                await self._find(lane, lambda: self._catch_up(lane.thread_id, before))
+                await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before))
             elif isinstance(error, LogUnavailable):
                 await asyncio.sleep(0.05)
-                await self._find(lane, lambda: self._look_up(lane.thread_id))
+                await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
             else:
-                await self._find(lane, lambda: self._look_up(lane.thread_id))
+                await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
             return
         for write, _ in unit.writes:
             if not write.done.done():
@@ -517,25 +455,6 @@ class Appender(Generic[M]):
                     _log.info("an append stays unknown: %s", e, extra={"action": "append_unknown"})
                     raise _StillUnknown from None
         return None
-
-    async def _catch_up(self, thread_id: str, before: Tip[M]) -> Tip[M]:
-        """The tip after the entries that others appended behind `before`."""
-        memory = before.memory
-        assert memory is not None
-        subject = self._subjects.of(thread_id)
-        messages = await self._log.after(subject, before.seq, self._config.append_timeout_s)
-        if not messages:
-            # A conflict, and nobody wrote behind us: what we built on has been purged, and maybe more with it.
-            return await self._look_up(thread_id)
-        tip = before
-        for item in assemble(messages, thread_id):
-            if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
-                return tip_of_message(messages[-1])
-            e = item.entry
-            self._writer.observe(memory, item)
-            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, ring_complete=e.ring_complete)
-        self._tips.put(thread_id, tip)
-        return tip
 
 
 class _StillUnknown(Exception):

@@ -1,0 +1,123 @@
+"""Finding a thread's tip: in the log, in Postgres, or from a tip of before and what others have appended since."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, Protocol
+
+from bufstore.buffer import ring as rings
+from bufstore.buffer.chain import Row
+from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
+from bufstore.buffer.lookups import Lookups
+from bufstore.buffer.ports import Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.tip import M, Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
+from bufstore.config import BufferConfig
+
+
+class Writer(Protocol[M]):
+    """What the appender asks of the domain besides `prepare`."""
+
+    async def load_base(self, thread_id: str) -> tuple[int, Row, M]:
+        """The thread's content: the position of its last entry in the log (0: none there), its row as it will be
+        once the tail is flushed, and what to remember of its content.
+
+        Raises StoreUnavailable when Postgres is needed and does not answer.
+        """
+        ...
+
+    def observe(self, memory: M, entry: StoredEntry) -> None:
+        """Bring the memory up to date with an entry that another writer appended."""
+        ...
+
+
+class TipFinder(Generic[M]):
+    """Finds tips and remembers them in `tips`. All of it raises LogUnavailable, what asks Postgres StoreUnavailable."""
+
+    def __init__(
+        self,
+        log: Log,
+        subjects: Subjects,
+        config: BufferConfig,
+        writer: Writer[M],
+        load_row: Callable[[str], Awaitable[Row]],
+        tips: TipCache[M],
+    ) -> None:
+        self._log = log
+        self._subjects = subjects
+        self._timeout_s = config.append_timeout_s
+        # Seen this lately, the end of the log is above everything that has been purged since.
+        self._seen_for_s = config.failover_window_s / 4
+        self._writer = writer
+        self._load_row = load_row
+        self._tips = tips
+        self._lookups = Lookups(log, config.append_timeout_s)
+        self._loop = asyncio.get_running_loop()
+        self._seen = (0, float("-inf"))
+
+    def saw(self, seq: int) -> None:
+        """Note that the log has got as far as `seq` by now."""
+        self._seen = max(self._seen, (seq, self._loop.time()))
+
+    async def look_up(self, thread_id: str) -> Tip[M]:
+        """The tip from the log's last message of the thread. Postgres is not asked."""
+        seen = await self._seen_lately()
+        last = await self._lookups.last(self._subjects.of(thread_id))
+        if last is None:
+            return tip_unknown(seen)
+        tip: Tip[M] = tip_of_message(last)
+        self._tips.put(thread_id, tip)
+        return tip
+
+    async def of_content(self, thread_id: str) -> Tip[M]:
+        """The tip with the thread's content, from Postgres and the tail."""
+        seen = await self._seen_lately()
+        seq, row, memory = await self._writer.load_base(thread_id)
+        if not seq:
+            return tip_of_row(row, seen, memory)
+        broken = row.broken_since is not None
+        tip = Tip(seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, memory, broken)
+        self._tips.put(thread_id, tip)
+        return tip
+
+    async def of_row(self, thread_id: str) -> Tip[M]:
+        """The tip with all keys that are remembered: those of its chain in the log, and those that Postgres knows."""
+        seen = await self._seen_lately()
+        row = await self._load_row(thread_id)
+        tip = self._tips.get(thread_id) or await self.look_up(thread_id)
+        if not tip.seq:
+            return tip_of_row(row, seen, None)
+        tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
+        return tip
+
+    async def catch_up(self, thread_id: str, before: Tip[M]) -> Tip[M]:
+        """The tip after the entries that others appended behind `before`."""
+        memory = before.memory
+        assert memory is not None
+        subject = self._subjects.of(thread_id)
+        messages = await self._log.after(subject, before.seq, self._timeout_s)
+        if not messages:
+            # A conflict, and nobody wrote behind us: what we built on has been purged, and maybe more with it.
+            return await self.look_up(thread_id)
+        tip = before
+        for item in assemble(messages, thread_id):
+            if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
+                return tip_of_message(messages[-1])
+            e = item.entry
+            self._writer.observe(memory, item)
+            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, ring_complete=e.ring_complete)
+        self._tips.put(thread_id, tip)
+        return tip
+
+    async def _seen_lately(self) -> int:
+        """A position at or above everything that has been purged by now.
+
+        Purged is only what was committed `failover_window_s` ago, so the log's end at any later moment is one.
+        """
+        seq, at = self._seen
+        now = self._loop.time()
+        if now - at > self._seen_for_s:
+            seq = await self._log.end(self._timeout_s)
+            self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
+        return seq
