@@ -356,15 +356,10 @@ class Appender(Generic[M]):
         `for_head`: only the first write in the queue needs what is looked for, and alone fails without it.
         """
         try:
-            tip = None
-            async for attempt in AsyncRetrying(
-                wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
-                retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
-                stop=lambda _: all(w.done.done() for w in lane.queue),
-                reraise=True,
-            ):
-                with attempt:
-                    tip = await find()
+            try:
+                tip = await find()
+            except (LogUnavailable, AppendUnknown):
+                tip = await self._find_again(lane, find)
         except (BufstoreError, AppendUnknown) as e:
             self._fail(lane, e, for_head)
         except Exception as e:
@@ -372,6 +367,17 @@ class Appender(Generic[M]):
             self._fail(lane, LogUnavailable(f"looking up the thread failed: {type(e).__name__}"), for_head)
         else:
             self._advance(lane, tip)
+
+    async def _find_again(self, lane: _Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
+        async for attempt in AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
+            retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
+            stop=lambda _: all(w.done.done() for w in lane.queue),
+            reraise=True,
+        ):
+            with attempt:
+                return await find()
+        raise AssertionError("tenacity ended without an outcome")
 
     def _fail(self, lane: _Lane[M], error: Exception, for_head: bool) -> None:
         self._tips.drop(lane.thread_id)

@@ -7,6 +7,7 @@ without a consumer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -61,6 +62,8 @@ class NatsHotState:
         message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=_RUN_TTL_S)
         try:
             async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(LogUnavailable, AppendUnknown):
+                    return await self._claim(message, run_id, thread_id, timeout_s)
                 # Claiming twice is the same as once, so whatever the outcome was it may be tried again.
                 async for attempt in AsyncRetrying(
                     wait=wait_random_exponential(multiplier=0.02, max=0.2),
