@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 from tenacity.stop import stop_when_event_set
 
@@ -137,7 +138,8 @@ class Flusher:
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
         self._room = config.flush_max_entries
-        self._poison: set[int] = set()
+        #: Entries that turned out not to be applicable, and why, until they are parked.
+        self._poison: dict[int, str] = {}
         #: Threads that wait for room in quarantine, and whether that was said.
         self._unparkable: set[str | None] = set()
         self._quarantine_full = False
@@ -420,7 +422,7 @@ class Flusher:
                 # Parking itself was refused: this is not about the entry.
                 self._report_trouble(error, stopped=False)
                 raise _Later from error
-            self._poison.add(item.entry.id)
+            self._poison[item.entry.id] = str(error)
             await self._settle(threads)
 
     def _has_to_wait(self, thread_id: str, what: Verdict, error: FlushFailed) -> bool:
@@ -501,7 +503,7 @@ class Flusher:
             row = rows[thread_id]
             while True:
                 complete = thread_id in filled
-                todo = plan(row, [*filled.get(thread_id, ()), *items], complete=complete, poison=self._poison)
+                todo = plan(row, [*filled.get(thread_id, ()), *items], complete=complete, poison=self._poison.keys())
                 if todo.gap_before is not None:
                     gaps[thread_id] = row.flushed_seq
                     break
@@ -509,14 +511,18 @@ class Flusher:
                     if todo.apply:
                         batch.append(self._coalesce(thread_id, row.version, todo.apply))
                 except Inapplicable as e:
-                    self._poison.add(e.entry_id)
+                    self._poison[e.entry_id] = str(e)
                     continue
                 new_rows[thread_id] = todo.row
-                parked += todo.park
+                parked += map(self._with_cause, todo.park)
                 break
         if gaps:
             raise _Gap(gaps)
         return Decision(batch=batch, rows=new_rows, parked=parked)
+
+    def _with_cause(self, parked: Parked) -> Parked:
+        cause = self._poison.get(parked.item.entry.id) if isinstance(parked.item, StoredEntry) else None
+        return parked if cause is None else msgspec.structs.replace(parked, cause=cause)
 
     async def _fill(self, thread_id: str, after: int, last: int) -> list[Item]:
         """The thread's entries in the log above one position, up to another."""
@@ -547,7 +553,7 @@ class Flusher:
                 extra={"action": "entry_parked"},
             )
             if isinstance(item, StoredEntry):
-                self._poison.discard(item.entry.id)
+                self._poison.pop(item.entry.id, None)
 
     def _report_trouble(self, error: BaseException, *, stopped: bool) -> None:
         text = f"{type(error).__name__}: {error}"

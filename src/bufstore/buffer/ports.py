@@ -250,7 +250,7 @@ class ParkedInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParkedEntries(Protocol):
-    """The entries that wait in quarantine. Raises StoreUnavailable and FlushFailed like the ledger that they belong to."""
+    """The entries that wait in quarantine. Raises what the ledger raises that they belong to."""
 
     async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
         """Entries above a position (of one thread, if it is given), oldest first."""
