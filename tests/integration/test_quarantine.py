@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import Consistency, MemoryThreadStore, NotFound, PostgresThreadStore, ThreadQuarantined
+from bufstore import AlreadyExists, Consistency, MemoryThreadStore, NotFound, PostgresThreadStore, ThreadQuarantined
 from bufstore.buffer.entry import Malformed, StoredEntry
 from bufstore.buffer.replay import Outcome
 from conftest import Deployment
@@ -28,14 +28,12 @@ class Picky(PostgresThreadStore):
         await super().apply(connection, batch)
 
 
-class ForgetfulMemory(MemoryThreadStore):
+class PickyMemory(MemoryThreadStore):
     """The same, in memory; its errors are an app's own."""
 
     mended = False
 
     async def apply(self, connection: Any, batch: Any) -> None:
-        from bufstore.errors import AlreadyExists
-
         if not self.mended and any(b"poison" in m for c in batch for m in c.messages):
             raise AlreadyExists("refused")
         await super().apply(connection, batch)
@@ -55,7 +53,7 @@ async def row_of(deployment: Deployment, thread_id: str) -> tuple[Any, ...]:
 
 
 async def poisoned(store: Any, thread_id: str, behind: int = 2) -> list[Any]:
-    """One good entry, one that the store refuses, and some that build on it, all flushed; the messages that are meant."""
+    """One good entry, one that the store refuses, some that build on it; what all of them mean."""
     messages: list[Any] = [said(0)]
     await store.checkpoint(thread_id, messages, run_of(thread_id))
     messages.append({"content": "poison", "id": "p"})
@@ -69,7 +67,7 @@ async def poisoned(store: Any, thread_id: str, behind: int = 2) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["postgres", "memory"])
 async def test_what_was_parked_is_replayed_in_order_and_once(deployment: Deployment, kind: str) -> None:
-    inner: Any = picky(deployment) if kind == "postgres" else ForgetfulMemory()
+    inner: Any = picky(deployment) if kind == "postgres" else PickyMemory()
     async with deployment.store(inner, flush_interval_s=600) as store:
         thread_id = fresh()
         messages = await poisoned(store, thread_id)
@@ -237,7 +235,7 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
     chance = random.Random(7)
     inner = picky(deployment)
     good, bad = 10_000, 1_000
-    async with deployment.store(inner, flusher=False) as writer:
+    async with deployment.store(flusher=False) as writer:
         threads = [fresh() for _ in range(2_000)]
         # Two thirds are refused by the database, one third is no entry at all; each is the last of its thread.
         kinds = chance.sample(threads, bad)

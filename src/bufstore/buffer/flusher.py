@@ -374,9 +374,9 @@ class Flusher:
 
     # --- one transaction, split when it cannot commit whole ----------------------------------------------------------
 
-    async def _settle(self, threads: Mapping[str | None, list[Item]]) -> None:
+    async def _settle(self, threads: Mapping[str | None, list[Item]], *, probe: bool = False) -> None:
         try:
-            await self._commit(threads)
+            await self._commit(threads, probe=probe)
         except NotOwner as e:
             for partition in {self._partition_of(t, items) for t, items in threads.items()}:
                 if partition in self._shares:
@@ -394,10 +394,40 @@ class Flusher:
             if what in (Verdict.RETRY, Verdict.STOP):
                 self._report_trouble(e, stopped=what is Verdict.STOP)
                 raise _Later from e
-            await self._settle_parts(threads, what, e)
+            if e.culprits:
+                await self._settle_culprits(threads, e)
+            elif what is Verdict.POISON and len(threads) > 1 and not probe:
+                await self._settle(threads, probe=True)
+            else:
+                await self._settle_parts(threads, what, e)
         except (BufstoreError, AppendUnknown) as e:
             self._report_trouble(e, stopped=False)
             raise _Later from e
+
+    async def _settle_culprits(self, threads: Mapping[str | None, list[Item]], error: FlushFailed) -> None:
+        """Some threads are to blame: the others in one transaction, these halved, all at once, down to the entries."""
+        rest: dict[str | None, list[Item]] = {}
+        first: dict[str | None, list[Item]] = {}
+        second: dict[str | None, list[Item]] = {}
+        for thread_id, items in threads.items():
+            cause = error.culprits.get(thread_id or "")
+            if cause is None:
+                rest[thread_id] = items
+            elif len(items) > 1:
+                first[thread_id], second[thread_id] = items[: len(items) // 2], items[len(items) // 2 :]
+            elif not isinstance(items[0], StoredEntry) or items[0].entry.id in self._poison:
+                await self._settle_parts({thread_id: items}, error.verdict, error)
+            else:
+                self._poison[items[0].entry.id] = cause
+                rest[thread_id] = items
+        if rest:
+            await self._settle(rest)
+        if first:
+            await self._settle(first)
+            # In order, and only as far as it goes: the second half builds on the first.
+            second = {t: items for t, items in second.items() if t not in self._waiting}
+            if second:
+                await self._settle(second)
 
     async def _settle_parts(self, threads: Mapping[str | None, list[Item]], what: Verdict, error: FlushFailed) -> None:
         """Commit in smaller parts what cannot be committed whole."""
@@ -453,7 +483,7 @@ class Flusher:
         if rest:
             await self._settle(rest)
 
-    async def _commit(self, threads: Mapping[str | None, list[Item]]) -> None:
+    async def _commit(self, threads: Mapping[str | None, list[Item]], *, probe: bool) -> None:
         """Flush these threads' entries in one transaction; on return they are settled."""
         filled: dict[str, list[Item]] = {}
         parked: list[Parked] = []
@@ -468,7 +498,8 @@ class Flusher:
             shares = [share for _, share in sorted(self._shares.items()) if not settled.isdisjoint(share.pending)]
             moves = [Move(share.cursor, share.cursor_after(settled)) for share in shares]
             try:
-                decision = await self._ledger.flush(moves, sorted(t for t in threads if t is not None), decide)
+                names = sorted(t for t in threads if t is not None)
+                decision = await self._ledger.flush(moves, names, decide, probe=probe)
                 break
             except QuarantineFull as e:
                 raise _NoRoom(e, parked) from e

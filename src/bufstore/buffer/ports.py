@@ -203,7 +203,7 @@ class Move:
 class Decision:
     """What one flush transaction writes, decided while the rows are locked."""
 
-    #: The domain's changes, one per thread.
+    #: The domain's changes, one per thread, each with its `thread_id`.
     batch: Sequence[Any] = ()
     rows: Mapping[str, Row] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
@@ -216,9 +216,11 @@ class NotOwner(Exception):
 class FlushFailed(Exception):
     """A flush transaction failed and changed nothing (or its outcome is unknown, which a retry finds out)."""
 
-    def __init__(self, message: str, verdict: Verdict) -> None:
+    def __init__(self, message: str, verdict: Verdict, culprits: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.verdict = verdict
+        #: The threads that are to blame and why, when they were looked for.
+        self.culprits = culprits or {}
 
 
 class QuarantineFull(Exception):
@@ -326,11 +328,15 @@ class Ledger(Protocol):
         moves: Sequence[Move],
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
+        *,
+        probe: bool = False,
     ) -> Decision:
         """One transaction: check terms and cursors, lock the threads' rows, `decide`, write, commit.
 
         Raises NotOwner when a partition's row is not as `moves` says it was: another owner has taken it, or Postgres
-        has gone back to a state of before; QuarantineFull. An exception of `decide` rolls back and passes through.
+        has gone back to a state of before; QuarantineFull. `probe`: find the threads that are to blame for a batch
+        that cannot be written (FlushFailed.culprits), if the ledger can. An exception of `decide` rolls back and passes
+        through.
         """
         ...
 

@@ -60,7 +60,12 @@ class MemoryLedger:
         return self._rows.get(thread_id, Row())
 
     async def flush(
-        self, moves: Sequence[Move], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
+        self,
+        moves: Sequence[Move],
+        threads: Sequence[str],
+        decide: Callable[[Mapping[str, Row]], Decision],
+        *,
+        probe: bool = False,
     ) -> Decision:
         for move in moves:
             if self._cursors.get(move.before.partition) != move.before:

@@ -12,9 +12,10 @@ from bufstore.buffer.chain import Row
 from bufstore.buffer.ports import Cursor, Decision, Move, NotOwner
 from bufstore.config import BufferConfig
 from bufstore.postgres import columns
+from bufstore.postgres.applying import Applies, apply_batch, flush_errors, probe_batch
 from bufstore.postgres.migrate import check_schema, migrate, queries
 from bufstore.postgres.pool import Pool, new_pool
-from bufstore.postgres.quarantine import Applies, PostgresParked, apply_batch, flush_errors, row_columns
+from bufstore.postgres.quarantine import PostgresParked, row_columns
 
 _FOLDER = files("bufstore.postgres") / "buffer"
 #: Enough for one flush and the reads of waiters beside it.
@@ -83,7 +84,12 @@ class PostgresLedger:
         return self._parked
 
     async def flush(
-        self, moves: Sequence[Move], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
+        self,
+        moves: Sequence[Move],
+        threads: Sequence[str],
+        decide: Callable[[Mapping[str, Row]], Decision],
+        *,
+        probe: bool = False,
     ) -> Decision:
         await self.setup()
         async with self._pool.lend(self._timeout_s) as connection:
@@ -93,7 +99,9 @@ class PostgresLedger:
                     decision = decide(rows)
                     if decision.parked:
                         await self._parked.park(connection, decision.parked)
-                    if decision.batch:
+                    if decision.batch and probe:
+                        await probe_batch(self._target, connection, decision.batch)
+                    elif decision.batch:
                         await apply_batch(self._target, connection, decision.batch)
                     await self._advance(connection, moves, decision)
         return decision

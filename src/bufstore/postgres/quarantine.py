@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
-from typing import Any, LiteralString, Protocol
+from typing import Any, LiteralString
 
 import msgspec
-import psycopg
 from psycopg import AsyncConnection
 
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import Malformed, StoredEntry, StoredMessage
-from bufstore.buffer.ports import FlushFailed, ParkedInfo, QuarantineFull, Replay
+from bufstore.buffer.ports import ParkedInfo, QuarantineFull, Replay
 from bufstore.buffer.replay import Outcome, ParkedEntry
-from bufstore.buffer.verdict import Verdict, verdict
-from bufstore.errors import BufstoreError
 from bufstore.postgres import columns
+from bufstore.postgres.applying import Applies, apply_batch, flush_errors
 from bufstore.postgres.pool import Pool
 
 #: How much of a thread one replay transaction takes.
@@ -26,14 +23,6 @@ _REPLAY_BYTES = 64 << 20
 
 #: Parked whole: an entry, or the messages of what is none.
 _decoder = msgspec.msgpack.Decoder(StoredEntry | tuple[StoredMessage, ...])
-
-
-class Applies(Protocol):
-    """The part of a store that a flush needs."""
-
-    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
-        """Write the batch on the connection; see `bufstore.threads.protocol.WrappableStore`."""
-        ...
 
 
 class PostgresParked:
@@ -126,29 +115,6 @@ class PostgresParked:
         await self._setup()
         async with self._pool.lend(self._timeout_s) as connection:
             return await self._run(connection, name, *parameters)
-
-
-@contextmanager
-def flush_errors() -> Iterator[None]:
-    """Raise FlushFailed with its verdict for what Postgres says; a lost connection is mapped at the pool's edge."""
-    try:
-        yield
-    except psycopg.Error as e:
-        if e.sqlstate is None:
-            raise
-        text = e.diag.message_primary or type(e).__name__
-        raise FlushFailed(f"Postgres says: {text} (SQLSTATE {e.sqlstate})", verdict(e.sqlstate)) from e
-
-
-async def apply_batch(target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
-    """Have the store write the batch."""
-    try:
-        await target.apply(connection, batch)
-    except (psycopg.Error, BufstoreError, OSError):
-        raise
-    except Exception as e:
-        # The app's own code: nobody knows what it means, so it may delay only the threads that it fails on.
-        raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.SUSPECT) from e
 
 
 def row_columns(rows: dict[str, Row]) -> tuple[columns.Array, ...]:
