@@ -140,6 +140,8 @@ class BufferConfig:
     retain_after_flush_s: float = 24 * 3600.0
     #: Operator: how much of its last commits Postgres may lose in a failover; entries stay at least this long.
     failover_window_s: float = 60.0
+    #: Operator: with this many entries in quarantine no more is parked: poison waits in the log, `trouble` says so.
+    quarantine_max: int = 10_000
     #: Developer: threads (and runs) whose last state is remembered for one-round-trip writes.
     cached_threads: int = 20_000
 

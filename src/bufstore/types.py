@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -12,6 +12,10 @@ from bufstore.errors import InvalidId
 #: One message of a conversation: any value built of None, bool, int (64 bit), float, str, bytes, list and dict.
 #: Usually a dict with ``role`` and ``content``; every field, known or not, comes back as it was given.
 Message: TypeAlias = Any
+
+#: What a read does about a thread whose chain is broken by a parked entry: raise ThreadQuarantined, or show what
+#: is known.
+Quarantined: TypeAlias = Literal["raise", "known"]
 
 MAX_ID_BYTES = 1024
 

@@ -310,7 +310,7 @@ def test_a_thread_whose_entries_were_purged_can_be_written(how: str, cold: bool)
         await writer.append(["c"])
         await world.flush()
         assert await world.messages() == ["a", "b", "c"]
-        assert world.ledger.parked == []
+        assert world.ledger.parked.entries == {}
 
     test(main)
 
@@ -320,7 +320,7 @@ def test_a_thread_that_was_in_the_store_before_the_buffer_can_be_appended_to() -
         await world.store.checkpoint("t", ["old"], Run(run_id="before", thread_id="t"))
         await one.append(["new"])
         await world.flush()
-        assert world.ledger.parked == []
+        assert world.ledger.parked.entries == {}
         assert await world.messages() == ["old", "new"]
 
     test(main)
@@ -726,7 +726,7 @@ def test_whatever_fails_each_call_ends_as_it_says(seed: int, share: float, kinds
             assert max(r.thread_seq for r in receipt) == log.last_of(SUBJECTS.of(thread))
             assert (await world.shown(thread)).row.broken_since is None, "every chain is whole"
             await world.flush(thread)
-        assert world.ledger.parked == []
+        assert world.ledger.parked.entries == {}
         for one in writers:
             await one.aclose()
 

@@ -195,7 +195,7 @@ def test_several_holes_in_one_delivery_are_all_filled() -> None:
         await it.start()
         assert await it.flushed("t")
         assert await it.stored() == list(range(8))
-        assert it.ledger.parked == []
+        assert it.ledger.parked.entries == {}
 
     bench(main)
 
@@ -244,7 +244,7 @@ def test_what_the_database_refuses_is_parked_alone() -> None:
         await it.writer.append(["behind it"], "t")
         await it.start()
         assert await it.flushed("t", "u")
-        assert len(it.ledger.parked) == 2
+        assert len(it.ledger.parked.entries) == 2
         assert await it.stored("u") == await it.stored("t") == [f"m{n}" for n in range(6)]
 
     bench(main)

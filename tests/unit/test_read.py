@@ -46,7 +46,7 @@ def test_postgres_that_answers_late_is_still_joined_with_the_tail(who: str) -> N
         else:
             await two.append(["c"])
             await world.flush()
-            assert world.ledger.parked == []
+            assert world.ledger.parked.entries == {}
             assert await world.messages() == ["a", "b", "c"]
 
     test(main)

@@ -11,7 +11,7 @@ base: it is parked. A self-contained entry starts the chain afresh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
@@ -37,6 +37,8 @@ class Parked(msgspec.Struct, frozen=True):
 
     item: StoredEntry | Malformed
     cause: str
+    #: The thread's last applied entry when this one was parked: as long as it still is, this one can be replayed.
+    base_id: int | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +70,7 @@ def plan(
     items: Iterable[StoredEntry | Malformed],
     *,
     complete: bool,
-    poison: frozenset[int] = frozenset(),
+    poison: Set[int] = frozenset(),
 ) -> Plan:
     """Decide what of a thread's `items` takes effect on `row`.
 
@@ -83,7 +85,7 @@ def plan(
     for seq, item in pending:
         broken = row.broken_since if row.broken_since is not None else seq
         if isinstance(item, Malformed):
-            park.append(Parked(item, item.cause))
+            park.append(Parked(item, item.cause, row.applied_id))
             row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken)
             continue
         e = item.entry
@@ -95,11 +97,11 @@ def plan(
         if not chained and not complete and e.prev_id not in skipped and row.broken_since is None:
             return Plan(row=row, apply=apply, park=park, gap_before=seq)
         if e.id in poison:
-            park.append(Parked(item, "cannot be applied"))
+            park.append(Parked(item, "cannot be applied", row.applied_id))
             row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken)
             continue
         if not chained and not e.self_contained:
-            park.append(Parked(item, "its predecessor is not applied"))
+            park.append(Parked(item, "its predecessor is not applied", row.applied_id))
             row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken)
             continue
         apply.append(item)

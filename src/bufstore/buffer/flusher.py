@@ -21,9 +21,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
 from tenacity.stop import stop_when_event_set
 
@@ -42,20 +44,19 @@ from bufstore.buffer.ports import (
     Log,
     Move,
     NotOwner,
+    QuarantineFull,
 )
 from bufstore.buffer.retention import Retention
 from bufstore.buffer.share import Item, Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
+from bufstore.buffer.waiting import Waiting
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, LogRolledBack, StoreMisconfigured, StoreUnavailable
 
 _log = logging.getLogger(__name__)
 
 _BACKOFF_MAX_S = 2.0
-#: A thread whose row is locked waits this long, then twice as long each time, up to the maximum.
-_LOCKED_RETRY_S = 0.25
-_LOCKED_RETRY_MAX_S = 8.0
 #: An app's code that raises for a thread is asked this often before the entry is taken for poison: about a minute.
 _SUSPECT_TRIES = 10
 _TAKE_RETRY_S = 0.5
@@ -82,16 +83,17 @@ class FlusherState:
     stopped: bool = False
 
 
-@dataclass
-class _Wait:
-    until: float
-    pause: float
-    tries: int
-    reason: str
-
-
 class _Later(Exception):
     """Not now; everything stays as it is."""
+
+
+class _NoRoom(Exception):
+    """The quarantine has not room for what a flush would park: how many entries of which thread."""
+
+    def __init__(self, error: QuarantineFull, parked: Sequence[Parked]) -> None:
+        super().__init__(str(error))
+        self.room = error.room
+        self.parked = Counter(p.item.thread_id for p in parked)
 
 
 class _Gap(Exception):
@@ -132,12 +134,15 @@ class Flusher:
         self._stopping = asyncio.Event()
         self._asked_at = float("-inf")
         self._window_began: float | None = None
-        #: Threads that wait because something about them fails: until when, and the pause that led there.
-        self._locked: dict[str, _Wait] = {}
+        self._waiting = Waiting()
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
         self._room = config.flush_max_entries
-        self._poison: set[int] = set()
+        #: Entries that turned out not to be applicable, and why, until they are parked.
+        self._poison: dict[int, str] = {}
+        #: Threads that wait for room in quarantine, and whether that was said.
+        self._unparkable: set[str | None] = set()
+        self._quarantine_full = False
         self._tasks: list[asyncio.Task[None]] = []
         self._lease = Lease(hot, member, subjects.partitions, config.lease_s, self._own)
         self._retention = Retention(log, config, self._shares)
@@ -319,21 +324,22 @@ class Flusher:
 
     async def _settle_waiting(self) -> None:
         """Try the threads that had to wait, each in a transaction of its own: it may have to wait again."""
-        now = self._loop.time()
-        due = {t for t, wait in self._locked.items() if wait.until <= now}
-        items: dict[str, list[Item]] = {}
-        for share in self._shares.values():
+        due = self._waiting.due(self._loop.time())
+        items: dict[str | None, list[Item]] = {}
+        for share in self._shares.values() if due else ():
             for item in share.pending.values():
-                if item.thread_id in due and item.thread_id is not None:
+                if item.thread_id in due:
                     items.setdefault(item.thread_id, []).append(item)
-        for thread_id in due - items.keys():
-            del self._locked[thread_id]  # its partition was given up
+        self._waiting.discard(due - items.keys())  # their partition was given up
+        together = {t: items.pop(t) for t in list(items) if t in self._unparkable}
+        self._unparkable.difference_update(due)
+        if together:  # what waits for room in quarantine asks for it once, not a thousand times
+            await self._settle(together)
         for thread_id, entries in items.items():
             await self._settle({thread_id: entries})
 
     def _clear_trouble(self) -> None:
-        waiting = next(iter(self._locked.values()), None)
-        self.state.trouble = f"{len(self._locked)} threads have to wait: {waiting.reason}" if waiting else ""
+        self.state.trouble = self._waiting.trouble()
         self.state.stopped = False
 
     def _due_in(self, pending: Mapping[str | None, list[Item]]) -> float:
@@ -342,7 +348,7 @@ class Flusher:
         size = sum(share.pending_bytes for share in self._shares.values())
         if not count:
             now = self._loop.time()
-            soonest = min((w.until for w in self._locked.values()), default=now + 1.0)
+            soonest = self._waiting.soonest(now + 1.0)
             return 0 if self._stopping.is_set() or soonest <= now else min(soonest - now, 1.0)
         now = self._loop.time()
         if self._window_began is None:
@@ -358,7 +364,7 @@ class Flusher:
         found: dict[str | None, list[Item]] = {}
         for share in self._shares.values():
             for item in share.pending.values():
-                if item.thread_id in self._locked:
+                if item.thread_id in self._waiting:
                     continue
                 if room <= 0:
                     return found
@@ -368,9 +374,9 @@ class Flusher:
 
     # --- one transaction, split when it cannot commit whole ----------------------------------------------------------
 
-    async def _settle(self, threads: Mapping[str | None, list[Item]]) -> None:
+    async def _settle(self, threads: Mapping[str | None, list[Item]], *, probe: bool = False) -> None:
         try:
-            await self._commit(threads)
+            await self._commit(threads, probe=probe)
         except NotOwner as e:
             for partition in {self._partition_of(t, items) for t, items in threads.items()}:
                 if partition in self._shares:
@@ -381,15 +387,47 @@ class Flusher:
             self._room = max(_ROOM_MIN, min(self._room, sum(map(len, threads.values()))) // 2)
             self._report_trouble(e, stopped=isinstance(e, StoreMisconfigured))
             raise _Later from e
+        except _NoRoom as e:
+            await self._settle_parkable(threads, e)
         except FlushFailed as e:
             what = e.verdict
             if what in (Verdict.RETRY, Verdict.STOP):
                 self._report_trouble(e, stopped=what is Verdict.STOP)
                 raise _Later from e
-            await self._settle_parts(threads, what, e)
+            if e.culprits:
+                await self._settle_culprits(threads, e)
+            elif what is Verdict.POISON and len(threads) > 1 and not probe:
+                await self._settle(threads, probe=True)
+            else:
+                await self._settle_parts(threads, what, e)
         except (BufstoreError, AppendUnknown) as e:
             self._report_trouble(e, stopped=False)
             raise _Later from e
+
+    async def _settle_culprits(self, threads: Mapping[str | None, list[Item]], error: FlushFailed) -> None:
+        """Some threads are to blame: the others in one transaction, these halved, all at once, down to the entries."""
+        rest: dict[str | None, list[Item]] = {}
+        first: dict[str | None, list[Item]] = {}
+        second: dict[str | None, list[Item]] = {}
+        for thread_id, items in threads.items():
+            cause = error.culprits.get(thread_id or "")
+            if cause is None:
+                rest[thread_id] = items
+            elif len(items) > 1:
+                first[thread_id], second[thread_id] = items[: len(items) // 2], items[len(items) // 2 :]
+            elif not isinstance(items[0], StoredEntry) or items[0].entry.id in self._poison:
+                await self._settle_parts({thread_id: items}, error.verdict, error)
+            else:
+                self._poison[items[0].entry.id] = cause
+                rest[thread_id] = items
+        if rest:
+            await self._settle(rest)
+        if first:
+            await self._settle(first)
+            # In order, and only as far as it goes: the second half builds on the first.
+            second = {t: items for t, items in second.items() if t not in self._waiting}
+            if second:
+                await self._settle(second)
 
     async def _settle_parts(self, threads: Mapping[str | None, list[Item]], what: Verdict, error: FlushFailed) -> None:
         """Commit in smaller parts what cannot be committed whole."""
@@ -406,7 +444,7 @@ class Flusher:
         if len(items) > 1:
             # In order, and only as far as it goes: the second half builds on the first.
             await self._settle({thread_id: items[: len(items) // 2]})
-            if thread_id not in self._locked:
+            if thread_id not in self._waiting:
                 await self._settle({thread_id: items[len(items) // 2 :]})
         else:
             item = items[0]
@@ -414,35 +452,57 @@ class Flusher:
                 # Parking itself was refused: this is not about the entry.
                 self._report_trouble(error, stopped=False)
                 raise _Later from error
-            self._poison.add(item.entry.id)
+            self._poison[item.entry.id] = str(error)
             await self._settle(threads)
 
     def _has_to_wait(self, thread_id: str, what: Verdict, error: FlushFailed) -> bool:
         if what is Verdict.POISON:
             return False
-        wait = self._locked.get(thread_id) or _Wait(0.0, _LOCKED_RETRY_S / 2, 0, "")
-        if what is Verdict.SUSPECT and wait.tries >= _SUSPECT_TRIES:
+        tries = self._waiting.tries(thread_id)
+        if what is Verdict.SUSPECT and tries >= _SUSPECT_TRIES:
             return False
-        if not wait.tries:
+        if not tries:
             _log.warning("thread %s has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
-        pause = min(2 * wait.pause, _LOCKED_RETRY_MAX_S)
-        self._locked[thread_id] = _Wait(self._loop.time() + pause, pause, wait.tries + 1, str(error))
+        self._waiting.add(thread_id, str(error), self._loop.time())
         return True
 
-    async def _commit(self, threads: Mapping[str | None, list[Item]]) -> None:
+    async def _settle_parkable(self, threads: Mapping[str | None, list[Item]], error: _NoRoom) -> None:
+        """There is no room in quarantine for all that would have to go there: nothing is dropped, that part waits."""
+        room = error.room
+        rest = dict(threads)
+        for thread_id, count in error.parked.items():
+            if count <= room:
+                room -= count
+                continue
+            del rest[thread_id]
+            self._unparkable.add(thread_id)
+            self._waiting.add(thread_id, str(error), self._loop.time())
+        if not self._quarantine_full:
+            self._quarantine_full = True
+            _log.error("%s", error, extra={"action": "quarantine_full"})
+        if rest:
+            await self._settle(rest)
+
+    async def _commit(self, threads: Mapping[str | None, list[Item]], *, probe: bool) -> None:
         """Flush these threads' entries in one transaction; on return they are settled."""
         filled: dict[str, list[Item]] = {}
+        parked: list[Parked] = []
+
+        def decide(rows: Mapping[str, Row]) -> Decision:
+            decision = self._decide(threads, filled, rows)
+            parked[:] = decision.parked
+            return decision
+
         while True:
             settled = {item.seq for items in threads.values() for item in items}
             shares = [share for _, share in sorted(self._shares.items()) if not settled.isdisjoint(share.pending)]
             moves = [Move(share.cursor, share.cursor_after(settled)) for share in shares]
             try:
-                decision = await self._ledger.flush(
-                    moves,
-                    sorted(t for t in threads if t is not None),
-                    lambda rows: self._decide(threads, filled, rows),
-                )
+                names = sorted(t for t in threads if t is not None)
+                decision = await self._ledger.flush(moves, names, decide, probe=probe)
                 break
+            except QuarantineFull as e:
+                raise _NoRoom(e, parked) from e
             except _Gap as gap:
                 for thread_id, after in gap.threads.items():
                     filled[thread_id] = await self._fill(thread_id, after, max(i.seq for i in threads[thread_id]))
@@ -474,9 +534,7 @@ class Flusher:
             row = rows[thread_id]
             while True:
                 complete = thread_id in filled
-                todo = plan(
-                    row, [*filled.get(thread_id, ()), *items], complete=complete, poison=frozenset(self._poison)
-                )
+                todo = plan(row, [*filled.get(thread_id, ()), *items], complete=complete, poison=self._poison.keys())
                 if todo.gap_before is not None:
                     gaps[thread_id] = row.flushed_seq
                     break
@@ -484,14 +542,18 @@ class Flusher:
                     if todo.apply:
                         batch.append(self._coalesce(thread_id, row.version, todo.apply))
                 except Inapplicable as e:
-                    self._poison.add(e.entry_id)
+                    self._poison[e.entry_id] = str(e)
                     continue
                 new_rows[thread_id] = todo.row
-                parked += todo.park
+                parked += map(self._with_cause, todo.park)
                 break
         if gaps:
             raise _Gap(gaps)
         return Decision(batch=batch, rows=new_rows, parked=parked)
+
+    def _with_cause(self, parked: Parked) -> Parked:
+        cause = self._poison.get(parked.item.entry.id) if isinstance(parked.item, StoredEntry) else None
+        return parked if cause is None else msgspec.structs.replace(parked, cause=cause)
 
     async def _fill(self, thread_id: str, after: int, last: int) -> list[Item]:
         """The thread's entries in the log above one position, up to another."""
@@ -506,9 +568,8 @@ class Flusher:
         return next((p for p, s in self._shares.items() if item.seq in s.pending), -1)
 
     def _count(self, threads: Mapping[str | None, list[Item]], decision: Decision) -> None:
-        for thread_id in threads:
-            if thread_id is not None:
-                self._locked.pop(thread_id, None)
+        self._waiting.discard(threads)
+        self._quarantine_full = self._quarantine_full and not decision.parked
         self.state.transactions += 1
         self.state.entries += sum(len(items) for items in threads.values())
         self.state.changes += len(decision.batch)
@@ -523,7 +584,7 @@ class Flusher:
                 extra={"action": "entry_parked"},
             )
             if isinstance(item, StoredEntry):
-                self._poison.discard(item.entry.id)
+                self._poison.pop(item.entry.id, None)
 
     def _report_trouble(self, error: BaseException, *, stopped: bool) -> None:
         text = f"{type(error).__name__}: {error}"

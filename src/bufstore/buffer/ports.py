@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Protocol
 
 import msgspec
 
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import StoredEntry, StoredMessage
+from bufstore.buffer.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.verdict import Verdict
 
 
@@ -210,7 +212,7 @@ class Move:
 class Decision:
     """What one flush transaction writes, decided while the rows are locked."""
 
-    #: The domain's changes, one per thread.
+    #: The domain's changes, one per thread, each with its `thread_id`.
     batch: Sequence[Any] = ()
     rows: Mapping[str, Row] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
@@ -223,9 +225,77 @@ class NotOwner(Exception):
 class FlushFailed(Exception):
     """A flush transaction failed and changed nothing (or its outcome is unknown, which a retry finds out)."""
 
-    def __init__(self, message: str, verdict: Verdict) -> None:
+    def __init__(self, message: str, verdict: Verdict, culprits: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.verdict = verdict
+        #: The threads that are to blame and why, when they were looked for.
+        self.culprits = culprits or {}
+
+
+class QuarantineFull(Exception):
+    """A flush would park more entries than there is room for; nothing was changed."""
+
+    def __init__(self, room: int, limit: int) -> None:
+        super().__init__(
+            f"the quarantine is full (BufferConfig.quarantine_max = {limit}): replay or discard what is in it, "
+            "or raise the limit"
+        )
+        self.room = room
+
+
+class ParkedInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the quarantine's list."""
+
+    seq: int
+    #: None when even the subject names no thread.
+    thread_id: str | None
+    #: None when it could not be decoded.
+    entry_id: int | None
+    cause: str
+    bytes: int
+    #: SHA-256 of what is kept.
+    hash: str
+    parked_at: datetime
+    #: True when the thread has gone on without it: it cannot be replayed any more.
+    superseded: bool
+
+
+class ParkedEntries(Protocol):
+    """The entries that wait in quarantine. Raises what the ledger raises that they belong to."""
+
+    async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
+        """Entries above a position (of one thread, if it is given), oldest first."""
+        ...
+
+    async def entry(self, seq: int) -> ParkedEntry | None:
+        """The entry that stood at a position, whole."""
+        ...
+
+    async def threads(self, after: str, limit: int) -> list[str]:
+        """Threads that have entries here and come after one, in order."""
+        ...
+
+    async def replay(
+        self, thread_id: str, start: int, decide: Callable[[Row, Sequence[ParkedEntry]], Replay]
+    ) -> Replay:
+        """One transaction: lock the thread's row, `decide` on it and on some of its entries from a position on, write.
+
+        An exception of `decide` rolls back and passes through.
+        """
+        ...
+
+    async def discard(self, seqs: Sequence[int]) -> int:
+        """Delete these entries; how many there were. A thread of which none wait any more is whole again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What one replay transaction writes."""
+
+    plan: ReplayPlan
+    #: The domain's change that equals the applied entries; None if none is.
+    change: Any
 
 
 class Ledger(Protocol):
@@ -267,16 +337,25 @@ class Ledger(Protocol):
         moves: Sequence[Move],
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
+        *,
+        probe: bool = False,
     ) -> Decision:
         """One transaction: check terms and cursors, lock the threads' rows, `decide`, write, commit.
 
         Raises NotOwner when a partition's row is not as `moves` says it was: another owner has taken it, or Postgres
-        has gone back to a state of before. An exception of `decide` rolls back and passes through.
+        has gone back to a state of before; QuarantineFull. `probe`: find the threads that are to blame for a batch
+        that cannot be written (FlushFailed.culprits), if the ledger can. An exception of `decide` rolls back and passes
+        through.
         """
         ...
 
     async def quarantined(self) -> int:
         """How many entries wait in quarantine."""
+        ...
+
+    @property
+    def parked(self) -> ParkedEntries:
+        """The entries that wait in quarantine."""
         ...
 
     async def aclose(self) -> None:

@@ -7,6 +7,7 @@ import click
 from bufstore.cli.demo import demo
 from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
+from bufstore.cli.quarantine import quarantine
 from bufstore.cli.status import status
 
 
@@ -20,5 +21,5 @@ def app() -> None:
     """
 
 
-for command in (demo, import_, status, flush):
+for command in (demo, import_, status, flush, quarantine):
     app.add_command(command)

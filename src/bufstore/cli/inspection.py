@@ -9,6 +9,7 @@ import msgspec
 
 from bufstore.buffer.membership import owner
 from bufstore.buffer.ports import Cursor
+from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
 from bufstore.cli.connect import Target
 from bufstore.config import BufferConfig, LogConfig
@@ -17,6 +18,7 @@ from bufstore.nats.connection import Connection
 from bufstore.nats.hot import NatsHotState
 from bufstore.nats.log import NatsLog
 from bufstore.postgres.ledger import PostgresLedger
+from bufstore.threads.coalesce import coalesce
 
 _TIMEOUT_S = 5.0
 
@@ -63,6 +65,10 @@ class Inspection:
         self._hot = hot
         self._ledger = ledger
         self._config = config
+
+    def quarantine(self) -> Quarantine:
+        """The entries in quarantine."""
+        return Quarantine(self._ledger, coalesce, self._hot.tell_parked)
 
     async def members(self) -> list[str]:
         """The live flushers. Raises LogUnavailable."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from bufstore.buffer.chain import Parked, Row
-from bufstore.buffer.ports import Cursor, Decision, FlushFailed, Move, NotOwner
+from bufstore.buffer.chain import Row
+from bufstore.buffer.ports import Cursor, Decision, FlushFailed, Move, NotOwner, QuarantineFull
 from bufstore.buffer.verdict import Verdict
+from bufstore.config import BufferConfig
 from bufstore.errors import Rejected
+from bufstore.memory.quarantine import MemoryParked
 
 
 class Applies(Protocol):
@@ -22,12 +24,13 @@ class Applies(Protocol):
 class MemoryLedger:
     """See `bufstore.buffer.ports.Ledger`."""
 
-    def __init__(self, target: Applies) -> None:
+    def __init__(self, target: Applies, *, quarantine_max: int = BufferConfig.quarantine_max) -> None:
         self._target = target
+        self._quarantine_max = quarantine_max
         self._rows: dict[str, Row] = {}
         self._cursors: dict[int, Cursor] = {}
         self._epoch: int | None = None
-        self.parked: list[Parked] = []
+        self.parked = MemoryParked(self._rows, target)
 
     async def open(self) -> None:
         """Nothing to open."""
@@ -57,20 +60,28 @@ class MemoryLedger:
         return self._rows.get(thread_id, Row())
 
     async def flush(
-        self, moves: Sequence[Move], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
+        self,
+        moves: Sequence[Move],
+        threads: Sequence[str],
+        decide: Callable[[Mapping[str, Row]], Decision],
+        *,
+        probe: bool = False,
     ) -> Decision:
         for move in moves:
             if self._cursors.get(move.before.partition) != move.before:
                 raise NotOwner(f"partition {move.before.partition}")
         decision = decide({t: self._rows.get(t, Row()) for t in threads})
+        room = self._quarantine_max - len(self.parked.entries)
+        if len(decision.parked) > room:
+            raise QuarantineFull(max(0, room), self._quarantine_max)
         try:
             await self._target.apply(None, decision.batch)
         except Rejected as e:
             raise FlushFailed(str(e), Verdict.POISON) from e
         self._rows |= decision.rows
         self._cursors |= {move.after.partition: move.after for move in moves}
-        self.parked += decision.parked
+        self.parked.park(decision.parked)
         return decision
 
     async def quarantined(self) -> int:
-        return len(self.parked)
+        return len(self.parked.entries)

@@ -1,47 +1,45 @@
-"""The ledger in Postgres: watermarks, cursors, terms and the quarantine, and the one flush transaction."""
+"""The ledger in Postgres: watermarks, cursors, terms, and the one flush transaction."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import sha256
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
-import msgspec
-import psycopg
 from psycopg import AsyncConnection
 
-from bufstore.buffer.chain import Parked, Row
-from bufstore.buffer.entry import Malformed
-from bufstore.buffer.ports import Cursor, Decision, FlushFailed, Move, NotOwner
-from bufstore.buffer.verdict import Verdict, verdict
-from bufstore.errors import BufstoreError
+from bufstore.buffer.chain import Row
+from bufstore.buffer.ports import Cursor, Decision, Move, NotOwner
+from bufstore.config import BufferConfig
 from bufstore.postgres import columns
+from bufstore.postgres.applying import Applies, apply_batch, flush_errors, probe_batch
 from bufstore.postgres.migrate import check_schema, migrate, queries
 from bufstore.postgres.pool import Pool, new_pool
+from bufstore.postgres.quarantine import PostgresParked, row_columns
 
 _FOLDER = files("bufstore.postgres") / "buffer"
 #: Enough for one flush and the reads of waiters beside it.
 _CONNECTIONS = 3
 
 
-class Applies(Protocol):
-    """The part of a store that a flush needs."""
-
-    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
-        """Write the batch on the connection; see `bufstore.threads.protocol.WrappableStore`."""
-        ...
-
-
 class PostgresLedger:
     """See `bufstore.buffer.ports.Ledger`. Its tables stand in `schema`, beside those of the store it flushes into."""
 
-    def __init__(self, conninfo: str, target: Applies, *, schema: str = "bufstore", timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        conninfo: str,
+        target: Applies,
+        *,
+        schema: str = "bufstore",
+        timeout_s: float = 30.0,
+        quarantine_max: int = BufferConfig.quarantine_max,
+    ) -> None:
         self.schema = check_schema(schema)
         self._target = target
         self._timeout_s = timeout_s
         self._pool: Pool = new_pool(conninfo, size=_CONNECTIONS)
         self._sql = queries(_FOLDER, schema)
+        self._parked = PostgresParked(self._pool, self.setup, self._sql, target, timeout_s, quarantine_max)
         self._ready = False
 
     def __repr__(self) -> str:
@@ -81,23 +79,31 @@ class PostgresLedger:
     async def quarantined(self) -> int:
         return int((await self._fetch("quarantined"))[0][0])
 
+    @property
+    def parked(self) -> PostgresParked:
+        return self._parked
+
     async def flush(
-        self, moves: Sequence[Move], threads: Sequence[str], decide: Callable[[Mapping[str, Row]], Decision]
+        self,
+        moves: Sequence[Move],
+        threads: Sequence[str],
+        decide: Callable[[Mapping[str, Row]], Decision],
+        *,
+        probe: bool = False,
     ) -> Decision:
         await self.setup()
         async with self._pool.lend(self._timeout_s) as connection:
-            try:
+            with flush_errors():
                 async with connection.transaction():
                     rows = await self._lock(connection, moves, threads)
                     decision = decide(rows)
-                    if decision.batch:
-                        await self._apply(connection, decision.batch)
+                    if decision.parked:
+                        await self._parked.park(connection, decision.parked)
+                    if decision.batch and probe:
+                        await probe_batch(self._target, connection, decision.batch)
+                    elif decision.batch:
+                        await apply_batch(self._target, connection, decision.batch)
                     await self._advance(connection, moves, decision)
-            except psycopg.Error as e:
-                if e.sqlstate is None:
-                    raise  # the connection: mapped at the edge
-                text = e.diag.message_primary or type(e).__name__
-                raise FlushFailed(f"Postgres says: {text} (SQLSTATE {e.sqlstate})", verdict(e.sqlstate)) from e
         return decision
 
     async def _lock(
@@ -119,21 +125,10 @@ class PostgresLedger:
                 raise NotOwner(f"the row of partition {move.before.partition} is {found}, not {move.before}")
         return {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
 
-    async def _apply(self, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
-        try:
-            await self._target.apply(connection, batch)
-        except (psycopg.Error, BufstoreError, OSError):
-            raise
-        except Exception as e:
-            # The app's own code: nobody knows what it means, so it may delay only the threads that it fails on.
-            raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.SUSPECT) from e
-
     async def _advance(self, connection: AsyncConnection[Any], moves: Sequence[Move], decision: Decision) -> None:
         async with connection.pipeline():
             if decision.rows:
-                await self._send(connection, "advance_threads", *_row_columns(decision.rows))
-            if decision.parked:
-                await self._send(connection, "park", *_parked_columns(decision.parked))
+                await self._send(connection, "advance_threads", *row_columns(dict(decision.rows)))
             await self._send(
                 connection,
                 "advance_cursors",
@@ -152,31 +147,3 @@ class PostgresLedger:
         async with self._pool.lend(self._timeout_s) as connection:
             cursor = await self._send(connection, name, *parameters)
             return await cursor.fetchall() if cursor.description else []
-
-
-def _row_columns(rows: Mapping[str, Row]) -> tuple[columns.Array, ...]:
-    return (
-        columns.texts(rows),
-        columns.longs(r.flushed_seq for r in rows.values()),
-        columns.longs(r.applied_id for r in rows.values()),
-        columns.longs(r.version for r in rows.values()),
-        columns.blobs([r.ring for r in rows.values()]),
-        columns.longs(r.broken_since or 0 for r in rows.values()),
-    )
-
-
-def _parked_columns(parked: Sequence[Parked]) -> tuple[columns.Array, ...]:
-    blobs = [msgspec.msgpack.encode(_whole(p)) for p in parked]
-    return (
-        columns.longs(p.item.seq for p in parked),
-        columns.texts(sha256(blob).hexdigest() for blob in blobs),
-        columns.texts(p.item.thread_id for p in parked),
-        columns.longs(0 if isinstance(p.item, Malformed) else p.item.entry.id for p in parked),
-        columns.texts(p.cause.replace("\0", "?") for p in parked),
-        columns.blobs(blobs),
-    )
-
-
-def _whole(parked: Parked) -> Any:
-    """The parked item with nothing left out: raw messages if they could not be decoded, else the entry."""
-    return parked.item.messages if isinstance(parked.item, Malformed) else parked.item

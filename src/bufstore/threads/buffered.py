@@ -23,6 +23,7 @@ from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush_waiter import FlushWaiter
 from bufstore.buffer.flusher import Flusher, FlusherState
 from bufstore.buffer.ports import Ledger
+from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.errors import AlreadyExists, BufstoreError, ConfigError, LogRolledBack, StoreUnavailable
@@ -43,7 +44,7 @@ from bufstore.threads.payload import content_hash, decode_payload
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.read import STORE_PATIENCE_S, ThreadReads
 from bufstore.threads.write import Call, save_of
-from bufstore.types import Consistency, Message, Receipt, check_id
+from bufstore.types import Consistency, Message, Quarantined, Receipt, check_id
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +112,8 @@ class BufferedThreadStore:
             if config.flusher
             else None
         )
+        #: What could not be applied: list, show, replay, discard.
+        self.quarantine = Quarantine(ledger, coalesce, self._hot.tell_parked)
         self._waiter = FlushWaiter(self._hot, ledger, self._subjects, self._flusher)
         reader: StateReader = (
             SnapshotReader(store)
@@ -144,7 +147,7 @@ class BufferedThreadStore:
         LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
         """
         config = config or BufferConfig()
-        self = cls(store, _ledger_for(store, postgres, schema), as_nats_config(nats), consistency, config)
+        self = cls(store, _ledger_for(store, postgres, schema, config), as_nats_config(nats), consistency, config)
         try:
             await self._start()
         except BaseException:
@@ -328,14 +331,21 @@ class BufferedThreadStore:
     # --- reads ------------------------------------------------------------------------------------------------
 
     async def load_checkpoint(
-        self, thread_id: str, *, consistency: Consistency | None = None, at_least: Receipt | None = None
+        self,
+        thread_id: str,
+        *,
+        consistency: Consistency | None = None,
+        at_least: Receipt | None = None,
+        quarantined: Quarantined = "raise",
     ) -> Checkpoint | None:
         """The thread, its messages and its latest run, all of one moment; None if there is no such thread.
 
         `at_least`: a receipt, maybe of another process, that must be visible. Raises ReadNotFresh when the level is
-        not reached in ``read_timeout_s``, StoreUnavailable when only Postgres could tell, ThreadQuarantined.
+        not reached in ``read_timeout_s``, StoreUnavailable when only Postgres could tell. A thread whose chain is
+        broken by a parked entry raises ThreadQuarantined, or with `quarantined` "known" shows what is known without
+        that entry and what builds on it (as Consistency.EVENTUAL does).
         """
-        state = await self._state(thread_id, consistency, at_least)
+        state = await self._state(thread_id, consistency, at_least, quarantined)
         if state.thread is None:
             return None
         return Checkpoint(
@@ -345,35 +355,54 @@ class BufferedThreadStore:
         )
 
     async def load_thread(
-        self, thread_id: str, *, consistency: Consistency | None = None, at_least: Receipt | None = None
+        self,
+        thread_id: str,
+        *,
+        consistency: Consistency | None = None,
+        at_least: Receipt | None = None,
+        quarantined: Quarantined = "raise",
     ) -> Thread | None:
         """The thread without its messages. Arguments and errors as in `load_checkpoint`."""
-        return (await self._state(thread_id, consistency, at_least)).thread
+        return (await self._state(thread_id, consistency, at_least, quarantined)).thread
 
     async def load_messages(
-        self, thread_id: str, *, consistency: Consistency | None = None, at_least: Receipt | None = None
+        self,
+        thread_id: str,
+        *,
+        consistency: Consistency | None = None,
+        at_least: Receipt | None = None,
+        quarantined: Quarantined = "raise",
     ) -> list[Message] | None:
         """The thread's messages, oldest first. Arguments and errors as in `load_checkpoint`."""
-        state = await self._state(thread_id, consistency, at_least)
+        state = await self._state(thread_id, consistency, at_least, quarantined)
         return [decode_message(m) for m in state.messages] if state.thread is not None else None
 
-    async def load_run(self, run_id: str, *, consistency: Consistency | None = None) -> Run | None:
+    async def load_run(
+        self, run_id: str, *, consistency: Consistency | None = None, quarantined: Quarantined = "raise"
+    ) -> Run | None:
         """A run as it was last saved. Errors as in `load_checkpoint`."""
-        return await self._reads.run(check_id(run_id, "run_id"), consistency or self._consistency)
+        return await self._reads.run(check_id(run_id, "run_id"), consistency or self._consistency, quarantined)
 
     async def latest_run(
-        self, thread_id: str, *, consistency: Consistency | None = None, at_least: Receipt | None = None
+        self,
+        thread_id: str,
+        *,
+        consistency: Consistency | None = None,
+        at_least: Receipt | None = None,
+        quarantined: Quarantined = "raise",
     ) -> Run | None:
         """The run of the thread's newest checkpoint. Arguments and errors as in `load_checkpoint`."""
-        state = await self._state(thread_id, consistency, at_least)
+        state = await self._state(thread_id, consistency, at_least, quarantined)
         return decode_run(state.latest_run) if state.latest_run is not None else None
 
-    async def _state(self, thread_id: str, level: Consistency | None, at_least: Receipt | None) -> ThreadState:
+    async def _state(
+        self, thread_id: str, level: Consistency | None, at_least: Receipt | None, quarantined: Quarantined
+    ) -> ThreadState:
         check_id(thread_id, "thread_id")
         if at_least is not None and at_least.thread_id != thread_id:
             raise ConfigError(f"the receipt is of thread {at_least.thread_id!r}, not {thread_id!r}")
         needed = at_least.thread_seq if at_least is not None else 0
-        return await self._reads.thread(thread_id, level or self._consistency, needed)
+        return await self._reads.thread(thread_id, level or self._consistency, needed, quarantined)
 
     # --- administration ---------------------------------------------------------------------------------------
 
@@ -419,7 +448,7 @@ class BufferedThreadStore:
 
     async def quarantined(self) -> int:
         """How many entries wait in quarantine. Raises StoreUnavailable."""
-        return await self._ledger.quarantined()
+        return await self.quarantine.count()
 
     async def lag(self) -> Mapping[int, int]:
         """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
@@ -434,11 +463,13 @@ def _content(kind: str, call: Call, key: str | None) -> bytes:
     return content_hash(kind, call.encoded, call.run) if key is not None else b""
 
 
-def _ledger_for(store: WrappableStore, postgres: str | None, schema: str) -> Ledger:
+def _ledger_for(store: WrappableStore, postgres: str | None, schema: str, config: BufferConfig) -> Ledger:
+    bound = config.quarantine_max
     if isinstance(store, PostgresThreadStore):
-        return PostgresLedger(postgres or str(store.pool.conninfo), store, schema=store.schema)
+        dsn = postgres or str(store.pool.conninfo)
+        return PostgresLedger(dsn, store, schema=store.schema, quarantine_max=bound)
     if postgres is not None:
-        return PostgresLedger(postgres, store, schema=schema)
+        return PostgresLedger(postgres, store, schema=schema, quarantine_max=bound)
     if isinstance(store, MemoryThreadStore):
-        return MemoryLedger(store)
+        return MemoryLedger(store, quarantine_max=bound)
     raise ConfigError("give `postgres`: the database of your store, where the buffer keeps its watermarks")

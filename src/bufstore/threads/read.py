@@ -28,7 +28,7 @@ from bufstore.errors import (
 from bufstore.threads.base import StateReader
 from bufstore.threads.model import Run, decode_run
 from bufstore.threads.overlay import ThreadState, from_log_alone, overlay
-from bufstore.types import Consistency
+from bufstore.types import Consistency, Quarantined
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ class ThreadReads:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
 
-    async def thread(self, thread_id: str, level: Consistency, at_least: int = 0) -> ThreadState:
+    async def thread(
+        self, thread_id: str, level: Consistency, at_least: int = 0, quarantined: Quarantined = "raise"
+    ) -> ThreadState:
         """The thread's state; one without `thread` if it does not exist.
 
         `at_least`: a position that the state must include. Raises ReadNotFresh when the level cannot be reached in
@@ -88,18 +90,18 @@ class ThreadReads:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
         except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
-        if state.row.broken_since is not None and level is not Consistency.EVENTUAL:
+        if state.row.broken_since is not None and level is not Consistency.EVENTUAL and quarantined == "raise":
             raise ThreadQuarantined(thread_id, state.row.broken_since)
         return state
 
-    async def run(self, run_id: str, level: Consistency) -> Run | None:
+    async def run(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
         """The run as it was last saved; None if nobody knows it."""
         if level is Consistency.EVENTUAL:
             return await self._store.run(run_id)
         thread_id = await self._thread_of_run(run_id)
         if thread_id is None:
             return None
-        state = await self.thread(thread_id, level)
+        state = await self.thread(thread_id, level, quarantined=quarantined)
         if run_id in state.tail_runs:
             return decode_run(state.tail_runs[run_id])
         if state.latest_run is not None:

@@ -1,0 +1,57 @@
+"""Threads that have to wait: something about them fails, and the others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+#: A thread that fails waits this long, then twice as long each time, up to the maximum.
+_FIRST_S = 0.25
+_MAX_S = 8.0
+
+
+@dataclass
+class _Wait:
+    until: float
+    pause: float
+    tries: int
+    reason: str
+
+
+class Waiting:
+    """Who waits, until when, and why. None stands for entries that no thread is known of."""
+
+    def __init__(self) -> None:
+        self._waits: dict[str | None, _Wait] = {}
+
+    def __contains__(self, thread_id: str | None) -> bool:
+        return thread_id in self._waits
+
+    def tries(self, thread_id: str | None) -> int:
+        """How often it was told to wait since it last succeeded."""
+        wait = self._waits.get(thread_id)
+        return wait.tries if wait is not None else 0
+
+    def add(self, thread_id: str | None, reason: str, now: float) -> None:
+        """Wait, each time longer."""
+        old = self._waits.get(thread_id) or _Wait(0.0, _FIRST_S / 2, 0, "")
+        pause = min(2 * old.pause, _MAX_S)
+        self._waits[thread_id] = _Wait(now + pause, pause, old.tries + 1, reason)
+
+    def discard(self, thread_ids: Iterable[str | None]) -> None:
+        """These need not wait (any more)."""
+        for thread_id in list(thread_ids):
+            self._waits.pop(thread_id, None)
+
+    def due(self, now: float) -> set[str | None]:
+        """Those whose time is over."""
+        return {t for t, wait in self._waits.items() if wait.until <= now}
+
+    def soonest(self, otherwise: float) -> float:
+        """When the next one is due."""
+        return min((w.until for w in self._waits.values()), default=otherwise)
+
+    def trouble(self) -> str:
+        """In words, or nothing."""
+        first = next(iter(self._waits.values()), None)
+        return f"{len(self._waits)} threads have to wait: {first.reason}" if first is not None else ""

@@ -1,0 +1,258 @@
+"""`bufstore quarantine`: what could not be applied, and what to do with it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import Any
+
+import click
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bufstore.buffer.entry import Malformed
+from bufstore.buffer.ports import ParkedInfo
+from bufstore.buffer.quarantine import Quarantine
+from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.inspection import inspecting
+from bufstore.cli.output import show, show_json
+from bufstore.cli.running import EXIT_WRONG, run
+from bufstore.errors import NotFound
+from bufstore.threads.model import decode_message, decode_run
+from bufstore.threads.payload import decode_payload
+
+_PAGE = 1000
+_BYTES_SHOWN = 400
+
+
+class Page(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore quarantine list --json``."""
+
+    #: Entries in quarantine, of all threads.
+    total: int
+    entries: list[ParkedInfo]
+
+
+class Shown(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore quarantine show --json``."""
+
+    id: int
+    thread_id: str | None
+    entry_id: int | None
+    prev_id: int | None
+    cause: str
+    parked_at: datetime
+    #: Of the entry: how many messages of its predecessor stay, and what comes behind them; None: undecodable.
+    keeps: int | None
+    messages: list[Any] | None
+    run: Any
+    #: The beginning of what is kept, as text; with --json all of it, in base64.
+    body: str | bytes
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore quarantine replay --json``."""
+
+    applied: int
+    superseded: int
+    waits: int
+    undecodable: int
+    refused: int
+    #: What was not applied, and why.
+    left: list[Replayed]
+
+
+class Discarded(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore quarantine discard --json``."""
+
+    discarded: int
+    #: Not (or no longer) in quarantine.
+    missing: int
+
+
+@click.group()
+def quarantine() -> None:
+    """Entries that could not be applied: list, show, replay or discard them.
+
+    An entry's ID is its position in the log.
+    """
+
+
+@quarantine.command("list")
+@click.option("--thread", metavar="THREAD", help="Only entries of this thread.")
+@click.option("--after", type=int, default=0, metavar="ID", help="Only entries behind this one: the next page.")
+@click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At most so many.")
+@connects()
+def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
+    """Show what waits, oldest first."""
+
+    async def look(target: Target) -> Page:
+        async with _quarantine(target) as it:
+            return Page(total=await it.count(), entries=list(await it.page(thread_id=thread, after=after, limit=limit)))
+
+    with options.target() as target:
+        page = run(look(target))
+    if options.as_json:
+        show_json(page)
+        return
+    table = Table(box=box.SIMPLE)
+    for name in ("ID", "thread", "parked at", "bytes", "state", "cause"):
+        table.add_column(name, justify="right" if name in ("ID", "bytes") else "left", overflow="fold")
+    for e in page.entries:
+        state = "superseded" if e.superseded else "waits" if e.entry_id is not None else "undecodable"
+        when = f"{e.parked_at.astimezone():%Y-%m-%d %H:%M:%S}"
+        table.add_row(*(_text(v) for v in (e.seq, e.thread_id or "-", when, e.bytes, state, e.cause)))
+    console = Console(highlight=False)
+    console.print(f"{page.total} entries in quarantine, {len(page.entries)} shown")
+    if page.entries:
+        console.print(table)
+
+
+@quarantine.command("show")
+@click.argument("id_", metavar="ID", type=int)
+@connects()
+def show_(options: Options, id_: int) -> None:
+    """Show one entry, whole."""
+
+    async def look(target: Target) -> ParkedEntry:
+        async with _quarantine(target) as it:
+            return await it.show(id_)
+
+    with options.target() as target:
+        entry = run(look(target))
+    shown = _shown(entry)
+    if options.as_json:
+        show_json(shown)
+        return
+    body = shown.body if isinstance(shown.body, bytes) else shown.body.encode()
+    shown.body = repr(body[:_BYTES_SHOWN]) + (f" … {len(body)} bytes" if len(body) > _BYTES_SHOWN else "")
+    show(shown, as_json=False, title=f"entry {id_}")
+
+
+@quarantine.command("replay")
+@click.argument("what", metavar="[ID|THREAD]", required=False)
+@click.option("--thread", metavar="THREAD", help="The thread, if its id is a number.")
+@click.option("--all", "everything", is_flag=True, help="Replay all threads.")
+@connects()
+def replay(options: Options, what: str | None, thread: str | None, everything: bool) -> None:
+    """Apply parked entries: one ID with what was parked behind it, a THREAD, or --all.
+
+    Only what the thread has not gone on without is applied, in the log's order, exactly once; safe beside running
+    flushers, and to do again. Exit code 1 when something stays in quarantine.
+    """
+    if [what is not None, thread is not None, everything].count(True) != 1:
+        raise click.UsageError("Replay what? Give an ID, a THREAD, or --all.")
+    id_ = int(what) if what is not None and what.isdecimal() else None
+    name = thread if thread is not None else what if id_ is None else None
+
+    async def work(target: Target) -> list[Replayed]:
+        async with _quarantine(target) as it:
+            if id_ is not None:
+                return list(await it.replay(id_))
+            if name is not None:
+                return list(await it.replay_thread(name)) or _nothing(name)
+            done: list[Replayed] = []
+            after = ""
+            while threads := await it.threads(after=after):
+                for thread_id in threads:
+                    done += await it.replay_thread(thread_id)
+                after = threads[-1]
+            return done + await _nameless(it)
+
+    with options.target() as target:
+        done = run(work(target))
+    counts = Counter(o.outcome for o in done)
+    left = [o for o in done if o.outcome is not Outcome.APPLIED]
+    report = Report(**{o.value: counts[o] for o in Outcome}, left=left)
+    if options.as_json:
+        show_json(report)
+    else:
+        click.echo(f"{report.applied} entries applied, {len(left)} stay in quarantine")
+        for o in left:
+            click.echo(f"  {o.seq} of thread {o.thread_id or '-'}: {o.outcome.value}: {o.reason}")
+    if left:
+        raise click.exceptions.Exit(EXIT_WRONG)
+
+
+@quarantine.command("discard")
+@click.argument("ids", metavar="ID…", type=int, nargs=-1, required=True)
+@connects()
+def discard(options: Options, ids: Sequence[int]) -> None:
+    """Delete entries for good. A thread of which none waits any more goes on from what Postgres holds.
+
+    Exit code 1 when one of them is not in quarantine.
+    """
+
+    async def work(target: Target) -> int:
+        async with _quarantine(target) as it:
+            return await it.discard(ids)
+
+    with options.target() as target:
+        count = run(work(target))
+    report = Discarded(discarded=count, missing=len(set(ids)) - count)
+    if options.as_json:
+        show_json(report)
+    else:
+        click.echo(f"{count} entries discarded" + (f", {report.missing} not found" if report.missing else ""))
+    if report.missing:
+        raise click.exceptions.Exit(EXIT_WRONG)
+
+
+@asynccontextmanager
+async def _quarantine(target: Target) -> AsyncIterator[Quarantine]:
+    async with inspecting(target) as inspection:
+        yield inspection.quarantine()
+
+
+def _nothing(thread_id: str) -> list[Replayed]:
+    raise NotFound(f"no entry of thread {thread_id!r} is in quarantine")
+
+
+async def _nameless(it: Quarantine) -> list[Replayed]:
+    """Entries that no thread is known of: none of them can be replayed, which has to be said too."""
+    found: list[Replayed] = []
+    after = 0
+    while page := await it.page(after=after, limit=_PAGE):
+        found += [
+            Replayed(seq=e.seq, thread_id=None, outcome=Outcome.UNDECODABLE, reason=e.cause)
+            for e in page
+            if e.thread_id is None
+        ]
+        after = page[-1].seq
+    return found
+
+
+def _shown(entry: ParkedEntry) -> Shown:
+    item = entry.item
+    common: dict[str, Any] = {
+        "id": entry.seq,
+        "thread_id": entry.thread_id,
+        "cause": entry.cause,
+        "parked_at": entry.parked_at,
+    }
+    nothing: dict[str, Any] = {"keeps": None, "messages": None, "run": None}
+    if isinstance(item, Malformed):
+        body = b"".join(m.body for m in item.messages)
+        return Shown(**common, **nothing, entry_id=None, prev_id=None, body=body)
+    e = item.entry
+    try:
+        payload = decode_payload(e.payload)
+        content: dict[str, Any] = {
+            "keeps": payload.keep,
+            "messages": [decode_message(m) for m in payload.messages],
+            "run": decode_run(payload.run),
+        }
+        msgspec.json.encode(content)
+    except (ValueError, TypeError, msgspec.MsgspecError):  # not of this release, or nothing that JSON has
+        content = nothing
+    return Shown(**common, **content, entry_id=e.id, prev_id=e.prev_id, body=e.payload)
+
+
+def _text(value: object) -> Text:
+    return Text(str(value))  # no markup: a cause may hold anything

@@ -1,0 +1,107 @@
+"""The quarantine in memory, beside `MemoryLedger`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from hashlib import sha256
+from typing import Any, Protocol
+
+import msgspec
+
+from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.ports import FlushFailed, ParkedInfo, Replay
+from bufstore.buffer.replay import Outcome, ParkedEntry
+from bufstore.buffer.verdict import Verdict
+from bufstore.errors import Rejected
+
+
+class Applies(Protocol):
+    """The part of a store that a flush needs."""
+
+    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
+        """Write the batch, whole or not at all."""
+        ...
+
+
+class MemoryParked:
+    """See `bufstore.buffer.ports.ParkedEntries`. Shares the rows of the threads with its ledger."""
+
+    def __init__(self, rows: dict[str, Row], target: Applies) -> None:
+        self._rows = rows
+        self._target = target
+        self.entries: dict[int, ParkedEntry] = {}
+
+    def park(self, parked: Sequence[Parked]) -> None:
+        """Part of a flush."""
+        for p in parked:
+            entry = ParkedEntry(
+                seq=p.item.seq,
+                thread_id=p.item.thread_id,
+                base_id=p.base_id,
+                cause=p.cause,
+                parked_at=datetime.now(UTC),
+                item=p.item,
+            )
+            self.entries.setdefault(p.item.seq, entry)
+
+    async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
+        found = [e for e in self._sorted() if e.seq > after and thread_id in (None, e.thread_id)]
+        return [self._info(e) for e in found[:limit]]
+
+    async def entry(self, seq: int) -> ParkedEntry | None:
+        return self.entries.get(seq)
+
+    async def threads(self, after: str, limit: int) -> list[str]:
+        return sorted({e.thread_id for e in self.entries.values() if e.thread_id and e.thread_id > after})[:limit]
+
+    async def replay(
+        self, thread_id: str, start: int, decide: Callable[[Row, Sequence[ParkedEntry]], Replay]
+    ) -> Replay:
+        before = self._rows.get(thread_id, Row())
+        replay = decide(before, [e for e in self._sorted() if e.thread_id == thread_id and e.seq >= start])
+        if replay.change is None:
+            return replay
+        try:
+            await self._target.apply(None, [replay.change])
+        except Rejected as e:
+            raise FlushFailed(str(e), Verdict.POISON) from e
+        after = self._rows[thread_id] = replay.plan.row
+        applied = [o.seq for o in replay.plan.outcomes if o.outcome is Outcome.APPLIED]
+        for seq in applied:
+            del self.entries[seq]
+        for entry in self._sorted():
+            if entry.thread_id == thread_id and entry.seq > applied[-1] and entry.base_id == before.applied_id:
+                self.entries[entry.seq] = msgspec.structs.replace(entry, base_id=after.applied_id)
+        self._mend(thread_id)
+        return replay
+
+    async def discard(self, seqs: Sequence[int]) -> int:
+        gone = [self.entries.pop(s) for s in set(seqs) if s in self.entries]
+        for thread_id in {e.thread_id for e in gone if e.thread_id is not None}:
+            self._mend(thread_id)
+        return len(gone)
+
+    def _mend(self, thread_id: str) -> None:
+        row = self._rows[thread_id]
+        waiting = [e.seq for e in self._sorted() if e.thread_id == thread_id and e.base_id == row.applied_id]
+        self._rows[thread_id] = msgspec.structs.replace(row, broken_since=waiting[0] if waiting else None)
+
+    def _sorted(self) -> list[ParkedEntry]:
+        return [self.entries[seq] for seq in sorted(self.entries)]
+
+    def _info(self, entry: ParkedEntry) -> ParkedInfo:
+        item = entry.item
+        whole = msgspec.msgpack.encode(item if isinstance(item, StoredEntry) else item.messages)
+        row = self._rows.get(entry.thread_id or "", Row())
+        return ParkedInfo(
+            seq=entry.seq,
+            thread_id=entry.thread_id,
+            entry_id=item.entry.id if isinstance(item, StoredEntry) else None,
+            cause=entry.cause,
+            bytes=len(whole),
+            hash=sha256(whole).hexdigest(),
+            parked_at=entry.parked_at,
+            superseded=entry.thread_id is not None and entry.base_id != row.applied_id,
+        )

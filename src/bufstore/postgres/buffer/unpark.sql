@@ -1,0 +1,1 @@
+DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[])

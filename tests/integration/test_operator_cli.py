@@ -1,0 +1,58 @@
+"""`quarantine`, `verify` and `doctor`, as processes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from conftest import Deployment
+from helpers import fresh, run_of, said
+from integration.test_cli import bufstore_cli, where
+from integration.test_quarantine import picky, poisoned
+
+
+async def cli(deployment: Deployment, *arguments: object) -> Any:
+    return await asyncio.to_thread(bufstore_cli, *arguments, **where(deployment))
+
+
+async def test_the_quarantine_from_the_command_line(deployment: Deployment) -> None:
+    async with deployment.store(picky(deployment), flush_interval_s=600) as store:
+        thread_id, healed = fresh(), fresh("[bold]")
+        messages = await poisoned(store, thread_id)
+        await poisoned(store, healed, behind=0)
+        await store.checkpoint(healed, [said(0)], run_of(healed))
+        await store._connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
+        await store.force_flush_all()
+    listed = await cli(deployment, "quarantine", "list", "--json")
+    assert (listed.code, listed.json["total"]) == (0, 5), listed
+    ids = [e["seq"] for e in listed.json["entries"] if e["thread_id"] == thread_id]
+    assert [e["superseded"] for e in listed.json["entries"]] == [False, False, False, True, False]
+    page = await cli(deployment, "quarantine", "list", "--thread", thread_id, "--after", ids[0], "--limit", 1, "--json")
+    assert [e["seq"] for e in page.json["entries"]] == [ids[1]]
+    table = await cli(deployment, "quarantine", "list")
+    assert "5 entries" in table.out
+    assert "division by zero" in table.out
+
+    shown = await cli(deployment, "quarantine", "show", ids[0], "--json")
+    assert shown.json["messages"] == [messages[1]]
+    assert shown.json["run"]["run_id"] == run_of(thread_id, 1).run_id
+    human = await cli(deployment, "quarantine", "show", ids[0])
+    assert "poison" in human.out
+    missing = await cli(deployment, "quarantine", "show", 999_999)
+    assert (missing.code, "no entry" in missing.err) == (2, True)
+
+    done = await cli(deployment, "quarantine", "replay", thread_id, "--json")
+    assert (done.code, done.json["applied"], done.json["left"]) == (0, 3, [])
+    async with deployment.inner() as plain:
+        assert await plain.load_messages(thread_id) == messages
+        assert await plain.load_messages(healed) == [said(0)]
+    again = await cli(deployment, "quarantine", "replay", ids[0])
+    assert again.code == 2, "it is not there any more"
+    rest = await cli(deployment, "quarantine", "replay", "--all")
+    assert (rest.code, "superseded" in rest.out, "undecodable" in rest.out) == (1, True, True), rest
+    left = [e["seq"] for e in (await cli(deployment, "quarantine", "list", "--json")).json["entries"]]
+    assert len(left) == 2
+    gone = await cli(deployment, "quarantine", "discard", *left, 999_999, "--json")
+    assert (gone.code, gone.json) == (1, {"discarded": 2, "missing": 1})
+    assert (await cli(deployment, "quarantine", "list", "--json")).json == {"total": 0, "entries": []}
+    assert (await cli(deployment, "quarantine", "replay")).code == 2

@@ -1,0 +1,266 @@
+"""The quarantine on real servers: parking, replay, discard, its bound, and a storm of poison."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from bufstore import AlreadyExists, Consistency, MemoryThreadStore, NotFound, PostgresThreadStore, ThreadQuarantined
+from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.replay import Outcome
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
+
+
+class Picky(PostgresThreadStore):
+    """Refuses messages with a mark, as a table's constraint would, until it is mended."""
+
+    mended = False
+
+    async def apply(self, connection: Any, batch: Any) -> None:
+        if not self.mended and any(b"poison" in m for c in batch for m in c.messages):
+            await connection.execute("SELECT 1/0")
+        await super().apply(connection, batch)
+
+
+class PickyMemory(MemoryThreadStore):
+    """The same, in memory; its errors are an app's own."""
+
+    mended = False
+
+    async def apply(self, connection: Any, batch: Any) -> None:
+        if not self.mended and any(b"poison" in m for c in batch for m in c.messages):
+            raise AlreadyExists("refused")
+        await super().apply(connection, batch)
+
+
+def picky(deployment: Deployment) -> Picky:
+    return Picky(deployment.servers.postgres.dsn, schema=deployment.name, pool_size=4)
+
+
+def results(done: Any) -> list[str]:
+    return [o.outcome.value for o in done]
+
+
+async def row_of(deployment: Deployment, thread_id: str) -> tuple[Any, ...]:
+    sql = f"SELECT applied_id, version, broken_since FROM {deployment.name}.buffer_threads WHERE thread_id = %s"
+    return (await query(deployment.servers.postgres.dsn, sql, thread_id))[0]
+
+
+async def poisoned(store: Any, thread_id: str, behind: int = 2) -> list[Any]:
+    """One good entry, one that the store refuses, some that build on it; what all of them mean."""
+    messages: list[Any] = [said(0)]
+    await store.checkpoint(thread_id, messages, run_of(thread_id))
+    messages.append({"content": "poison", "id": "p"})
+    await store.checkpoint(thread_id, messages, run_of(thread_id, 1))
+    for n in range(behind):
+        messages.append(said(n + 1))
+        await store.checkpoint_append(thread_id, messages[-1:], run_of(thread_id, 2 + n))
+    await store.force_flush(thread_id)
+    return messages
+
+
+@pytest.mark.parametrize("kind", ["postgres", "memory"])
+async def test_what_was_parked_is_replayed_in_order_and_once(deployment: Deployment, kind: str) -> None:
+    inner: Any = picky(deployment) if kind == "postgres" else PickyMemory()
+    async with deployment.store(inner, flush_interval_s=600) as store:
+        thread_id = fresh()
+        messages = await poisoned(store, thread_id)
+        page = await store.quarantine.page()
+        assert [p.thread_id for p in page] == [thread_id] * 3
+        assert not any(p.superseded for p in page)
+        assert kind == "memory" or "division by zero" in page[0].cause
+        first = await store.quarantine.show(page[0].seq)
+        assert isinstance(first.item, StoredEntry)
+        assert b"poison" in first.item.entry.payload
+        for read in (store.load_checkpoint, store.load_messages, store.load_thread, store.latest_run):
+            with pytest.raises(ThreadQuarantined):
+                await read(thread_id)
+            with pytest.raises(ThreadQuarantined):
+                await read(thread_id, consistency=Consistency.STRONG)
+        for level in Consistency:
+            assert await store.load_messages(thread_id, consistency=level, quarantined="known") == [said(0)]
+        run = run_of(thread_id)
+        assert await store.load_run(run.run_id, quarantined="known") == run
+
+        still = await store.quarantine.replay_thread(thread_id)
+        assert results(still) == ["refused", "waits", "waits"]
+        assert kind == "memory" or "division by zero" in still[0].reason
+        assert results(await store.quarantine.replay(page[1].seq)) == ["waits", "waits"]
+        assert await store.quarantined() == 3
+
+        inner.mended = True
+        done = await store.quarantine.replay(page[0].seq)
+        assert [(o.seq, o.outcome) for o in done] == [(p.seq, Outcome.APPLIED) for p in page]
+        assert await store.load_messages(thread_id) == messages
+        assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == messages
+        assert await store.latest_run(thread_id) == run_of(thread_id, 3)
+        assert await store.quarantined() == 0
+        assert await store.quarantine.replay_thread(thread_id) == []
+        with pytest.raises(NotFound):
+            await store.quarantine.replay(page[0].seq)
+        await store.checkpoint_append(thread_id, [said(9)], run_of(thread_id), expected_version=len(messages))
+        await store.force_flush(thread_id)
+        assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [*messages, said(9)]
+
+
+async def test_a_thread_that_was_healed_is_not_touched_by_a_replay(deployment: Deployment) -> None:
+    inner = picky(deployment)
+    async with deployment.store(inner, flush_interval_s=600) as store:
+        thread_id = fresh()
+        await poisoned(store, thread_id)
+        await store.checkpoint(thread_id, [said(7)], run_of(thread_id))
+        await store.force_flush(thread_id)
+        inner.mended = True
+        assert all(p.superseded for p in await store.quarantine.page(thread_id=thread_id))
+        done = await store.quarantine.replay_thread(thread_id)
+        assert results(done) == ["superseded"] * 3
+        assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(7)]
+        assert await store.load_run(run_of(thread_id, 1).run_id) is None
+        assert await store.quarantine.discard([o.seq for o in done]) == 3
+        assert await store.quarantined() == 0
+        assert await store.load_messages(thread_id) == [said(7)]
+
+
+async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deployment: Deployment) -> None:
+    inner = picky(deployment)
+    async with deployment.store(inner, flush_interval_s=600) as store:
+        thread_id = fresh()
+        await poisoned(store, thread_id, behind=0)
+        await store._connection.request(store._subjects.of(thread_id), b"garbage", 5)
+        await store._connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store.force_flush_all()
+        page = await store.quarantine.page()
+        assert [p.thread_id for p in page] == [thread_id, thread_id, None]
+        garbage = (await store.quarantine.show(page[1].seq)).item
+        assert isinstance(garbage, Malformed)
+        assert garbage.messages[0].body == b"garbage"
+        inner.mended = True
+        done = await store.quarantine.replay_thread(thread_id)
+        assert results(done) == ["applied", "undecodable"]
+        assert "header" in done[1].reason
+        assert results(await store.quarantine.replay(page[2].seq)) == ["undecodable"]
+        assert (await row_of(deployment, thread_id))[2] == page[1].seq, "broken from there on"
+        known = await store.load_messages(thread_id, quarantined="known")
+        assert known == [said(0), {"content": "poison", "id": "p"}]
+        assert await store.quarantine.discard([p.seq for p in page]) == 2
+        assert (await row_of(deployment, thread_id))[2] is None
+        assert await store.load_messages(thread_id) == known
+        await store.checkpoint(thread_id, [*known, said(1)], run_of(thread_id))
+        await store.force_flush(thread_id)
+        assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [*known, said(1)]
+
+
+async def test_replays_at_once_beside_writers_and_a_flusher_apply_each_entry_once(deployment: Deployment) -> None:
+    inner = picky(deployment)
+    async with deployment.store(inner) as store, deployment.store(picky(deployment), flusher=False) as other:
+        threads = [fresh() for _ in range(10)]
+        expected: dict[str, list[Any]] = {}
+        for thread_id in threads:
+            expected[thread_id] = await poisoned(store, thread_id, behind=3)
+        other._store.mended = inner.mended = True  # type: ignore[attr-defined]
+        stop = asyncio.Event()
+
+        async def write() -> None:
+            while not stop.is_set():
+                for n in range(3):
+                    busy = f"busy-{n}-{deployment.name}"
+                    await store.checkpoint_append(busy, [{"n": 1}], run_of(busy))
+                await asyncio.sleep(0.005)
+
+        async def replay(quarantine: Any) -> Counter[str]:
+            found: Counter[str] = Counter()
+            for thread_id in random.Random(1).sample(threads, len(threads)):
+                found.update(results(await quarantine.replay_thread(thread_id)))
+            return found
+
+        writing = asyncio.create_task(write())
+        counts = await asyncio.gather(*(replay(q) for q in [store.quarantine, other.quarantine] * 3))
+        stop.set()
+        await writing
+        parked = sum(c["applied"] for c in counts)
+        assert sum(len(m) for m in expected.values()) - 10 >= parked > 0
+        for thread_id, messages in expected.items():
+            assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == messages
+            assert (await row_of(deployment, thread_id))[1:] == (len(messages), None)
+        assert await store.quarantined() == 0
+
+
+async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deployment: Deployment) -> None:
+    inner = picky(deployment)
+    async with deployment.store(inner, quarantine_max=2) as store:
+        bad, good = [fresh("bad") for _ in range(5)], [fresh("good") for _ in range(20)]
+        for thread_id in [*bad, *good]:
+            content = {"content": "poison"} if thread_id in bad else said(0)
+            await store.checkpoint(thread_id, [content], run_of(thread_id))
+        await store._connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
+        for thread_id in good:
+            await store.force_flush(thread_id)
+
+        async def trouble() -> str:
+            return (await store.health()).flusher
+
+        assert "quarantine is full" in await eventually(trouble)
+        assert await store.quarantined() == 2
+        await store.checkpoint(good[0], [said(1)], run_of(good[0]))
+        await store.force_flush(good[0])
+        page = await store.quarantine.page()
+        assert await store.quarantine.discard([p.seq for p in page]) == 2
+        # Room again: what waited is parked as far as there is room, within the longest pause.
+
+        async def full_again() -> bool:
+            return await store.quarantined() == 2
+
+        await eventually(full_again)
+        inner.mended = True  # what was not parked yet is simply applied, or parked when there is room
+        while page := await store.quarantine.page():
+            await store.quarantine.discard([p.seq for p in page])
+            await asyncio.sleep(0.3)
+        await store.force_flush_all(timeout_s=20)
+        while page := await store.quarantine.page():
+            await store.quarantine.discard([p.seq for p in page])
+
+        async def calm() -> bool:
+            return not await trouble()
+
+        await eventually(calm)
+
+
+async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deployment) -> None:
+    chance = random.Random(7)
+    inner = picky(deployment)
+    good, bad = 10_000, 1_000
+    async with deployment.store(flusher=False) as writer:
+        threads = [fresh() for _ in range(2_000)]
+        # Two thirds are refused by the database, one third is no entry at all; each is the last of its thread.
+        kinds = chance.sample(threads, bad)
+        garbage = set(kinds[: bad // 3])
+        refused = set(kinds[bad // 3 :])
+
+        async def talk(thread_id: str, steps: int) -> None:
+            for n in range(1, steps + 1):
+                await writer.checkpoint(thread_id, [said(i) for i in range(n)], run_of(thread_id))
+            if thread_id in refused:
+                await writer.checkpoint_append(thread_id, [{"content": "poison"}], run_of(thread_id))
+            elif thread_id in garbage:
+                await writer._connection.request(writer._subjects.of(thread_id), b"garbage", 10)
+
+        for i in range(0, len(threads), 500):
+            await asyncio.gather(*(talk(t, good // len(threads)) for t in threads[i : i + 500]))
+    began = time.monotonic()
+    async with deployment.store(inner) as store:
+        await store.force_flush_all(timeout_s=60)
+        seconds = time.monotonic() - began
+        assert await store.quarantined() == bad
+        sql = f"SELECT count(*), sum(version), count(broken_since) FROM {deployment.name}.buffer_threads"
+        assert await query(deployment.servers.postgres.dsn, sql) == [(len(threads), good, bad)]
+        causes = Counter(p.cause for p in await store.quarantine.page(limit=2_000))
+        assert len(causes) == 2
+        state = (await store.statistics()).flusher
+        print(f"{seconds:.1f} s, {state.transactions} transactions")
+        assert seconds < 20

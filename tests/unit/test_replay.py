@@ -1,0 +1,184 @@
+"""What may be replayed: in the log's order, never below what was applied since, exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
+from bufstore.buffer.ports import FlushFailed
+from bufstore.buffer.quarantine import Quarantine
+from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed, plan_replay
+from bufstore.buffer.verdict import Verdict
+from bufstore.errors import NotFound
+from bufstore.memory.quarantine import MemoryParked
+from bufstore.threads.coalesce import coalesce
+from bufstore.threads.model import decode_message
+from unit.history import THREAD, Flushed, Oracle, write_story
+
+ROW = Row(flushed_seq=20, applied_id=100, version=3, broken_since=11)
+
+
+def waits(seq: int, id_: int, prev: int, *, base: int | None = 100, whole: bool = False) -> ParkedEntry:
+    entry = Entry(
+        id=id_, prev_id=prev, base=Base.CHAINED, seen=0, version=seq, self_contained=whole, ring=b"", payload=b""
+    )
+    item = StoredEntry("t", seq, entry)
+    return ParkedEntry(seq=seq, thread_id="t", base_id=base, cause="c", parked_at=datetime.now(UTC), item=item)
+
+
+def damaged(seq: int) -> ParkedEntry:
+    item = Malformed("s", seq, (), "damage", "t")
+    return ParkedEntry(seq=seq, thread_id="t", base_id=100, cause="c", parked_at=datetime.now(UTC), item=item)
+
+
+def outcomes(row: Row, *parked: ParkedEntry, refused: dict[int, str] | None = None) -> list[str]:
+    return [o.outcome.value for o in plan_replay(row, parked, refused=refused).outcomes]
+
+
+def test_what_builds_on_the_row_is_applied_in_order_with_what_was_parked_behind_it() -> None:
+    plan = plan_replay(ROW, [waits(13, 103, 102), waits(11, 101, 100), waits(12, 102, 101)])
+    assert [e.seq for e in plan.apply] == [11, 12, 13]
+    assert (plan.row.applied_id, plan.row.version, plan.row.flushed_seq) == (103, 13, 20)
+
+
+def test_once_the_thread_has_gone_on_nothing_is_applied_not_even_a_snapshot() -> None:
+    healed = Row(flushed_seq=20, applied_id=200, version=3)
+    assert outcomes(healed, waits(11, 101, 100), waits(12, 102, 999, whole=True)) == ["superseded"] * 2
+    assert outcomes(healed, waits(11, 101, 200, base=None)) == ["superseded"]
+
+
+def test_a_missing_predecessor_holds_up_deltas_until_a_snapshot() -> None:
+    parked = [damaged(11), waits(12, 102, 7), waits(13, 103, 102, whole=True), waits(14, 104, 103)]
+    assert outcomes(ROW, *parked) == ["undecodable", "waits", "applied", "applied"]
+
+
+def test_what_the_store_refuses_holds_up_what_builds_on_it() -> None:
+    parked = [waits(11, 101, 100), waits(12, 102, 101), waits(13, 103, 102)]
+    assert outcomes(ROW, *parked, refused={102: "why"}) == ["applied", "refused", "waits"]
+
+
+class Bench:
+    """A thread that was flushed with poison in it, and its quarantine."""
+
+    def __init__(self, flushed: Flushed) -> None:
+        self.rows = {THREAD: flushed.row}
+        self.store = flushed.store
+        self.parked = MemoryParked(self.rows, flushed.store)
+        self.parked.park(flushed.parked)
+        self.told: list[str] = []
+        self.quarantine = Quarantine(SimpleNamespace(parked=self.parked), coalesce, self._tell)  # type: ignore[arg-type]
+
+    async def _tell(self, thread_id: str) -> None:
+        self.told.append(thread_id)
+
+    def messages(self) -> list[Any]:
+        return [decode_message(m) for m in self.store._messages.get(THREAD, [])]
+
+
+async def flushed(seed: int) -> tuple[Any, Bench]:
+    story = write_story(random.Random(seed), damage=True)
+    flushed = Flushed()
+    for chapter in story.chapters:
+        await flushed.window(chapter, chapter, story.poison)
+    return story, Bench(flushed)
+
+
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 1 << 32), single=st.booleans())
+def test_a_replay_makes_what_the_log_would_have_made_without_that_poison(seed: int, single: bool) -> None:
+    async def main() -> None:
+        story, bench = await flushed(seed)
+        before = set(bench.parked.entries)
+        last = bench.rows[THREAD]
+        if single and before:
+            done = []
+            for seq in sorted(before):
+                if seq in bench.parked.entries:
+                    done += await bench.quarantine.replay(seq)
+        else:
+            done = list(await bench.quarantine.replay_thread(THREAD))
+        applied = [o.seq for o in done if o.outcome is Outcome.APPLIED]
+        assert applied == sorted(set(applied))
+        assert before - set(applied) == set(bench.parked.entries)
+        oracle = Oracle()
+        for item in (item for chapter in story.chapters for item in chapter):
+            poison = isinstance(item, StoredEntry) and item.entry.id in story.poison and item.seq not in applied
+            oracle.take(item, poison=poison)
+        assert bench.messages() == [decode_message(m) for m in oracle.messages]
+        row = bench.rows[THREAD]
+        assert (row.applied_id, row.version, row.flushed_seq) == (
+            oracle.row.applied_id,
+            oracle.row.version,
+            last.flushed_seq,
+        )
+        again = await bench.quarantine.replay_thread(THREAD)
+        assert not [o for o in again if o.outcome is Outcome.APPLIED]
+        assert bench.rows[THREAD] == row
+        assert bool(bench.told) == bool(applied)
+
+    asyncio.run(main())
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 1 << 32), refused=st.sets(st.integers(0, 20)))
+def test_what_the_store_still_refuses_is_found_and_the_rest_is_applied(seed: int, refused: set[int]) -> None:
+    async def main() -> None:
+        _, bench = await flushed(seed)
+        _, other = await flushed(seed)
+        records = {
+            i.entry.id for i in (p.item for p in bench.parked.entries.values()) if isinstance(i, StoredEntry)
+        } & refused
+        apply, folding = bench.store.apply, bench.quarantine._coalesce
+
+        def noting(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> Any:
+            bench.told_of = [e.entry.id for e in entries]  # type: ignore[attr-defined]
+            return folding(thread_id, version, entries)
+
+        async def picky(connection: object, batch: Any) -> None:
+            if records & set(bench.told_of):  # type: ignore[attr-defined]
+                raise FlushFailed("22012", Verdict.POISON)
+            await apply(connection, batch)
+
+        bench.quarantine._coalesce = noting
+        bench.store.apply = picky  # type: ignore[method-assign]
+        done = list(await bench.quarantine.replay_thread(THREAD))
+        expected: list[Replayed] = list(await other.quarantine.replay_thread(THREAD))
+        if not records & {_id(other, o.seq, bench) for o in expected if o.outcome is Outcome.APPLIED}:
+            assert [(o.seq, o.outcome) for o in done] == [(o.seq, o.outcome) for o in expected]
+        assert {o.seq for o in done} == {o.seq for o in expected}
+        for o in done:
+            if o.outcome is Outcome.APPLIED:
+                assert o.seq not in bench.parked.entries
+
+    asyncio.run(main())
+
+
+def _id(other: Bench, seq: int, bench: Bench) -> int:
+    entry = bench.parked.entries.get(seq)
+    return entry.item.entry.id if entry is not None and isinstance(entry.item, StoredEntry) else 0
+
+
+async def test_discarding_all_that_waits_makes_a_thread_whole_again() -> None:
+    flushed = Flushed()
+    flushed.row = ROW
+    items = [waits(11, 101, 100).item, Malformed("s", 12, (), "damage", "t")]
+    flushed.parked = [Parked(i, "c", 100) for i in items]
+    bench = Bench(flushed)
+    bench.rows["t"] = ROW
+    assert await bench.quarantine.discard([11, 11, 99]) == 1
+    assert bench.rows["t"].broken_since == 12
+    assert await bench.quarantine.discard([12]) == 1
+    assert bench.rows["t"].broken_since is None
+    assert bench.told == ["t", "t"]
+    with pytest.raises(NotFound):
+        await bench.quarantine.show(12)
