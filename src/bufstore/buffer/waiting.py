@@ -24,6 +24,9 @@ class Waiting:
     def __init__(self) -> None:
         self._waits: dict[str | None, _Wait] = {}
 
+    def __len__(self) -> int:
+        return len(self._waits)
+
     def __contains__(self, thread_id: str | None) -> bool:
         return thread_id in self._waits
 

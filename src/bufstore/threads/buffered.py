@@ -21,7 +21,8 @@ from bufstore.buffer.appender import Appender
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush_waiter import FlushWaiter
-from bufstore.buffer.flusher import Flusher, FlusherState
+from bufstore.buffer.flusher import Flusher
+from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import Ledger
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects

@@ -1,0 +1,121 @@
+"""Taking partitions, following them, giving them up.
+
+Any doubt about a partition ends in the same way: it is given up with all that is in memory, and taken again from the
+cursor in Postgres, with a higher term. So nothing is ever repaired in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from bufstore.buffer.entry import entry_id
+from bufstore.buffer.flusher_state import FlusherState
+from bufstore.buffer.ports import AppendUnknown, Cursor, FlushFailed, Ledger, Log
+from bufstore.buffer.share import Share
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import BufstoreError, LogRolledBack, StoreMisconfigured
+
+_log = logging.getLogger(__name__)
+
+_TAKE_RETRY_S = 0.5
+
+
+class Takeover:
+    """The partitions of one owner: `shares` holds those it follows, and changes in `adjust` and `drop` only."""
+
+    def __init__(
+        self,
+        log: Log,
+        ledger: Ledger,
+        subjects: Subjects,
+        member: str,
+        prepare: Callable[[], Awaitable[None]],
+        wake: Callable[[], None],
+        state: FlusherState,
+    ) -> None:
+        self._log = log
+        self._ledger = ledger
+        self._subjects = subjects
+        self._member = member
+        self._prepare = prepare
+        self._prepared = False
+        self._wake = wake
+        self._state = state
+        self._loop = asyncio.get_running_loop()
+        self._wanted: frozenset[int] = frozenset()
+        #: Partitions that could not be taken, and when to try again.
+        self._untakeable: dict[int, float] = {}
+        self.shares: dict[int, Share] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all partitions that are ours are followed, as far as has been tried."""
+        return self._wanted.isdisjoint(self._untakeable)
+
+    def want(self, partitions: frozenset[int]) -> None:
+        """These are ours from now on; `adjust` sees to it."""
+        if partitions != self._wanted:
+            self._wanted = partitions
+            self._wake()
+
+    async def adjust(self) -> None:
+        """Give up what is not ours (any more) or lost, take what is."""
+        for partition, share in list(self.shares.items()):
+            if share.feed.lost is not None:
+                await self.drop(share, share.feed.lost)
+            elif partition not in self._wanted:
+                await self.drop(share, "another member owns it")
+        now = self._loop.time()
+        missing = sorted(p for p in self._wanted - self.shares.keys() if self._untakeable.get(p, 0.0) <= now)
+        if not missing:
+            return
+        try:
+            if not self._prepared:
+                await self._prepare()
+                self._prepared = True
+            cursors = await self._ledger.take(missing, self._member)
+        except (BufstoreError, FlushFailed) as e:
+            self._state.report(e, stopped=isinstance(e, (StoreMisconfigured, LogRolledBack)))
+            self._untakeable.update(dict.fromkeys(missing, now + _TAKE_RETRY_S))
+            return
+        for cursor in cursors:
+            try:
+                await self._follow(cursor)
+                self._untakeable.pop(cursor.partition, None)
+            except (BufstoreError, AppendUnknown) as e:
+                # One partition that cannot be followed delays no other.
+                self._state.report(e, stopped=isinstance(e, LogRolledBack))
+                self._untakeable[cursor.partition] = now + _TAKE_RETRY_S
+
+    async def _follow(self, cursor: Cursor) -> None:
+        """Check that the log still is the one that the cursor speaks of, and follow it from there."""
+        end = await self._log.end(5.0)
+        if end < cursor.seq:
+            raise LogRolledBack(
+                f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
+            )
+        if cursor.id and cursor.seq >= self._log.generation_start:
+            # The entry at the cursor is never purged: if it is not there, the log was purged further than this
+            # Postgres has got, or it is not the same log.
+            found = await self._log.identity(cursor.seq)
+            if found is None or entry_id(found) != cursor.id:
+                raise LogRolledBack(
+                    f"position {cursor.seq} of the log no longer holds the entry at the cursor of partition "
+                    f"{cursor.partition}; set its cursor_id to 0 in buffer_partitions to go on without a check"
+                )
+        feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake)
+        share = self.shares[cursor.partition] = Share(cursor, feed, self._subjects)
+        if cursor.seq:
+            # Committed by now, whenever that was: retention counts from here.
+            share.commits.append((self._loop.time(), cursor.seq))
+        self._state.takeovers += 1
+        self._state.partitions = tuple(sorted(self.shares))
+
+    async def drop(self, share: Share, reason: str) -> None:
+        """Give the partition up: its memory is void."""
+        _log.info("partition %d: %s", share.cursor.partition, reason, extra={"action": "partition_dropped"})
+        self.shares.pop(share.cursor.partition, None)
+        self._state.partitions = tuple(sorted(self.shares))
+        await share.feed.close()
