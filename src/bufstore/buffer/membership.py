@@ -1,25 +1,37 @@
-"""Who owns which partition: live flushers share them by rendezvous hashing.
+"""Who owns which partition: live flushers share them by rendezvous hashing with a bound.
 
-Each flusher keeps one expiring record of itself in the hot state; the owner of a partition is the live flusher
-with the highest hash for it. So shares are even, a change of one member moves only its own partitions, and one
-write per flusher renews all its leases. Nothing depends on everybody agreeing at each moment: what fences an owner is
-its term in Postgres (see `bufstore.buffer.flusher`).
+Each flusher keeps one expiring record of itself in the hot state. For each partition the members are ranked by a hash
+of both; it goes to the first who has not got his share yet: the partitions divided by the members, rounded up. So shares are even, a change of members moves few partitions, and one write per flusher renews all its leases.
+Nothing depends on everybody agreeing at each moment: what fences an owner is its term in Postgres (see
+`bufstore.buffer.takeover`).
+
+Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016), on rendezvous hashing.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from hashlib import blake2b
 
 
-def owner(partition: int, members: Sequence[str]) -> str | None:
-    """The member that owns `partition`; None if there is no member."""
-    return max(members, key=lambda member: _weight(partition, member), default=None)
+def owners(members: Sequence[str], partitions: int) -> dict[int, str]:
+    """The owner of each partition; nothing if there is no member."""
+    if not members:
+        return {}
+    share = -(-partitions // len(members))
+    taken: Counter[str] = Counter()
+    found = {}
+    for partition in range(partitions):
+        ranked = sorted(members, key=lambda member: _weight(partition, member))
+        found[partition] = next(member for member in ranked if taken[member] < share)
+        taken[found[partition]] += 1
+    return found
 
 
 def owned(member: str, members: Sequence[str], partitions: int) -> frozenset[int]:
     """The partitions that `member` owns."""
-    return frozenset(p for p in range(partitions) if owner(p, members) == member)
+    return frozenset(p for p, owner in owners(members, partitions).items() if owner == member)
 
 
 def _weight(partition: int, member: str) -> bytes:
