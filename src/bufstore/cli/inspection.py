@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from bufstore.buffer.membership import owner
+from bufstore.buffer.membership import owners
 from bufstore.buffer.ports import Cursor
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
@@ -86,7 +86,8 @@ class Inspection:
             cursors, quarantined = await self._ledger.cursors(), await self._ledger.quarantined()
         except BufstoreError as e:
             trouble = str(e)
-        partitions = [_partition(p, end, cursors, members) for p, end in enumerate(ends)]
+        owner = owners(members, subjects.partitions)
+        partitions = [_partition(p, end, cursors, owner.get(p)) for p, end in enumerate(ends)]
         return Status(
             ok=not trouble,
             postgres_trouble=trouble,
@@ -100,14 +101,14 @@ class Inspection:
         )
 
 
-def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, members: list[str]) -> Partition:
+def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, owner: str | None) -> Partition:
     if cursors is None:
         at, term, lag = None, None, None
     else:
         cursor = cursors.get(number)
         at, term = (cursor.seq, cursor.term) if cursor is not None else (0, 0)
         lag = max(0, end - at)
-    return Partition(partition=number, end=end, cursor=at, term=term, lag=lag, owner=owner(number, members))
+    return Partition(partition=number, end=end, cursor=at, term=term, lag=lag, owner=owner)
 
 
 @asynccontextmanager
