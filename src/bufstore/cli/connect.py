@@ -16,7 +16,7 @@ import psycopg
 from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
-from bufstore.cli.running import Failure, configure_logs, reporting_errors
+from bufstore.cli.running import configure_logs, reporting_errors
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.embedded import Servers
 from bufstore.errors import ConfigError
@@ -144,10 +144,7 @@ class Options:
         if servers is None:
             yield self._unopened
             return
-        try:
-            servers.start()
-        except OSError as e:
-            raise Failure(f"cannot use the folder {servers.data}: {e.strerror}") from None
+        servers.start()
         try:
             yield replace(self._unopened, nats=NatsConfig(servers=(servers.nats.url,)), postgres=servers.postgres.dsn)
         finally:
