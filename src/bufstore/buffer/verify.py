@@ -19,7 +19,7 @@ from bufstore.errors import MalformedEntry
 _CHUNK = 500
 _FINDINGS_MAX = 100
 _LOOKS = 4
-_PAUSE_S = 0.15
+_PAUSE_S = 0.1
 _TIMEOUT_S = 30.0
 
 #: Per thread: the row's version, the store's own, and how many messages the store holds.
@@ -47,8 +47,8 @@ class Verifier:
         """Look at everything. Raises LogUnavailable, StoreUnavailable."""
         loop = asyncio.get_running_loop()
         began = loop.time()
+        await asyncio.gather(*(self._partition(p) for p in range(self._subjects.partitions)))
         for partition in range(self._subjects.partitions):
-            await self._partition(partition)
             await self._threads_of(partition)
         return Verification(
             partitions=self._subjects.partitions,
@@ -82,7 +82,7 @@ class Verifier:
         acked = await self._log.acked(partition, term)
         cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0))
         end = await self._log.end(_TIMEOUT_S)
-        if acked is not None and acked > cursor.seq:
+        if acked is not None and acked > cursor.seq and await self._holds(partition, cursor.seq, acked):
             found.append(("ack <= cursor", f"acknowledged up to {acked}, the cursor stands at {cursor.seq}"))
         if told > cursor.seq:
             found.append(("progress <= cursor", f"told to be flushed up to {told}, the cursor stands at {cursor.seq}"))
@@ -93,6 +93,11 @@ class Verifier:
             if message is None or entry_id(message) != cursor.id:
                 found.append(("cursor entry", f"position {cursor.seq} does not hold the entry at the cursor"))
         return found
+
+    async def _holds(self, partition: int, above: int, up_to: int) -> bool:
+        """Whether the partition has a message there: the server moves a floor over what is not the consumer's."""
+        first = await self._log.after(self._subjects.of_partition(partition), above, _TIMEOUT_S, limit=1)
+        return bool(first) and first[0].seq <= up_to
 
     # --- threads ----------------------------------------------------------------------------------------------
 

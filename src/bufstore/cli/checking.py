@@ -21,8 +21,8 @@ from bufstore.cli.running import EXIT_WRONG, run
 def verify(options: Options) -> None:
     """Check log, hot state and Postgres against each other, while they work.
 
-    Reads every thread that the log shows and changes nothing. What it finds is damage, or a bug of bufstore's: exit code
-    1.
+    Reads every thread that the log shows and changes nothing. What it finds is damage, or a bug of
+    bufstore's: exit code 1.
     """
     with options.target() as target:
         found = run(_look(target))
