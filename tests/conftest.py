@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore
+from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable
 from bufstore.embedded import Servers
 
 
@@ -43,6 +43,8 @@ class Deployment:
 
     def __init__(self, servers: Servers, **config: Any) -> None:
         self.servers = servers
+        #: Whether each store is checked when its test is done with it; False in tests that damage something.
+        self.verified = True
         self.name = f"t{secrets.token_hex(5)}"
         settings = {"stream": f"LOG-{self.name}", "bucket": f"hot-{self.name}", "subject": self.name}
         self.log = LogConfig(**settings, **({"max_bytes": 128 << 20} | config))
@@ -66,6 +68,11 @@ class Deployment:
         )
         async with store:
             yield store
+            if self.verified:
+                # Where a test has closed the store or left a server down there is nothing to look at.
+                with suppress(Unavailable):
+                    report = await store.verify()
+                    assert report.ok, report.findings
 
 
 @pytest.fixture

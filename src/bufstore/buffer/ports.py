@@ -133,6 +133,14 @@ class Log(Stream, Protocol):
         """Remove the partition's messages below a sequence."""
         ...
 
+    async def subjects(self, filter_: str, offset: int) -> list[str]:
+        """Some of the subjects that match and have messages, those behind the first `offset`; empty: no more."""
+        ...
+
+    async def acked(self, partition: int, term: int) -> int | None:
+        """Up to where the partition's consumer of this term is acknowledged; None if there is no such consumer."""
+        ...
+
     async def identity(self, seq: int) -> StoredMessage | None:
         """The message at exactly this sequence, if it is still there."""
         ...
@@ -167,6 +175,10 @@ class HotState(Protocol):
 
     async def report(self, progress: Mapping[int, int]) -> None:
         """Publish, per partition, up to which sequence everything is flushed."""
+        ...
+
+    async def progress(self) -> dict[int, int]:
+        """The last reports."""
         ...
 
     async def on_progress(self, callback: Callable[[int, int], None]) -> None:
@@ -271,6 +283,10 @@ class ParkedEntries(Protocol):
         """The entry that stood at a position, whole."""
         ...
 
+    async def present(self, seqs: Sequence[int]) -> set[int]:
+        """Those of the positions whose entries are here."""
+        ...
+
     async def threads(self, after: str, limit: int) -> list[str]:
         """Threads that have entries here and come after one, in order."""
         ...
@@ -330,6 +346,10 @@ class Ledger(Protocol):
 
     async def row(self, thread_id: str) -> Row:
         """The thread's row; an empty one if it has none."""
+        ...
+
+    async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
+        """The threads' rows, and up to where entries of them were discarded; threads without one are left out."""
         ...
 
     async def flush(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from bufstore.cli.checking import verify
 from bufstore.cli.demo import demo
 from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
@@ -21,5 +22,5 @@ def app() -> None:
     """
 
 
-for command in (demo, import_, status, flush, quarantine):
+for command in (demo, import_, status, flush, quarantine, verify):
     app.add_command(command)

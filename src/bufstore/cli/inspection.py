@@ -7,10 +7,12 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from bufstore.buffer.audit import Verification
 from bufstore.buffer.membership import owners
 from bufstore.buffer.ports import Cursor
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.verify import Verifier
 from bufstore.cli.connect import Target
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigError
@@ -69,6 +71,15 @@ class Inspection:
     def quarantine(self) -> Quarantine:
         """The entries in quarantine."""
         return Quarantine(self._ledger, coalesce, self._hot.tell_parked)
+
+    async def verify(self) -> Verification:
+        """The self-check. Raises LogUnavailable, StoreUnavailable."""
+        subjects = Subjects(self._config.subject, self._config.partitions)
+        await self._log.epoch()  # so that it knows where this generation of the stream begins
+        own = await self._ledger.has_threads()
+        return await Verifier(
+            self._log, self._hot, self._ledger, subjects, self._ledger.versions if own else None
+        ).run()
 
     async def members(self) -> list[str]:
         """The live flushers. Raises LogUnavailable."""

@@ -59,6 +59,9 @@ class MemoryLedger:
     async def row(self, thread_id: str) -> Row:
         return self._rows.get(thread_id, Row())
 
+    async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
+        return {t: (self._rows[t], self.parked.given_up.get(t, 0)) for t in thread_ids if t in self._rows}
+
     async def flush(
         self,
         moves: Sequence[Move],

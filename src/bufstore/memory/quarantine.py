@@ -32,6 +32,8 @@ class MemoryParked:
         self._rows = rows
         self._target = target
         self.entries: dict[int, ParkedEntry] = {}
+        #: Up to where entries of a thread were discarded.
+        self.given_up: dict[str, int] = {}
 
     def park(self, parked: Sequence[Parked]) -> None:
         """Part of a flush."""
@@ -52,6 +54,9 @@ class MemoryParked:
 
     async def entry(self, seq: int) -> ParkedEntry | None:
         return self.entries.get(seq)
+
+    async def present(self, seqs: Sequence[int]) -> set[int]:
+        return {seq for seq in seqs if seq in self.entries}
 
     async def threads(self, after: str, limit: int) -> list[str]:
         return sorted({e.thread_id for e in self.entries.values() if e.thread_id and e.thread_id > after})[:limit]
@@ -79,8 +84,10 @@ class MemoryParked:
 
     async def discard(self, seqs: Sequence[int]) -> int:
         gone = [self.entries.pop(s) for s in set(seqs) if s in self.entries]
-        for thread_id in {e.thread_id for e in gone if e.thread_id is not None}:
-            self._mend(thread_id)
+        for e in gone:
+            if e.thread_id is not None:
+                self.given_up[e.thread_id] = max(e.seq, self.given_up.get(e.thread_id, 0))
+                self._mend(e.thread_id)
         return len(gone)
 
     def _mend(self, thread_id: str) -> None:

@@ -117,6 +117,14 @@ class NatsHotState:
             # Not awaited until stored: the next report overwrites it, and Postgres holds the truth.
             await self._tell(f"{self._keys}flushed.{partition}", str(seq).encode())
 
+    async def progress(self) -> dict[int, int]:
+        try:
+            found = await self._stream.last([f"{self._keys}flushed.*"], _TIMEOUT_S)
+        except StreamMissing:
+            return {}
+        reports = [(s.rpartition(".")[2], m.body) for s, m in found.items()]
+        return {int(p): int(body) for p, body in reports if p.isdecimal() and body.isdigit()}
+
     async def on_progress(self, callback: Callable[[int, int], None]) -> None:
         def heard(msg: Msg) -> None:
             callback(int(msg.subject.rpartition(".")[2]), int(msg.data))

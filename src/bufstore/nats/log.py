@@ -87,6 +87,20 @@ class NatsLog(NatsStream):
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
 
+    async def subjects(self, filter_: str, offset: int) -> list[str]:
+        info = await self.api(
+            f"STREAM.INFO.{self._config.log.stream}", {"subjects_filter": filter_, "offset": offset}, timeout_s=30.0
+        )
+        return sorted(info["state"].get("subjects") or ())
+
+    async def acked(self, partition: int, term: int) -> int | None:
+        name = f"{self._config.log.subject}-flusher-{partition}-{term}"
+        try:
+            info = await self.api(f"CONSUMER.INFO.{self._config.log.stream}.{name}")
+        except ConsumerMissing:
+            return None
+        return int(info["ack_floor"]["stream_seq"])
+
     async def purge(self, partition: int, below: int) -> None:
         await self.api(
             f"STREAM.PURGE.{self._config.log.stream}",

@@ -79,6 +79,18 @@ class PostgresLedger:
     async def quarantined(self) -> int:
         return int((await self._fetch("quarantined"))[0][0])
 
+    async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
+        found = await self._fetch("rows", columns.texts(thread_ids))
+        return {thread_id: (Row(*row), given_up) for thread_id, given_up, *row in found}
+
+    async def has_threads(self) -> bool:
+        """Whether a PostgresThreadStore has its tables in the same schema."""
+        return bool((await self._fetch("has_threads", self.schema))[0][0])
+
+    async def versions(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
+        """Where the store is a PostgresThreadStore in the same schema: see `bufstore.buffer.verify.Versions`."""
+        return {t: (a, b, c) for t, a, b, c in await self._fetch("counts", columns.texts(thread_ids))}
+
     @property
     def parked(self) -> PostgresParked:
         return self._parked

@@ -53,6 +53,9 @@ class PostgresParked:
         rows = await self._fetch("parked_entry", seq)
         return _entry(rows[0]) if rows else None
 
+    async def present(self, seqs: Sequence[int]) -> set[int]:
+        return {row[0] for row in await self._fetch("parked_at", columns.longs(seqs))}
+
     async def threads(self, after: str, limit: int) -> list[str]:
         return [row[0] for row in await self._fetch("parked_threads", after, limit)]
 
@@ -103,6 +106,7 @@ class PostgresParked:
             async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
                 await self._run(connection, "lock_thread", found.thread_id)
                 await self._run(connection, "unpark", columns.longs([seq]))
+                await self._run(connection, "give_up", found.thread_id, seq)
                 await self._run(connection, "mend_thread", found.thread_id)
         return count
 

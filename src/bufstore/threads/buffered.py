@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from bufstore.buffer.appender import Appender
+from bufstore.buffer.audit import Verification
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush_waiter import FlushWaiter
@@ -26,6 +27,7 @@ from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import Ledger
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.verify import Verifier
 from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.errors import AlreadyExists, BufstoreError, ConfigError, LogRolledBack, StoreUnavailable
 from bufstore.memory.ledger import MemoryLedger
@@ -450,6 +452,16 @@ class BufferedThreadStore:
     async def quarantined(self) -> int:
         """How many entries wait in quarantine. Raises StoreUnavailable."""
         return await self.quarantine.count()
+
+    async def verify(self) -> Verification:
+        """Check log, hot state and Postgres against each other, while they work. Raises Unavailable errors.
+
+        Reads every thread that the log shows, in bounded memory. What it finds is damage, or a bug of ours: see
+        docs/OPERATIONS.md.
+        """
+        ours = isinstance(self._store, PostgresThreadStore)
+        versions = self._ledger.versions if ours and isinstance(self._ledger, PostgresLedger) else None
+        return await Verifier(self._log, self._hot, self._ledger, self._subjects, versions).run()
 
     async def lag(self) -> Mapping[int, int]:
         """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""

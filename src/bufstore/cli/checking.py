@@ -1,0 +1,57 @@
+"""`bufstore verify`."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bufstore.buffer.audit import Verification
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.inspection import inspecting
+from bufstore.cli.output import show_json
+from bufstore.cli.running import EXIT_WRONG, run
+
+
+@click.command()
+@connects()
+def verify(options: Options) -> None:
+    """Check log, hot state and Postgres against each other, while they work.
+
+    Reads every thread that the log shows and changes nothing. What it finds is damage, or a bug of
+    bufstore's: exit code 1.
+    """
+    with options.target() as target:
+        found = run(_look(target))
+    if options.as_json:
+        show_json({"ok": found.ok, **msgspec.structs.asdict(found)})
+    else:
+        _show(found)
+    if not found.ok:
+        raise click.exceptions.Exit(EXIT_WRONG)
+
+
+async def _look(target: Target) -> Verification:
+    async with inspecting(target) as inspection:
+        return await inspection.verify()
+
+
+def _show(found: Verification) -> None:
+    console = Console(highlight=False)
+    console.print(
+        f"{found.threads} threads in {found.partitions} partitions, {found.unflushed_entries} entries of "
+        f"{found.unflushed_threads} threads not flushed yet, {found.quarantined} in quarantine, "
+        f"{len(found.members)} flushers alive ({found.seconds:.2f} s)"
+    )
+    console.print("all is as it should be" if found.ok else f"{found.wrong} rules do not hold:")
+    if found.ok:
+        return
+    table = Table(box=box.SIMPLE)
+    for name in ("rule", "partition", "thread", "what is there"):
+        table.add_column(name, overflow="fold")
+    for f in found.findings:
+        table.add_row(*(Text(str(v)) for v in (f.rule, f.partition, f.thread_id or "-", f.detail)))
+    console.print(table)

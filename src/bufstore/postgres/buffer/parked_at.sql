@@ -1,0 +1,1 @@
+SELECT seq FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[])

@@ -1,0 +1,114 @@
+"""The self-check: each kind of damage is found, and a live system shows none."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
+from integration.test_cli import bufstore_cli, where
+from integration.test_quarantine import picky, poisoned
+
+DAMAGES = {
+    "watermark <= log": "UPDATE {s}.buffer_threads SET flushed_seq = flushed_seq + 1000 WHERE thread_id = %s",
+    "watermark applied": "UPDATE {s}.buffer_threads SET applied_id = applied_id + 1 WHERE thread_id = %s",
+    "cursor flushed": "UPDATE {s}.buffer_threads SET flushed_seq = flushed_seq - 1 WHERE thread_id = %s",
+    "version": "DELETE FROM {s}.messages WHERE thread_id = %s AND seq = 0",
+    "cursor <= log": "UPDATE {s}.buffer_partitions SET cursor_seq = 1000000 WHERE cursor_seq > 0 AND %s <> ''",
+    "cursor entry": "UPDATE {s}.buffer_partitions SET cursor_id = 7 WHERE cursor_seq > 0 AND %s <> ''",
+    "progress <= cursor": "UPDATE {s}.buffer_partitions SET cursor_seq = 1, cursor_id = 0 WHERE %s <> ''",
+    "ack <= cursor": "UPDATE {s}.buffer_partitions SET cursor_seq = 1, cursor_id = 0 WHERE %s <> ''",
+}
+
+
+@pytest.mark.parametrize("rule", DAMAGES)
+async def test_each_kind_of_damage_is_found(deployment: Deployment, rule: str) -> None:
+    deployment.verified = False
+    async with deployment.store() as store:
+        thread_id, other = fresh(), fresh()
+        for n in range(3):
+            for t in (thread_id, other):
+                await store.checkpoint(t, [said(i) for i in range(n + 1)], run_of(t))
+        await store.force_flush_all()
+        report = await store.verify()
+        assert report.ok, report.findings
+        assert (report.threads, report.unflushed_entries, len(report.members)) == (2, 0, 1)
+        await query(deployment.servers.postgres.dsn, DAMAGES[rule].format(s=deployment.name), thread_id)
+        report = await store.verify()
+        assert rule in {f.rule for f in report.findings}
+        assert {f.thread_id for f in report.findings} <= {None, thread_id, other}
+        assert report.wrong == len(report.findings)
+        result = await asyncio.to_thread(bufstore_cli, "verify", "--json", **where(deployment))
+        assert result.code == 1
+        assert rule in {f["rule"] for f in result.json["findings"]}
+        shown = await asyncio.to_thread(bufstore_cli, "verify", **where(deployment))
+        assert (shown.code, rule in shown.out) == (1, True), shown
+
+
+async def test_a_chain_that_lost_an_entry_is_found(deployment: Deployment) -> None:
+    deployment.verified = False
+    async with deployment.store(flusher=False) as store:
+        thread_id = fresh()
+        seqs = []
+        for n in range(4):
+            receipt = await store.checkpoint(thread_id, [said(i) for i in range(n + 1)], run_of(thread_id))
+            seqs.append(receipt.thread_seq)
+        assert (await store.verify()).ok
+        await store._log.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[1]})
+        report = await store.verify()
+        assert [(f.rule, f.thread_id) for f in report.findings] == [("chain", thread_id)]
+        assert str(seqs[2]) in report.findings[0].detail
+
+
+async def test_quarantine_replay_and_discard_are_no_damage(deployment: Deployment) -> None:
+    inner = picky(deployment)
+    async with deployment.store(inner, flush_interval_s=600) as store:
+        replayed, discarded, healed, broken = (fresh() for _ in range(4))
+        for thread_id in (replayed, discarded, healed, broken):
+            await poisoned(store, thread_id)
+        await store.checkpoint(healed, [said(0)], run_of(healed))
+        await store.force_flush_all()
+        inner.mended = True
+        await store.quarantine.replay_thread(replayed)
+        await store.quarantine.discard([p.seq for p in await store.quarantine.page(thread_id=discarded)])
+        report = await store.verify()
+        assert report.ok, report.findings
+        assert (report.threads, report.quarantined) == (4, 6)
+        await store.checkpoint_append(discarded, [said(5)], run_of(discarded))
+        await store.force_flush(discarded)
+        assert await store.load_messages(discarded) == [said(0), said(5)]
+
+
+async def test_a_busy_system_shows_nothing_wrong(deployment: Deployment) -> None:
+    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "failover_window_s": 1.0, "retain_after_flush_s": 1.0}
+    chance = random.Random(3)
+    async with deployment.store(**short) as one, deployment.store(**short) as two:
+        threads = [fresh() for _ in range(200)]
+        stop = asyncio.Event()
+
+        async def write(store: Any) -> None:
+            while not stop.is_set():
+                thread_id = chance.choice(threads)
+                await store.checkpoint(thread_id, [said(i) for i in range(chance.randint(1, 9))], run_of(thread_id))
+
+        writing = [asyncio.create_task(write(s)) for s in (one, two) for _ in range(8)]
+        began = asyncio.get_running_loop().time()
+        looks = 0
+        while asyncio.get_running_loop().time() - began < 4:
+            report = await one.verify()
+            assert report.ok, report.findings
+            looks += 1
+        stop.set()
+        await asyncio.gather(*writing)
+        assert looks > 1
+
+        async def quiet() -> bool:
+            return (await one.verify()).unflushed_entries == 0
+
+        await eventually(quiet)
+    result = await asyncio.to_thread(bufstore_cli, "verify", "--json", **where(deployment))
+    assert (result.code, result.json["ok"], result.json["wrong"]) == (0, True, 0)
