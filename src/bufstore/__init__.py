@@ -10,6 +10,7 @@ from bufstore.errors import (
     FlushTimeout,
     IdempotencyConflict,
     InvalidId,
+    InvalidQuery,
     InvalidRecord,
     LogFull,
     LogRolledBack,
@@ -30,6 +31,7 @@ from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore, Health, Statistics
 from bufstore.threads.model import Checkpoint, Run, RunStatus, Thread, ThreadChange, decode_message, decode_run
 from bufstore.threads.protocol import ThreadReader, ThreadRunStore, WrappableStore
+from bufstore.threads.queries import MessagePage, MessageQuery, MessageRecord, Order, Visibility
 from bufstore.types import Consistency, Message, Receipt
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "Health",
     "IdempotencyConflict",
     "InvalidId",
+    "InvalidQuery",
     "InvalidRecord",
     "LogConfig",
     "LogFull",
@@ -53,8 +56,12 @@ __all__ = [
     "LogUnavailable",
     "MemoryThreadStore",
     "Message",
+    "MessagePage",
+    "MessageQuery",
+    "MessageRecord",
     "NatsConfig",
     "NotFound",
+    "Order",
     "OutcomeUnknown",
     "PostgresThreadStore",
     "ReadNotFresh",
@@ -73,6 +80,7 @@ __all__ = [
     "TooLarge",
     "Unavailable",
     "VersionConflict",
+    "Visibility",
     "WrappableStore",
     "decode_message",
     "decode_run",

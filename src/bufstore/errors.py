@@ -6,6 +6,7 @@ BufstoreError
 ├── Rejected                    nothing was stored; the same call will be rejected again unless something changes
 │   ├── InvalidId               a thread, run or message id that cannot be stored
 │   ├── InvalidRecord           a message or run that does not round-trip exactly
+│   ├── InvalidQuery            a query, limit or cursor that makes no sense together
 │   ├── TooLarge                larger than the configured limit for one entry
 │   ├── VersionConflict         the thread moved on: load it and decide again
 │   ├── AlreadyExists           the id is taken
@@ -59,6 +60,10 @@ class InvalidId(Rejected):
 
 class InvalidRecord(Rejected):
     """A message or a run holds a value that would not come back exactly as it was given."""
+
+
+class InvalidQuery(Rejected):
+    """A query that contradicts itself, or a cursor that is none or belongs to another query."""
 
 
 class TooLarge(Rejected):

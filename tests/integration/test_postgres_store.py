@@ -35,7 +35,8 @@ from bufstore.postgres.errors import map_errors, mapped_error
 from bufstore.postgres.pool import open_pool
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.model import RunStatus, ThreadChange, decode_message, encode_messages
-from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change, fresh, run_of
+from thread_store_basics import fresh, run_of
+from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change
 from transaction_pooler import TransactionPooler
 
 

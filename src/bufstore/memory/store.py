@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bufstore.errors import AlreadyExists, IdempotencyConflict, VersionConflict
+from bufstore.threads.message_pages import LAST, check_range, message_page
 from bufstore.threads.model import (
     Checkpoint,
     Run,
@@ -18,6 +19,15 @@ from bufstore.threads.model import (
     decode_run,
     encode_messages,
     encode_run,
+)
+from bufstore.threads.queries import (
+    ALL_MESSAGES,
+    LIMIT,
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    check_message_id,
+    record_of,
 )
 from bufstore.types import Message, Receipt, check_id
 
@@ -116,6 +126,29 @@ class MemoryThreadStore:
         if thread is None or thread.latest_run_id is None:
             return None
         return await self.load_run(thread.latest_run_id)
+
+    async def query_messages(
+        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> MessagePage:
+        """See `Queryable.query_messages`."""
+
+        async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
+            found = list(enumerate(self._messages.get(thread_id, ()), 1))[low - 1 : high]
+            return (found[::-1] if newest_first else found)[:count]
+
+        return await message_page(thread_id, query, limit, cursor, fetch)
+
+    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
+        """See `Queryable.load_message`."""
+        check_message_id(message_id)
+        records = await self.load_message_range(thread_id, 1, LAST)
+        return next((r for r in records if r.message_id == message_id), None)
+
+    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+        """See `Queryable.load_message_range`."""
+        first, last = check_range(first, last)
+        found = self._messages.get(check_id(thread_id, "thread_id"), [])[first - 1 : last]
+        return [record_of(thread_id, seq, payload) for seq, payload in enumerate(found, first)]
 
     async def aclose(self) -> None:
         """Nothing to release."""

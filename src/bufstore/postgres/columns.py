@@ -106,6 +106,11 @@ def id_hash(payload: bytes) -> int | None:
         message_id = message.get("id") if isinstance(message, dict) else None
     if not isinstance(message_id, str):
         return None
+    return hash_of_id(message_id)
+
+
+def hash_of_id(message_id: str) -> int:
+    """64 bits of the hash of a message's id."""
     return int.from_bytes(blake2b(message_id.encode(), digest_size=8).digest(), signed=True)
 
 

@@ -26,6 +26,7 @@ from bufstore.errors import (
 )
 from bufstore.postgres import columns
 from bufstore.postgres.errors import NoAnswer
+from bufstore.postgres.lists import Lists
 from bufstore.postgres.migrate import check_schema, migrate, queries
 from bufstore.postgres.pool import Pool, new_pool
 from bufstore.threads.model import (
@@ -39,6 +40,7 @@ from bufstore.threads.model import (
     encode_messages,
     encode_run,
 )
+from bufstore.threads.queries import ALL_MESSAGES, LIMIT, MessagePage, MessageQuery, MessageRecord
 from bufstore.types import Message, Receipt, check_id
 
 _FOLDER = files("bufstore.postgres") / "threads"
@@ -84,6 +86,7 @@ class PostgresThreadStore:
         self._owns_pool = pool is None
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
+        self._lists = Lists(self._read)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
@@ -266,16 +269,30 @@ class PostgresThreadStore:
         rows = await self._read("load_run", check_id(run_id, "run_id"))
         return (rows[0][0], rows[0][1]) if rows else None
 
+    async def query_messages(
+        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> MessagePage:
+        """See `Queryable.query_messages`."""
+        return await self._lists.messages(thread_id, query, limit, cursor)
+
+    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
+        """See `Queryable.load_message`."""
+        return await self._lists.message(thread_id, message_id)
+
+    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+        """See `Queryable.load_message_range`."""
+        return await self._lists.message_range(thread_id, first, last)
+
     # -- statements --------------------------------------------------------------------------------------------
 
-    async def _read(self, name: str, parameter: str) -> list[tuple[Any, ...]]:
+    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            return await self._fetch(name, (parameter,), deadline=deadline)
+            return await self._fetch(name, parameters, deadline=deadline)
         except NoAnswer:
             if asyncio.get_running_loop().time() >= deadline:
                 raise
-            return await self._fetch(name, (parameter,), deadline=deadline)
+            return await self._fetch(name, parameters, deadline=deadline)
 
     async def _fetch(self, name: str, parameters: Sequence[Any], *, deadline: float) -> list[tuple[Any, ...]]:
         left = deadline - asyncio.get_running_loop().time()

@@ -36,11 +36,13 @@ from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.base import ComparingReader, SnapshotReader, StateReader
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.lists import BufferedLists
 from bufstore.threads.memory import MessageMemory, digests_of, ids_of, ids_of_encoded
 from bufstore.threads.model import Checkpoint, Run, Thread, decode_message, decode_run, encode_messages, encode_run
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import content_hash, decode_payload
 from bufstore.threads.protocol import WrappableStore
+from bufstore.threads.queries import ALL_MESSAGES, LIMIT, MessagePage, MessageQuery, MessageRecord
 from bufstore.threads.read import STORE_PATIENCE_S, ThreadReads
 from bufstore.threads.write import Call, save_of
 from bufstore.types import Consistency, Message, Receipt, check_id
@@ -120,6 +122,7 @@ class BufferedThreadStore:
         self._reads = ThreadReads(
             self._log, self._hot, self._subjects, reader, self._waiter, config, own_seq=self._own_seq
         )
+        self._lists = BufferedLists(store, self._reads, config)
         self._claimed_runs: OrderedDict[str, str] = OrderedDict()
         self._closing: asyncio.Task[None] | None = None
 
@@ -367,6 +370,30 @@ class BufferedThreadStore:
         """The run of the thread's newest checkpoint. Arguments and errors as in `load_checkpoint`."""
         state = await self._state(thread_id, consistency, at_least)
         return decode_run(state.latest_run) if state.latest_run is not None else None
+
+    async def query_messages(
+        self,
+        thread_id: str,
+        query: MessageQuery = ALL_MESSAGES,
+        *,
+        limit: int = LIMIT,
+        cursor: str | None = None,
+        consistency: Consistency | None = None,
+    ) -> MessagePage:
+        """See `Queryable.query_messages`; for the levels and errors of all queries, `bufstore.threads.lists`."""
+        return await self._lists.messages(thread_id, query, limit, cursor, consistency or self._consistency)
+
+    async def load_message(
+        self, thread_id: str, message_id: str, *, consistency: Consistency | None = None
+    ) -> MessageRecord | None:
+        """See `Queryable.load_message`."""
+        return await self._lists.message(thread_id, message_id, consistency or self._consistency)
+
+    async def load_message_range(
+        self, thread_id: str, first: int, last: int, *, consistency: Consistency | None = None
+    ) -> list[MessageRecord]:
+        """See `Queryable.load_message_range`."""
+        return await self._lists.message_range(thread_id, first, last, consistency or self._consistency)
 
     async def _state(self, thread_id: str, level: Consistency | None, at_least: Receipt | None) -> ThreadState:
         check_id(thread_id, "thread_id")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from bufstore.threads.model import Checkpoint, Run, Thread, ThreadChange
+from bufstore.threads.queries import ALL_MESSAGES, LIMIT, MessagePage, MessageQuery, MessageRecord
 from bufstore.types import Message, Receipt
 
 
@@ -28,7 +29,27 @@ class ThreadReader(Protocol):
         """The run of the thread's newest checkpoint."""
 
 
-class ThreadRunStore(ThreadReader, Protocol):
+@runtime_checkable
+class Queryable(Protocol):
+    """The reads over many rows. A wrapped store that has them answers the buffered store's lists."""
+
+    async def query_messages(
+        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> MessagePage:
+        """A page of the thread's messages; an empty one if there is no such thread.
+
+        `limit` is brought between 1 and 200; `cursor` is a page's ``next_cursor``. Raises InvalidQuery, also for the
+        cursor of another query.
+        """
+
+    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
+        """The first message of the thread with this id."""
+
+    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+        """The messages at positions `first` to `last` (from 1, both included), as far as there are any."""
+
+
+class ThreadRunStore(ThreadReader, Queryable, Protocol):
     """The contract of PostgresThreadStore, MemoryThreadStore and BufferedThreadStore."""
 
     async def checkpoint(
