@@ -18,11 +18,12 @@ from bufstore.errors import (
 from bufstore.threads.model import Run, RunSave, RunStatus, Thread, ThreadChange, encode_messages, encode_run
 from bufstore.threads.protocol import ThreadRunStore
 from thread_store_basics import fresh, run_of
+from thread_store_edits import EDIT_CHECKS
 from thread_store_lists import LIST_CHECKS
 
 Check = Callable[[Any], Awaitable[None]]
 #: Promises of a store that is written to directly.
-CHECKS: list[Check] = [*LIST_CHECKS]
+CHECKS: list[Check] = [*LIST_CHECKS, *EDIT_CHECKS]
 #: Promises of a store that the buffer flushes into: these take an `Applier`.
 APPLY_CHECKS: list[Check] = []
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from bufstore.errors import InvalidId, InvalidQuery
+from bufstore.threads.model import Run, RunStatus, Thread, ThreadMetadata
 from bufstore.threads.protocol import ThreadRunStore
-from bufstore.threads.queries import MessageQuery, Order, Visibility
+from bufstore.threads.queries import MessageQuery, Order, RunQuery, ThreadQuery, Visibility
 from thread_store_basics import fresh, run_of
 
 LIST_CHECKS: list[Callable[[Any], Awaitable[None]]] = []
@@ -128,3 +129,103 @@ async def messages_are_found_by_id_and_position(store: ThreadRunStore) -> None:
     for bad in (7, "\ud800"):
         with pytest.raises(InvalidId):
             await store.load_message(thread_id, bad)  # type: ignore[arg-type]
+
+
+async def _arrived(store: ThreadRunStore) -> None:
+    """A list covers everything before it: what is written next reaches the store behind all that is there."""
+    await store.query_threads(ThreadQuery(id_prefix=fresh()))
+
+
+@_check
+async def runs_of_one_thread_come_in_the_order_of_their_creation(store: ThreadRunStore) -> None:
+    thread_id = fresh()
+    runs = [run_of(thread_id, f"{n}-{thread_id}") for n in (3, 1, 2)]
+    for run in [*runs, runs[0]]:
+        await store.checkpoint(thread_id, [], run)
+    assert (await store.query_runs(RunQuery(thread_id=thread_id))).runs == runs
+
+
+async def _all_runs(store: ThreadRunStore, query: RunQuery, limit: int) -> list[Run]:
+    runs: list[Run] = []
+    cursor = None
+    while True:
+        page = await store.query_runs(query, limit=limit, cursor=cursor)
+        runs += page.runs
+        cursor = page.next_cursor
+        if cursor is None:
+            return runs
+        assert len(page.runs) == limit
+
+
+@_check
+async def runs_come_in_the_order_of_their_creation(store: ThreadRunStore) -> None:
+    prefix = fresh("run")
+    threads = [fresh(), fresh()]
+    made = []
+    for n in (5, 3, 8, 1, 9):
+        run = run_of(threads[n % 2], f"{prefix}-{n}", status=RunStatus.DONE if n > 5 else RunStatus.RUNNING)
+        made.append(run)
+        await store.checkpoint(run.thread_id, [], run)
+        await _arrived(store)
+    again = run_of(threads[1], f"{prefix}-5", steps=7)
+    await store.checkpoint(threads[1], [], again)
+    made[0] = again
+    for limit in (1, 2, 5, 9):
+        assert await _all_runs(store, RunQuery(id_prefix=prefix), limit) == made
+        assert await _all_runs(store, RunQuery(thread_id=threads[0]), limit) == [made[2]]
+        assert await _all_runs(store, RunQuery(thread_id=threads[1], status=RunStatus.DONE), limit) == [made[4]]
+        running = RunQuery(status=RunStatus.RUNNING, id_prefix=prefix)
+        assert await _all_runs(store, running, limit) == [again, made[1], made[3]]
+    assert await _all_runs(store, RunQuery(id_prefix=prefix + "%"), 5) == []
+    cursor = (await store.query_runs(RunQuery(id_prefix=prefix), limit=1)).next_cursor
+    with pytest.raises(InvalidQuery):
+        await store.query_runs(RunQuery(id_prefix=prefix, status=RunStatus.DONE), cursor=cursor)
+    with pytest.raises(InvalidQuery):
+        await store.query_runs(RunQuery(status="done"))  # type: ignore[arg-type]
+
+
+async def _all_threads(store: ThreadRunStore, query: ThreadQuery, limit: int) -> list[Thread]:
+    threads: list[Thread] = []
+    cursor = None
+    while True:
+        page = await store.query_threads(query, limit=limit, cursor=cursor)
+        threads += page.threads
+        cursor = page.next_cursor
+        if cursor is None:
+            return threads
+        assert len(page.threads) == limit
+
+
+@_check
+async def the_thread_that_was_changed_last_comes_first(store: ThreadRunStore) -> None:
+    prefix = fresh()
+    resource, parent = f"resource of {prefix}", f"{prefix}-parent"
+    names = [parent, *(f"{prefix}-{n}" for n in (4, 2, 7, 1))]
+    for n, name in enumerate(names):
+        run = run_of(name, parent_thread_id=parent if n in (2, 3) else None)
+        await store.checkpoint(name, [n], run)
+        await _arrived(store)
+    for name in (names[1], names[3]):
+        await store.update_metadata(name, ThreadMetadata(resource_id=resource))
+        await _arrived(store)
+    expected = [names[i] for i in (3, 1, 4, 2, 0)]
+    for limit in (1, 2, 5, 9):
+        for query, ids in [
+            (ThreadQuery(id_prefix=prefix), expected),
+            (ThreadQuery(resource_id=resource), [names[3], names[1]]),
+            (ThreadQuery(parent_thread_id=parent), [names[3], names[2]]),
+            (ThreadQuery(id_prefix=prefix, roots=True), [names[1], names[4], names[0]]),
+            (ThreadQuery(resource_id=resource, parent_thread_id=parent), [names[3]]),
+            (ThreadQuery(id_prefix=prefix + "_"), []),
+        ]:
+            found = await _all_threads(store, query, limit)
+            assert [thread.thread_id for thread in found] == ids
+            for thread in found:
+                assert thread == await store.load_thread(thread.thread_id)
+    cursor = (await store.query_threads(ThreadQuery(id_prefix=prefix), limit=1)).next_cursor
+    with pytest.raises(InvalidQuery):
+        await store.query_threads(ThreadQuery(), cursor=cursor)
+    with pytest.raises(InvalidQuery):
+        await store.query_threads(ThreadQuery(roots=True, parent_thread_id=parent))
+    with pytest.raises(InvalidId):
+        await store.query_threads(ThreadQuery(resource_id="\0"))

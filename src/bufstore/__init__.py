@@ -28,10 +28,31 @@ from bufstore.errors import (
 )
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.postgres.store import PostgresThreadStore
-from bufstore.threads.buffered import BufferedThreadStore, Health, Statistics
-from bufstore.threads.model import Checkpoint, Run, RunStatus, Thread, ThreadChange, decode_message, decode_run
-from bufstore.threads.protocol import ThreadReader, ThreadRunStore, WrappableStore
-from bufstore.threads.queries import MessagePage, MessageQuery, MessageRecord, Order, Visibility
+from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.health import Health, Statistics
+from bufstore.threads.model import (
+    Checkpoint,
+    Run,
+    RunStatus,
+    Thread,
+    ThreadChange,
+    ThreadMetadata,
+    decode_message,
+    decode_metadata,
+    decode_run,
+)
+from bufstore.threads.protocol import Queryable, ThreadReader, ThreadRunStore, WrappableStore
+from bufstore.threads.queries import (
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    Order,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
+    Visibility,
+)
 from bufstore.types import Consistency, Message, Receipt
 
 __all__ = [
@@ -64,17 +85,23 @@ __all__ = [
     "Order",
     "OutcomeUnknown",
     "PostgresThreadStore",
+    "Queryable",
     "ReadNotFresh",
     "Receipt",
     "Rejected",
     "Run",
+    "RunPage",
+    "RunQuery",
     "RunStatus",
     "Statistics",
     "StoreMisconfigured",
     "StoreUnavailable",
     "Thread",
     "ThreadChange",
+    "ThreadMetadata",
+    "ThreadPage",
     "ThreadQuarantined",
+    "ThreadQuery",
     "ThreadReader",
     "ThreadRunStore",
     "TooLarge",
@@ -83,5 +110,6 @@ __all__ = [
     "Visibility",
     "WrappableStore",
     "decode_message",
+    "decode_metadata",
     "decode_run",
 ]

@@ -12,7 +12,18 @@ from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, FlushTimeout, LogUnavailable, ReadNotFresh
 from bufstore.threads.message_pages import LAST, check_range, message_page
 from bufstore.threads.protocol import Queryable, WrappableStore
-from bufstore.threads.queries import MessagePage, MessageQuery, MessageRecord, check_message_id, record_of
+from bufstore.threads.queries import (
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
+    check_message_id,
+    check_query,
+    record_of,
+)
 from bufstore.threads.read import ThreadReads
 from bufstore.types import Consistency, check_id
 
@@ -57,6 +68,20 @@ class BufferedLists:
             return await self._store.load_message_range(thread_id, first, last)
         state = await self._reads.thread(check_id(thread_id, "thread_id"), level)
         return [record_of(thread_id, seq, m) for seq, m in enumerate(state.messages[first - 1 : last], first)]
+
+    async def runs(self, query: RunQuery, limit: int, cursor: str | None, level: Consistency) -> RunPage:
+        """See `Queryable.query_runs`. Raises ConfigError if the wrapped store has no queries."""
+        store = self._queryable
+        check_query(query)
+        await self._barrier(level, query.thread_id)
+        return await store.query_runs(query, limit=limit, cursor=cursor)
+
+    async def threads(self, query: ThreadQuery, limit: int, cursor: str | None, level: Consistency) -> ThreadPage:
+        """See `Queryable.query_threads`. Raises ConfigError if the wrapped store has no queries."""
+        store = self._queryable
+        check_query(query)
+        await self._barrier(level)
+        return await store.query_threads(query, limit=limit, cursor=cursor)
 
     async def _barrier(self, level: Consistency, thread_id: str | None = None) -> None:
         """Wait until the thread, or everything, is flushed as far as the log knows it now."""

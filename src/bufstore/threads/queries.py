@@ -20,6 +20,7 @@ from bufstore.threads.model import Run, RunStatus, Thread, decode_message
 from bufstore.types import Message, check_id
 
 P = TypeVar("P")
+T = TypeVar("T")
 #: Items of a page unless told otherwise, and at most.
 LIMIT = 50
 LIMIT_MAX = 200
@@ -182,6 +183,27 @@ def read_cursor(cursor: str, query: Query, scope: str, kind: type[P]) -> P:
     if shape != _shape(query, scope):
         raise InvalidQuery("the cursor belongs to a page of another query")
     return position
+
+
+#: Behind which row a page of runs or threads goes on: its time in microseconds (or another growing number), its id.
+Position = tuple[int, str]
+
+
+def read_position(cursor: str | None, query: RunQuery | ThreadQuery) -> Position | None:
+    """The row behind which the page goes on; None for the first page. Raises InvalidQuery."""
+    if cursor is None:
+        return None
+    when, row_id = read_cursor(cursor, query, "", tuple[int, str])
+    if not 0 <= when < 2**53 or "\0" in row_id:
+        raise InvalidQuery("this is no cursor of a page")
+    return when, row_id
+
+
+def page_of(query: Query, limit: int, found: list[tuple[Position, T]]) -> tuple[list[T], str | None]:
+    """The page of what was found (one more than `limit`, if there is more), and the next page's cursor."""
+    page = found[:limit]
+    cursor = new_cursor(query, "", page[-1][0]) if len(found) > limit else None
+    return [item for _, item in page], cursor
 
 
 def _shape(query: Query, scope: str) -> bytes:
