@@ -1,9 +1,11 @@
 """bufstore: a buffered write-ahead checkpoint store in front of Postgres. See README.md."""
 
+from bufstore.blocking import BlockingBufferedStore, BlockingThreadStore
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import (
     AlreadyExists,
     BufstoreError,
+    CallTimeout,
     Closed,
     ConfigDrift,
     ConfigError,
@@ -57,9 +59,12 @@ from bufstore.types import Consistency, Message, Receipt
 
 __all__ = [
     "AlreadyExists",
+    "BlockingBufferedStore",
+    "BlockingThreadStore",
     "BufferConfig",
     "BufferedThreadStore",
     "BufstoreError",
+    "CallTimeout",
     "Checkpoint",
     "Closed",
     "ConfigDrift",

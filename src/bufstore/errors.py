@@ -19,6 +19,7 @@ BufstoreError
 │   ├── StoreUnavailable        Postgres cannot be reached and the call needs it
 │   └── Closed                  the store is closed or not open yet
 ├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
+├── CallTimeout                 a blocking call took too long; a write may be stored or not
 ├── ReadNotFresh                the read could not reach its consistency level in time
 ├── FlushTimeout                the flush did not reach its target in time
 ├── StoreMisconfigured          Postgres answers, and will refuse until someone changes it (login, schema, read-only)
@@ -142,6 +143,10 @@ class OutcomeUnknown(BufstoreError):
         )
         self.thread_id = thread_id
         self.token = token
+
+
+class CallTimeout(BufstoreError):
+    """A call of a blocking store did not end in time. A write may be stored or not: use idempotency keys, or look."""
 
 
 class ReadNotFresh(BufstoreError):

@@ -146,7 +146,7 @@ class WrappableStore(Protocol):
     """What `BufferedThreadStore` needs of an app's own Postgres store: two reads, and one method that writes.
 
     A store that is `Queryable` too is expected to apply all of a `ThreadChange`. With any other, only checkpoints are
-    written; edits (metadata, state, runs or messages on their own, deletions) raise ConfigError, because an `apply` that
+    written; edits (metadata, state, runs or messages on their own, deletions) raise ConfigError: an `apply` that
     was written for checkpoints would leave them out without a word.
     """
 
