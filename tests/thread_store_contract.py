@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -18,10 +17,13 @@ from bufstore.errors import (
 )
 from bufstore.threads.model import Run, RunSave, RunStatus, Thread, ThreadChange, encode_messages, encode_run
 from bufstore.threads.protocol import ThreadRunStore
+from thread_store_basics import fresh, run_of
+from thread_store_edits import EDIT_CHECKS
+from thread_store_lists import LIST_CHECKS
 
 Check = Callable[[Any], Awaitable[None]]
 #: Promises of a store that is written to directly.
-CHECKS: list[Check] = []
+CHECKS: list[Check] = [*LIST_CHECKS, *EDIT_CHECKS]
 #: Promises of a store that the buffer flushes into: these take an `Applier`.
 APPLY_CHECKS: list[Check] = []
 
@@ -42,15 +44,6 @@ def _check(check: Check) -> Check:
 def _apply_check(check: Check) -> Check:
     APPLY_CHECKS.append(check)
     return check
-
-
-def fresh(what: str = "thread") -> str:
-    """An id that nothing else has."""
-    return f"{what}-{uuid.uuid4().hex}"
-
-
-def run_of(thread_id: str, run_id: str | None = None, **fields: Any) -> Run:
-    return Run(run_id=run_id or f"run-of-{thread_id}", thread_id=thread_id, **fields)
 
 
 def change(thread_id: str, keep: int, messages: list[Any], *runs: Run, whole: bool = False) -> ThreadChange:

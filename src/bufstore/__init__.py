@@ -1,15 +1,18 @@
 """bufstore: a buffered write-ahead checkpoint store in front of Postgres. See README.md."""
 
+from bufstore.blocking import BlockingBufferedStore, BlockingThreadStore
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import (
     AlreadyExists,
     BufstoreError,
+    CallTimeout,
     Closed,
     ConfigDrift,
     ConfigError,
     FlushTimeout,
     IdempotencyConflict,
     InvalidId,
+    InvalidQuery,
     InvalidRecord,
     LogFull,
     LogRolledBack,
@@ -27,16 +30,41 @@ from bufstore.errors import (
 )
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.postgres.store import PostgresThreadStore
-from bufstore.threads.buffered import BufferedThreadStore, Health, Statistics
-from bufstore.threads.model import Checkpoint, Run, RunStatus, Thread, ThreadChange, decode_message, decode_run
-from bufstore.threads.protocol import ThreadReader, ThreadRunStore, WrappableStore
+from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.health import Health, Statistics
+from bufstore.threads.model import (
+    Checkpoint,
+    Run,
+    RunStatus,
+    Thread,
+    ThreadChange,
+    ThreadMetadata,
+    decode_message,
+    decode_metadata,
+    decode_run,
+)
+from bufstore.threads.protocol import Queryable, ThreadReader, ThreadRunStore, WrappableStore
+from bufstore.threads.queries import (
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    Order,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
+    Visibility,
+)
 from bufstore.types import Consistency, Message, Receipt
 
 __all__ = [
     "AlreadyExists",
+    "BlockingBufferedStore",
+    "BlockingThreadStore",
     "BufferConfig",
     "BufferedThreadStore",
     "BufstoreError",
+    "CallTimeout",
     "Checkpoint",
     "Closed",
     "ConfigDrift",
@@ -46,6 +74,7 @@ __all__ = [
     "Health",
     "IdempotencyConflict",
     "InvalidId",
+    "InvalidQuery",
     "InvalidRecord",
     "LogConfig",
     "LogFull",
@@ -53,27 +82,39 @@ __all__ = [
     "LogUnavailable",
     "MemoryThreadStore",
     "Message",
+    "MessagePage",
+    "MessageQuery",
+    "MessageRecord",
     "NatsConfig",
     "NotFound",
+    "Order",
     "OutcomeUnknown",
     "PostgresThreadStore",
+    "Queryable",
     "ReadNotFresh",
     "Receipt",
     "Rejected",
     "Run",
+    "RunPage",
+    "RunQuery",
     "RunStatus",
     "Statistics",
     "StoreMisconfigured",
     "StoreUnavailable",
     "Thread",
     "ThreadChange",
+    "ThreadMetadata",
+    "ThreadPage",
     "ThreadQuarantined",
+    "ThreadQuery",
     "ThreadReader",
     "ThreadRunStore",
     "TooLarge",
     "Unavailable",
     "VersionConflict",
+    "Visibility",
     "WrappableStore",
     "decode_message",
+    "decode_metadata",
     "decode_run",
 ]

@@ -6,6 +6,7 @@ BufstoreError
 ├── Rejected                    nothing was stored; the same call will be rejected again unless something changes
 │   ├── InvalidId               a thread, run or message id that cannot be stored
 │   ├── InvalidRecord           a message or run that does not round-trip exactly
+│   ├── InvalidQuery            a query, limit or cursor that makes no sense together
 │   ├── TooLarge                larger than the configured limit for one entry
 │   ├── VersionConflict         the thread moved on: load it and decide again
 │   ├── AlreadyExists           the id is taken
@@ -18,6 +19,7 @@ BufstoreError
 │   ├── StoreUnavailable        Postgres cannot be reached and the call needs it
 │   └── Closed                  the store is closed or not open yet
 ├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
+├── CallTimeout                 a blocking call took too long; a write may be stored or not
 ├── ReadNotFresh                the read could not reach its consistency level in time
 ├── FlushTimeout                the flush did not reach its target in time
 ├── StoreMisconfigured          Postgres answers, and will refuse until someone changes it (login, schema, read-only)
@@ -59,6 +61,10 @@ class InvalidId(Rejected):
 
 class InvalidRecord(Rejected):
     """A message or a run holds a value that would not come back exactly as it was given."""
+
+
+class InvalidQuery(Rejected):
+    """A query that contradicts itself, or a cursor that is none or belongs to another query."""
 
 
 class TooLarge(Rejected):
@@ -137,6 +143,10 @@ class OutcomeUnknown(BufstoreError):
         )
         self.thread_id = thread_id
         self.token = token
+
+
+class CallTimeout(BufstoreError):
+    """A call of a blocking store did not end in time. A write may be stored or not: use idempotency keys, or look."""
 
 
 class ReadNotFresh(BufstoreError):

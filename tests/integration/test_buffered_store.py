@@ -10,6 +10,8 @@ import pytest
 import thread_store_contract as contract
 from bufstore import (
     AlreadyExists,
+    BlockingBufferedStore,
+    BufferedThreadStore,
     BufstoreError,
     Consistency,
     FlushTimeout,
@@ -34,6 +36,23 @@ from transaction_pooler import TransactionPooler
 async def test_it_keeps_the_contract(deployment: Deployment, check: contract.Check, inner: str) -> None:
     async with deployment.store(MemoryThreadStore() if inner == "memory" else None) as store:
         await check(store)
+
+
+async def test_a_blocking_store_does_the_same(deployment: Deployment) -> None:
+    def work() -> None:
+        url, config = deployment.servers.nats.url, deployment.config()
+        with BlockingBufferedStore(
+            lambda: BufferedThreadStore.open(deployment.inner(), nats=url, config=config)
+        ) as store:
+            thread_id = fresh()
+            receipt = store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            assert store.load_messages(thread_id, at_least=receipt) == [said(0)]
+            store.force_flush(thread_id)
+            assert store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
+            assert [r.message for r in store.query_messages(thread_id).records] == [said(0)]
+            assert store.health().ok
+
+    await asyncio.to_thread(work)
 
 
 async def test_one_message_per_checkpoint_on_the_warm_path(deployment: Deployment) -> None:

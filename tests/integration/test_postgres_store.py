@@ -10,6 +10,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,13 @@ from bufstore.errors import (
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.postgres import columns
 from bufstore.postgres.errors import map_errors, mapped_error
+from bufstore.postgres.migrate import migrate
 from bufstore.postgres.pool import open_pool
 from bufstore.postgres.store import PostgresThreadStore
-from bufstore.threads.model import RunStatus, ThreadChange, decode_message, encode_messages
-from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change, fresh, run_of
+from bufstore.threads.model import RunStatus, ThreadChange, ThreadMetadata, decode_message, encode_messages
+from bufstore.threads.queries import ThreadQuery
+from thread_store_basics import fresh, run_of
+from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change
 from transaction_pooler import TransactionPooler
 
 
@@ -325,7 +329,8 @@ async def test_setup_by_many_processes_at_once(server: PostgresServer) -> None:
     async with contextlib.AsyncExitStack() as stack:
         stores = [await stack.enter_async_context(PostgresThreadStore(server.dsn, schema=schema)) for _ in range(8)]
         await asyncio.gather(*(store.setup() for store in stores))
-        assert await rows(stores[0], "SELECT room, version FROM {schema}.bufstore_migrations") == [("threads", 1)]
+        applied = await rows(stores[0], "SELECT room, version FROM {schema}.bufstore_migrations ORDER BY version")
+        assert applied == [("threads", 1), ("threads", 2)]
 
 
 async def test_a_cancelled_call_leaves_nothing_behind(shared: PostgresThreadStore) -> None:
@@ -462,8 +467,82 @@ def test_names_that_cannot_be_a_schema(schema: str) -> None:
 async def test_tables_of_a_newer_release_are_refused(server: PostgresServer) -> None:
     async with ready(server.dsn, schema="newer") as store:
         await rows(store, "INSERT INTO {schema}.bufstore_migrations VALUES ('threads', 99)")
-        with pytest.raises(ConfigError, match=r"version 99.*up to 1"):
+        with pytest.raises(ConfigError, match=r"version 99.*up to 2"):
             await store.setup()
+
+
+async def test_tables_of_the_first_release_are_upgraded(server: PostgresServer) -> None:
+    """With what that release wrote: by checkpoints (its function is still there), and by its flushes."""
+    schema = f"upgraded-{uuid.uuid4().hex}"
+    thread_id = fresh()
+    async with PostgresThreadStore(server.dsn, schema=schema) as store:
+        async with store.pool.lend(10) as connection:
+            await migrate(connection, schema, FirstRelease(), "threads")
+        await store.checkpoint(thread_id, [{"id": "old"}], run_of(thread_id))
+        with pytest.raises(StoreMisconfigured):
+            await store.query_threads()
+        await store.setup()
+        found = await store.load_checkpoint(thread_id)
+        assert found is not None
+        assert (found.messages, found.state, found.thread.metadata) == ([{"id": "old"}], None, ThreadMetadata())
+        await store.checkpoint_append(thread_id, [{"id": "new"}], run_of(thread_id), expected_version=1)
+        await store.update_metadata(thread_id, ThreadMetadata(resource_id="r"))
+        (thread,) = (await store.query_threads(ThreadQuery(resource_id="r"))).threads
+        assert (thread.thread_id, thread.version) == (thread_id, 2)
+        assert await store.load_message(thread_id, "old") is not None
+
+
+class FirstRelease:
+    """The folder of SQL files as the first release had it: as far as migrations go."""
+
+    def iterdir(self) -> Iterator[Any]:
+        return iter([files("bufstore.postgres") / "threads" / "0001_threads.sql"])
+
+
+LISTS = [
+    ("query_threads", ("r", None, False, None, None, None, None, 51), "threads_by_resource"),
+    ("query_threads", (None, "p", False, None, None, None, None, 51), "threads_by_parent"),
+    ("query_threads", (None, None, False, None, None, 10**15, "x", 51), "threads_by_change"),
+    ("query_threads", (None, None, False, "t500", "t501", None, None, 51), "threads_pkey"),
+    ("query_runs", ("t7", None, None, None, None, None, 51), "runs_by_thread"),
+    ("query_runs", (None, "waiting", None, None, None, None, 51), "runs_by_status"),
+    ("query_runs", (None, None, None, None, 10**15, "x", 51), "runs_by_creation"),
+    ("messages_oldest_first", ("t1", 500, 900, 51), "messages_pkey"),
+    ("messages_newest_first", ("t1", 500, 900, 51), "messages_pkey"),
+    ("messages_by_id", ("t1", 17), "messages_pkey"),
+]
+
+
+@pytest.fixture(scope="module")
+async def many_rows(server: PostgresServer) -> AsyncIterator[PostgresThreadStore]:
+    async with ready(server.dsn, schema="many") as store:
+        for statement in (
+            "INSERT INTO {schema}.threads (thread_id, resource_id, parent_thread_id, updated_at)"
+            " SELECT 't' || n, 'r' || n % 500, 'p' || n % 500, timestamptz 'epoch' + n * interval '1 day'"
+            " FROM generate_series(1, 20000) AS n",
+            "INSERT INTO {schema}.runs (run_id, thread_id, record, status, created_at)"
+            " SELECT 'r' || n, 't' || n % 5000, '', CASE WHEN n % 500 = 0 THEN 'waiting' ELSE 'done' END,"
+            " timestamptz 'epoch' + n * interval '1 day' FROM generate_series(1, 20000) AS n",
+            "INSERT INTO {schema}.messages SELECT 't' || t, n, 'payload', n"
+            " FROM generate_series(1, 20) AS t, generate_series(0, 999) AS n",
+            "ANALYZE {schema}.threads",
+            "ANALYZE {schema}.runs",
+            "ANALYZE {schema}.messages",
+        ):
+            await rows(store, statement)
+        yield store
+
+
+@pytest.mark.parametrize(("name", "parameters", "index"), LISTS, ids=lambda value: value if type(value) is str else "")
+async def test_lists_are_served_by_an_index(
+    many_rows: PostgresThreadStore, name: str, parameters: tuple[Any, ...], index: str
+) -> None:
+    async with many_rows.pool.lend(10) as connection:
+        cursor = columns.Cursor(connection)
+        await cursor.execute("EXPLAIN " + many_rows._sql[name], parameters)
+        plan = "\n".join(row[0] for row in await cursor.fetchall())
+    assert index in plan
+    assert "Seq Scan" not in plan
 
 
 async def test_a_role_without_ddl_rights_can_start(server: PostgresServer) -> None:

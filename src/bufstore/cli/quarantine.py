@@ -25,7 +25,7 @@ from bufstore.cli.output import show, show_json
 from bufstore.cli.running import EXIT_WRONG, run
 from bufstore.errors import NotFound
 from bufstore.threads.model import decode_message, decode_run
-from bufstore.threads.payload import decode_payload
+from bufstore.threads.payload import Removal, decode_payload
 
 _PAGE = 1000
 _BYTES_SHOWN = 400
@@ -243,10 +243,11 @@ def _shown(entry: ParkedEntry) -> Shown:
     e = item.entry
     try:
         payload = decode_payload(e.payload)
+        run = None if isinstance(payload, Removal) else payload.run
         content: dict[str, Any] = {
             "keeps": payload.keep,
             "messages": [decode_message(m) for m in payload.messages],
-            "run": decode_run(payload.run),
+            "run": decode_run(run) if run is not None else None,
         }
         msgspec.json.encode(content)
     except (ValueError, TypeError, msgspec.MsgspecError):  # not of this release, or nothing that JSON has

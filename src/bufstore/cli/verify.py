@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.cli.concurrent import each
-from bufstore.postgres.store import PostgresThreadStore, ThreadRows
+from bufstore.postgres.rows import ThreadRows
+from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.model import decode_message
 
 _AT_ONCE = 8

@@ -5,19 +5,44 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from bufstore.errors import AlreadyExists, IdempotencyConflict, VersionConflict
+from bufstore.threads import edits
+from bufstore.threads.coalesce import Fold
+from bufstore.threads.message_pages import LAST, check_range, message_page
 from bufstore.threads.model import (
+    NO_METADATA,
     Checkpoint,
     Run,
     RunSave,
     Thread,
     ThreadChange,
+    ThreadMetadata,
     decode_message,
     decode_run,
     encode_messages,
     encode_run,
+)
+from bufstore.threads.queries import (
+    ALL_MESSAGES,
+    ALL_RUNS,
+    ALL_THREADS,
+    LIMIT,
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
+    check_limit,
+    check_message_id,
+    check_query,
+    page_of,
+    read_position,
+    record_of,
 )
 from bufstore.types import Message, Receipt, check_id
 
@@ -31,6 +56,11 @@ class MemoryThreadStore:
         self._threads: dict[str, Thread] = {}
         self._messages: dict[str, list[bytes]] = {}
         self._runs: dict[str, tuple[str, bytes]] = {}  # run id -> thread id, record
+        self._states: dict[str, bytes] = {}
+        #: Growing numbers: when a thread was changed last, when a run was created.
+        self._changed: dict[str, int] = {}
+        self._created: dict[str, int] = {}
+        self._clock = 0
         self._last: dict[str, Receipt] = {}
         #: The last checkpoints' (idempotency key, content) per thread.
         self._keys: dict[str, deque[tuple[str, object]]] = {}
@@ -80,13 +110,36 @@ class MemoryThreadStore:
                 self._check_run(run_id, change.thread_id)
                 if owners.setdefault(run_id, change.thread_id) != change.thread_id:
                     raise AlreadyExists("a run id belongs to another thread")
-        for change in batch:
-            thread_id = change.thread_id
-            before = self._messages.get(thread_id, [])
-            self._messages[thread_id] = before[: change.keep] + list(change.messages)
-            self._threads[thread_id] = change.project(self._threads.get(thread_id, Thread(thread_id=thread_id)))
-            for run_id, record in change.runs.items():
-                self._runs[run_id] = (thread_id, record)
+        for change in sorted(batch, key=lambda change: change.thread_seq):
+            self._apply(change)
+        seqs = [(change.run_seqs.get(run_id, 0), run_id) for change in batch for run_id in change.runs]
+        for _, run_id in sorted(seqs):
+            self._created.setdefault(run_id, self._tick())
+
+    def _apply(self, change: ThreadChange) -> None:
+        thread_id = change.thread_id
+        if change.deleted:
+            self._forget(thread_id)
+            if change.gone:
+                return
+        self._messages[thread_id] = self._messages.get(thread_id, [])[: change.keep] + list(change.messages)
+        self._threads[thread_id] = change.project(self._threads.get(thread_id, Thread(thread_id=thread_id)))
+        self._changed[thread_id] = self._tick()
+        if change.state is not None:
+            self._states[thread_id] = change.state
+        for run_id, record in change.runs.items():
+            self._runs[run_id] = (thread_id, record)
+
+    def _forget(self, thread_id: str) -> None:
+        for rows in (self._threads, self._messages, self._states, self._changed):
+            rows.pop(thread_id, None)
+        for run_id in [run_id for run_id, (owner, _) in self._runs.items() if owner == thread_id]:
+            del self._runs[run_id]
+            self._created.pop(run_id, None)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
 
     async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
         """See `ThreadReader.load_checkpoint`."""
@@ -94,7 +147,12 @@ class MemoryThreadStore:
         if thread is None:
             return None
         messages = [decode_message(m) for m in self._messages[thread_id]]
-        return Checkpoint(thread=thread, messages=messages, latest_run=await self.latest_run(thread_id))
+        return Checkpoint(
+            thread=thread,
+            messages=messages,
+            latest_run=await self.latest_run(thread_id),
+            state=await self.load_thread_state(thread_id),
+        )
 
     async def load_thread(self, thread_id: str) -> Thread | None:
         """See `ThreadReader.load_thread`."""
@@ -117,6 +175,105 @@ class MemoryThreadStore:
             return None
         return await self.load_run(thread.latest_run_id)
 
+    async def load_thread_state(self, thread_id: str) -> Any:
+        """See `ThreadReader.load_thread_state`."""
+        state = self._states.get(check_id(thread_id, "thread_id"))
+        return None if state is None else decode_message(state)
+
+    async def query_messages(
+        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> MessagePage:
+        """See `Queryable.query_messages`."""
+
+        async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
+            found = list(enumerate(self._messages.get(thread_id, ()), 1))[low - 1 : high]
+            return (found[::-1] if newest_first else found)[:count]
+
+        return await message_page(thread_id, query, limit, cursor, fetch)
+
+    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
+        """See `Queryable.load_message`."""
+        check_message_id(message_id)
+        records = await self.load_message_range(thread_id, 1, LAST)
+        return next((r for r in records if r.message_id == message_id), None)
+
+    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+        """See `Queryable.load_message_range`."""
+        first, last = check_range(first, last)
+        found = self._messages.get(check_id(thread_id, "thread_id"), [])[first - 1 : last]
+        return [record_of(thread_id, seq, payload) for seq, payload in enumerate(found, first)]
+
+    async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
+        """See `Queryable.query_runs`."""
+        check_query(query)
+        behind = read_position(cursor, query) or (0, "")
+        found = [
+            ((self._created[run_id], run_id), run)
+            for run_id, (thread_id, record) in self._runs.items()
+            if query.thread_id in (None, thread_id) and run_id.startswith(query.id_prefix or "")
+            for run in [decode_run(record)]
+            if query.status in (None, run.status)
+        ]
+        found = sorted((row for row in found if row[0] > behind), key=itemgetter(0))
+        runs, next_cursor = page_of(query, check_limit(limit), found)
+        return RunPage(runs=runs, next_cursor=next_cursor)
+
+    async def query_threads(
+        self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> ThreadPage:
+        """See `Queryable.query_threads`."""
+        check_query(query)
+        position = read_position(cursor, query)
+        found = [
+            ((self._changed[t.thread_id], t.thread_id), t)
+            for t in self._threads.values()
+            if query.resource_id in (None, t.metadata.resource_id)
+            and query.parent_thread_id in (None, t.parent_thread_id)
+            and not (query.roots and t.parent_thread_id is not None)
+            and t.thread_id.startswith(query.id_prefix or "")
+        ]
+        found = [row for row in found if position is None or row[0][0] < position[0]]
+        threads, next_cursor = page_of(query, check_limit(limit), sorted(found, key=itemgetter(0), reverse=True))
+        return ThreadPage(threads=threads, next_cursor=next_cursor)
+
+    # -- edits ---------------------------------------------------------------------------------------------------
+
+    async def create_run(self, run: Run) -> Receipt:
+        """See `ThreadRunStore.create_run`."""
+        return await self._edit(edits.create_run(run))
+
+    async def save_thread(self, thread_id: str, metadata: ThreadMetadata = NO_METADATA) -> Receipt:
+        """See `ThreadRunStore.save_thread`."""
+        return await self._edit(edits.save_thread(thread_id, metadata))
+
+    async def update_metadata(self, thread_id: str, metadata: ThreadMetadata) -> Receipt:
+        """See `ThreadRunStore.update_metadata`."""
+        return await self._edit(edits.update_metadata(thread_id, metadata))
+
+    async def save_thread_state(self, thread_id: str, state: Any) -> Receipt:
+        """See `ThreadRunStore.save_thread_state`."""
+        return await self._edit(edits.save_state(thread_id, state))
+
+    async def append_messages(
+        self, thread_id: str, messages: Sequence[Message], *, expected_version: int | None = None
+    ) -> Receipt:
+        """See `ThreadRunStore.append_messages`."""
+        return await self._edit(edits.append_messages(thread_id, messages, expected_version))
+
+    async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
+        """See `ThreadRunStore.delete_messages`."""
+        return await self._edit(edits.delete_messages(thread_id, message_ids))
+
+    async def _edit(self, wanted: edits.Change) -> Receipt:
+        thread_id = wanted.thread_id
+        known = edits.Known(
+            self._threads.get(thread_id), self._messages.get(thread_id, []), wanted.run_id in self._runs
+        )
+        fold = Fold(thread_id, len(known.messages))
+        fold.add(wanted.decide(known), 0, self_contained=False)
+        await self.apply(None, [fold.change()])
+        return self._receipt(thread_id, fold.change().version)
+
     async def aclose(self) -> None:
         """Nothing to release."""
 
@@ -135,8 +292,11 @@ class MemoryThreadStore:
         # A checkpoint without a key takes a place among the remembered ones, too.
         keys = self._keys.setdefault(thread_id, deque(maxlen=_REMEMBERED_KEYS))
         keys.append((key or secrets.token_hex(8), content))
+        return self._receipt(thread_id, change.version)
+
+    def _receipt(self, thread_id: str, version: int) -> Receipt:
         last = self._last.get(thread_id)
-        receipt = Receipt(thread_id, last.thread_seq + 1 if last else 1, secrets.randbits(63), change.version)
+        receipt = Receipt(thread_id, last.thread_seq + 1 if last else 1, secrets.randbits(63), version)
         self._last[thread_id] = receipt
         return receipt
 

@@ -64,7 +64,7 @@ def longs(values: Iterable[int | None]) -> Array:
     return _array(20, [None if v is None else _INT8(v) for v in values])
 
 
-def blobs(values: Sequence[bytes]) -> Array:
+def blobs(values: Sequence[bytes | None]) -> Array:
     """A ``bytea[]``."""
     return _array(17, values)
 
@@ -106,6 +106,11 @@ def id_hash(payload: bytes) -> int | None:
         message_id = message.get("id") if isinstance(message, dict) else None
     if not isinstance(message_id, str):
         return None
+    return hash_of_id(message_id)
+
+
+def hash_of_id(message_id: str) -> int:
+    """64 bits of the hash of a message's id."""
     return int.from_bytes(blake2b(message_id.encode(), digest_size=8).digest(), signed=True)
 
 
@@ -125,10 +130,23 @@ def thread_columns(changes: Sequence[ThreadChange]) -> tuple[Array, ...]:
         texts(t.latest_run_id for t in threads),
         texts(t.active_run_id for t in threads),
         texts(t.open_run_id for t in threads),
+        blobs([c.metadata for c in changes]),
+        texts(t.metadata.resource_id for t in threads),
+        blobs([c.state for c in changes]),
+        ints(_ranks([c.thread_seq for c in changes])),
         texts(c.thread_id for c in all_done),
         texts(thread_id for thread_id, _ in done),
         texts(run_id for _, run_id in done),
+        texts(c.thread_id for c in changes if c.parent is not None),
     )
+
+
+def _ranks(values: Sequence[int]) -> list[int]:
+    """For each value, how many come before it."""
+    ranks = [0] * len(values)
+    for rank, i in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        ranks[i] = rank
+    return ranks
 
 
 def message_columns(changes: Iterable[ThreadChange]) -> Iterator[tuple[Array, ...]]:
@@ -146,14 +164,19 @@ def run_columns(changes: Iterable[ThreadChange]) -> list[tuple[Array, ...]]:
 
     Raises UniqueViolation when two threads of the batch have the same run id.
     """
-    rows = sorted((run_id, change.thread_id, record) for change in changes for run_id, record in change.runs.items())
-    if len({run_id for run_id, _, _ in rows}) < len(rows):
+    rows = sorted(
+        (run_id, change.thread_id, record, change.run_seqs.get(run_id, 0))
+        for change in changes
+        for run_id, record in change.runs.items()
+    )
+    if len({row[0] for row in rows}) < len(rows):
         raise UniqueViolation("a run id belongs to another thread")
+    ranks = _ranks([row[3] for row in rows])
     columns: list[tuple[Array, ...]] = []
-    for chunk in _chunks(rows, payload=2):
-        run_ids, thread_ids, records = zip(*chunk, strict=True)
+    for chunk in _chunks(((*row[:3], rank) for row, rank in zip(rows, ranks, strict=True)), payload=2):
+        run_ids, thread_ids, records, chunk_ranks = zip(*chunk, strict=True)
         statuses = [_status_of(record).status.value for record in records]
-        columns.append((texts(run_ids), texts(thread_ids), blobs(records), texts(statuses)))
+        columns.append((texts(run_ids), texts(thread_ids), blobs(records), texts(statuses), ints(chunk_ranks)))
     return columns
 
 

@@ -7,14 +7,11 @@ import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
 from importlib.resources import files
-from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
-import msgspec
 from psycopg import AsyncConnection
 from psycopg.errors import UniqueViolation
 
-from bufstore.buffer.chain import Row
 from bufstore.errors import (
     AlreadyExists,
     BufstoreError,
@@ -25,36 +22,44 @@ from bufstore.errors import (
     VersionConflict,
 )
 from bufstore.postgres import columns
+from bufstore.postgres.edits import DirectEdits
 from bufstore.postgres.errors import NoAnswer
+from bufstore.postgres.lists import Lists
 from bufstore.postgres.migrate import check_schema, migrate, queries
 from bufstore.postgres.pool import Pool, new_pool
+from bufstore.postgres.rows import ThreadRows, thread_of, thread_rows
+from bufstore.threads import edits
 from bufstore.threads.model import (
+    NO_METADATA,
     Checkpoint,
     Run,
     RunStatus,
     Thread,
     ThreadChange,
+    ThreadMetadata,
     decode_message,
     decode_run,
     encode_messages,
     encode_run,
+)
+from bufstore.threads.queries import (
+    ALL_MESSAGES,
+    ALL_RUNS,
+    ALL_THREADS,
+    LIMIT,
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
 )
 from bufstore.types import Message, Receipt, check_id
 
 _FOLDER = files("bufstore.postgres") / "threads"
 #: Largest call that is written straight to Postgres: a parameter has to stay below 1 GB.
 _CALL_BYTES = 512 << 20
-
-
-class ThreadRows(msgspec.Struct, frozen=True, kw_only=True):
-    """What Postgres holds of a thread, of one moment, still encoded."""
-
-    #: None when the thread has no row (and only a watermark).
-    thread: Thread | None
-    messages: list[bytes]
-    latest_run: bytes | None
-    #: None when it was not asked for, or the buffer has no row for the thread.
-    watermark: Row | None
 
 
 class PostgresThreadStore:
@@ -84,6 +89,8 @@ class PostgresThreadStore:
         self._owns_pool = pool is None
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
+        self._lists = Lists(self._read)
+        self._edits = DirectEdits(self.pool, self._sql, timeout_s, self.apply)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
@@ -198,8 +205,12 @@ class PostgresThreadStore:
         changes = sorted(batch, key=lambda change: change.thread_id)
         if not changes:
             return
+        deleted = [change.thread_id for change in changes if change.deleted]
+        changes = [change for change in changes if not change.gone]
         runs = columns.run_columns(changes)
         async with connection.pipeline():
+            if deleted:
+                await self._send(connection, "apply_removals", [columns.texts(deleted)])
             await self._send(connection, "apply_threads", columns.thread_columns(changes))
             ends = (columns.texts(c.thread_id for c in changes), columns.ints(c.version for c in changes))
             await self._send(connection, "apply_cut", ends)
@@ -220,12 +231,13 @@ class PostgresThreadStore:
             thread=rows.thread,
             messages=[decode_message(m) for m in rows.messages],
             latest_run=None if rows.latest_run is None else decode_run(rows.latest_run),
+            state=None if rows.state is None else decode_message(rows.state),
         )
 
     async def load_thread(self, thread_id: str) -> Thread | None:
         """The thread without its messages."""
         rows = await self._read("load_thread", check_id(thread_id, "thread_id"))
-        return _thread(thread_id, rows[0]) if rows else None
+        return thread_of(thread_id, rows[0]) if rows else None
 
     async def load_messages(self, thread_id: str) -> list[Message] | None:
         """The thread's messages, oldest first; None if there is no such thread."""
@@ -242,40 +254,86 @@ class PostgresThreadStore:
         rows = await self._read("latest_run", check_id(thread_id, "thread_id"))
         return decode_run(rows[0][0]) if rows else None
 
+    async def load_thread_state(self, thread_id: str) -> Any:
+        """See `ThreadReader.load_thread_state`."""
+        rows = await self._read("load_state", check_id(thread_id, "thread_id"))
+        return decode_message(rows[0][0]) if rows else None
+
     async def load_rows(self, thread_id: str, *, with_watermark: bool = False) -> ThreadRows | None:
         """The thread's rows, encoded, of one snapshot; None when Postgres knows nothing of the thread.
 
         `with_watermark` adds the buffer's row for the thread (its tables must be in the same schema).
         """
         name = "load_rows_with_watermark" if with_watermark else "load_rows"
-        rows = await self._read(name, check_id(thread_id, "thread_id"))
-        first, *messages = sorted(rows, key=itemgetter(0))
-        _, latest_run, version, *_ = first
-        watermark = Row(*first[7:]) if with_watermark and first[7] is not None else None
-        if version is None and watermark is None:
-            return None
-        return ThreadRows(
-            thread=None if version is None else _thread(thread_id, first[2:7]),
-            messages=[row[1] for row in messages],
-            latest_run=latest_run,
-            watermark=watermark,
-        )
+        return thread_rows(thread_id, await self._read(name, check_id(thread_id, "thread_id")))
 
     async def load_run_row(self, run_id: str) -> tuple[str, bytes] | None:
         """The run's thread id and its record, encoded."""
         rows = await self._read("load_run", check_id(run_id, "run_id"))
         return (rows[0][0], rows[0][1]) if rows else None
 
+    async def query_messages(
+        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> MessagePage:
+        """See `Queryable.query_messages`."""
+        return await self._lists.messages(thread_id, query, limit, cursor)
+
+    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
+        """See `Queryable.load_message`."""
+        return await self._lists.message(thread_id, message_id)
+
+    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+        """See `Queryable.load_message_range`."""
+        return await self._lists.message_range(thread_id, first, last)
+
+    async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
+        """See `Queryable.query_runs`."""
+        return await self._lists.runs(query, limit, cursor)
+
+    async def query_threads(
+        self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> ThreadPage:
+        """See `Queryable.query_threads`."""
+        return await self._lists.threads(query, limit, cursor)
+
+    # -- edits -------------------------------------------------------------------------------------------------
+
+    async def create_run(self, run: Run) -> Receipt:
+        """See `ThreadRunStore.create_run`."""
+        return await self._edits.edit(edits.create_run(run))
+
+    async def save_thread(self, thread_id: str, metadata: ThreadMetadata = NO_METADATA) -> Receipt:
+        """See `ThreadRunStore.save_thread`."""
+        return await self._edits.edit(edits.save_thread(thread_id, metadata))
+
+    async def update_metadata(self, thread_id: str, metadata: ThreadMetadata) -> Receipt:
+        """See `ThreadRunStore.update_metadata`."""
+        return await self._edits.edit(edits.update_metadata(thread_id, metadata))
+
+    async def save_thread_state(self, thread_id: str, state: Any) -> Receipt:
+        """See `ThreadRunStore.save_thread_state`."""
+        return await self._edits.edit(edits.save_state(thread_id, state))
+
+    async def append_messages(
+        self, thread_id: str, messages: Sequence[Message], *, expected_version: int | None = None
+    ) -> Receipt:
+        """See `ThreadRunStore.append_messages`."""
+        return await self._edits.edit(edits.append_messages(thread_id, messages, expected_version))
+
+    async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
+        """See `ThreadRunStore.delete_messages`."""
+        return await self._edits.edit(edits.delete_messages(thread_id, message_ids))
+
     # -- statements --------------------------------------------------------------------------------------------
 
-    async def _read(self, name: str, parameter: str) -> list[tuple[Any, ...]]:
+    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         try:
-            return await self._fetch(name, (parameter,), deadline=deadline)
+            return await self._fetch(name, parameters, deadline=deadline)
         except NoAnswer:
             if asyncio.get_running_loop().time() >= deadline:
                 raise
-            return await self._fetch(name, (parameter,), deadline=deadline)
+            return await self._fetch(name, parameters, deadline=deadline)
 
     async def _fetch(self, name: str, parameters: Sequence[Any], *, deadline: float) -> list[tuple[Any, ...]]:
         left = deadline - asyncio.get_running_loop().time()
@@ -347,15 +405,3 @@ def _refusal(outcome: str, call: _Call, expected: int | None, version: int) -> B
         case "other content":
             return IdempotencyConflict(f"thread {call.thread_id!r}: this key was used with other content")
     raise AssertionError(f"checkpoint_v1 returned {outcome!r}")
-
-
-def _thread(thread_id: str, row: Sequence[Any]) -> Thread:
-    version, parent, latest, active, opened = row
-    return Thread(
-        thread_id=thread_id,
-        version=version,
-        parent_thread_id=parent,
-        latest_run_id=latest,
-        active_run_id=active,
-        open_run_id=opened,
-    )

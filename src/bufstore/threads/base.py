@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from bufstore.buffer.chain import Row
 from bufstore.buffer.ports import Ledger
 from bufstore.errors import ReadNotFresh
-from bufstore.threads.model import Run, encode_messages, encode_run
+from bufstore.threads.model import Run, encode_messages, encode_run, encode_value
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.protocol import WrappableStore
 
@@ -54,6 +54,7 @@ class SnapshotReader:
             thread=rows.thread,
             messages=rows.messages,
             latest_run=rows.latest_run,
+            state=rows.state,
         )
 
     async def run(self, run_id: str) -> Run | None:
@@ -80,6 +81,7 @@ class ComparingReader:
                     thread=found.thread,
                     messages=encode_messages(found.messages),
                     latest_run=encode_run(found.latest_run) if found.latest_run is not None else None,
+                    state=encode_value(found.state, "thread state") if found.state is not None else None,
                 )
             row = after
             await asyncio.sleep(0.01 * attempt)  # flushed at each try: let a window pass

@@ -12,15 +12,11 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 from bufstore.buffer.appender import Appender
 from bufstore.buffer.audit import Verification
-from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush_waiter import FlushWaiter
 from bufstore.buffer.flusher import Flusher
 from bufstore.buffer.flusher_state import FlusherState
@@ -38,46 +34,46 @@ from bufstore.nats.log import NatsLog
 from bufstore.nats.setup import EPOCH_BITS
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
+from bufstore.threads import edits
 from bufstore.threads.base import ComparingReader, SnapshotReader, StateReader
+from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.coalesce import coalesce
-from bufstore.threads.memory import MessageMemory, digests_of, ids_of, ids_of_encoded
-from bufstore.threads.model import Checkpoint, Run, Thread, decode_message, decode_run, encode_messages, encode_run
+from bufstore.threads.health import Health, Statistics
+from bufstore.threads.lists import BufferedLists
+from bufstore.threads.memory import MessageMemory, digests_of, ids_of
+from bufstore.threads.model import (
+    NO_METADATA,
+    Checkpoint,
+    Run,
+    Thread,
+    ThreadMetadata,
+    decode_message,
+    decode_run,
+    encode_messages,
+    encode_run,
+)
 from bufstore.threads.overlay import ThreadState
-from bufstore.threads.payload import content_hash, decode_payload
+from bufstore.threads.payload import content_hash
 from bufstore.threads.protocol import WrappableStore
-from bufstore.threads.read import STORE_PATIENCE_S, ThreadReads
+from bufstore.threads.queries import (
+    ALL_MESSAGES,
+    ALL_RUNS,
+    ALL_THREADS,
+    LIMIT,
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
+)
+from bufstore.threads.read import ThreadReads
 from bufstore.threads.write import Call, save_of
+from bufstore.threads.writer import ThreadWriter
 from bufstore.types import Consistency, Message, Quarantined, Receipt, check_id
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """Counters of this process since the start, and where the buffer stands."""
-
-    appended: int
-    conflicts: int
-    flusher: FlusherState
-    log_bytes: int
-    log_bytes_max: int
-    #: Messages sent to and received from NATS.
-    nats_sent: int
-    nats_received: int
-
-
-@dataclass(frozen=True)
-class Health:
-    """Whether this process can write, read and flush; empty strings mean yes."""
-
-    log: str
-    store: str
-    flusher: str
-
-    @property
-    def ok(self) -> bool:
-        """True when nothing is wrong."""
-        return not (self.log or self.store or self.flusher)
 
 
 class BufferedThreadStore:
@@ -100,7 +96,6 @@ class BufferedThreadStore:
         self._connection = Connection(nats, f"bufstore-{self._member}")
         self._log = NatsLog(self._connection, nats.api, config)
         self._hot = NatsHotState(self._connection, nats.api, config.log)
-        self._appender: Appender[MessageMemory] = Appender(self._log, self._subjects, config, self, self._row)
         self._flusher = (
             Flusher(
                 self._log,
@@ -126,7 +121,12 @@ class BufferedThreadStore:
         self._reads = ThreadReads(
             self._log, self._hot, self._subjects, reader, self._waiter, config, own_seq=self._own_seq
         )
-        self._claimed_runs: OrderedDict[str, str] = OrderedDict()
+        self._writer = ThreadWriter(self._reads, ledger, self._hot, config)
+        self._appender: Appender[MessageMemory] = Appender(
+            self._log, self._subjects, config, self._writer, self._writer.row
+        )
+        self._lists = BufferedLists(store, self._reads, config)
+        self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -260,7 +260,7 @@ class BufferedThreadStore:
         Needs Postgres only with an idempotency key on a thread that the log does not know: then StoreUnavailable.
         """
         call = self._call(thread_id, messages, run, idempotency_key)
-        await self._claim(run)
+        await self._writer.claim(run)
         return await self._appender.append(
             thread_id, call.whole_list, key=idempotency_key, content=_content("whole", call, idempotency_key)
         )
@@ -282,13 +282,39 @@ class BufferedThreadStore:
         present = [i for i in call.ids if i]
         if len(set(present)) < len(present):
             raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
-        await self._claim(run)
+        await self._writer.claim(run)
         return await self._appender.append(
             thread_id,
             call.appending(expected_version),
             key=idempotency_key,
             content=_content("append", call, idempotency_key),
         )
+
+    async def create_run(self, run: Run) -> Receipt:
+        """See `ThreadRunStore.create_run`; for the errors of all edits, `bufstore.threads.buffered_edits`."""
+        return await self._edits.create_run(run, edits.create_run(run))
+
+    async def save_thread(self, thread_id: str, metadata: ThreadMetadata = NO_METADATA) -> Receipt:
+        """See `ThreadRunStore.save_thread`."""
+        return await self._edits.edit(edits.save_thread(thread_id, metadata))
+
+    async def update_metadata(self, thread_id: str, metadata: ThreadMetadata) -> Receipt:
+        """See `ThreadRunStore.update_metadata`."""
+        return await self._edits.edit(edits.update_metadata(thread_id, metadata))
+
+    async def save_thread_state(self, thread_id: str, state: Any) -> Receipt:
+        """See `ThreadRunStore.save_thread_state`."""
+        return await self._edits.edit(edits.save_state(thread_id, state))
+
+    async def append_messages(
+        self, thread_id: str, messages: Sequence[Message], *, expected_version: int | None = None
+    ) -> Receipt:
+        """See `ThreadRunStore.append_messages`."""
+        return await self._edits.edit(edits.append_messages(thread_id, messages, expected_version))
+
+    async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
+        """See `ThreadRunStore.delete_messages`."""
+        return await self._edits.edit(edits.delete_messages(thread_id, message_ids))
 
     def _call(self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> Call:
         """Check and encode everything before any I/O; afterwards the caller may change his objects."""
@@ -298,34 +324,6 @@ class BufferedThreadStore:
             check_id(key, "idempotency_key")
         encoded = encode_messages(messages)
         return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run), save_of(run))
-
-    async def _claim(self, run: Run) -> None:
-        """Make the run findable and its id unique, once, before its first checkpoint."""
-        if self._claimed_runs.get(run.run_id) == run.thread_id:
-            return
-        owner = await self._hot.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
-        if owner != run.thread_id:
-            raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
-        self._claimed_runs[run.run_id] = run.thread_id
-        while len(self._claimed_runs) > self._config.cached_threads:
-            self._claimed_runs.popitem(last=False)
-
-    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory]:
-        """For the appender: see `bufstore.buffer.appender.Writer`."""
-        state, last = await self._reads.joined(thread_id)
-        return last, state.row, MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
-
-    async def _row(self, thread_id: str) -> Row:
-        try:
-            async with asyncio.timeout(STORE_PATIENCE_S):
-                return await self._ledger.row(thread_id)
-        except TimeoutError:
-            raise StoreUnavailable("Postgres, which alone remembers this thread, does not answer") from None
-
-    def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
-        """For the appender: see `bufstore.buffer.appender.Writer`."""
-        payload = decode_payload(entry.entry.payload)
-        memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
 
     def _own_seq(self, thread_id: str) -> int:
         tip = self._appender.tip(thread_id)
@@ -355,6 +353,7 @@ class BufferedThreadStore:
             thread=state.thread,
             messages=[decode_message(m) for m in state.messages],
             latest_run=decode_run(state.latest_run) if state.latest_run is not None else None,
+            state=decode_message(state.state) if state.state is not None else None,
         )
 
     async def load_thread(
@@ -397,6 +396,64 @@ class BufferedThreadStore:
         """The run of the thread's newest checkpoint. Arguments and errors as in `load_checkpoint`."""
         state = await self._state(thread_id, consistency, at_least, quarantined)
         return decode_run(state.latest_run) if state.latest_run is not None else None
+
+    async def load_thread_state(
+        self,
+        thread_id: str,
+        *,
+        consistency: Consistency | None = None,
+        at_least: Receipt | None = None,
+        quarantined: Quarantined = "raise",
+    ) -> Any:
+        """What `save_thread_state` saved last. Arguments and errors as in `load_checkpoint`."""
+        state = await self._state(thread_id, consistency, at_least, quarantined)
+        return decode_message(state.state) if state.state is not None else None
+
+    async def query_messages(
+        self,
+        thread_id: str,
+        query: MessageQuery = ALL_MESSAGES,
+        *,
+        limit: int = LIMIT,
+        cursor: str | None = None,
+        consistency: Consistency | None = None,
+    ) -> MessagePage:
+        """See `Queryable.query_messages`; for the levels and errors of all queries, `bufstore.threads.lists`."""
+        return await self._lists.messages(thread_id, query, limit, cursor, consistency or self._consistency)
+
+    async def load_message(
+        self, thread_id: str, message_id: str, *, consistency: Consistency | None = None
+    ) -> MessageRecord | None:
+        """See `Queryable.load_message`."""
+        return await self._lists.message(thread_id, message_id, consistency or self._consistency)
+
+    async def load_message_range(
+        self, thread_id: str, first: int, last: int, *, consistency: Consistency | None = None
+    ) -> list[MessageRecord]:
+        """See `Queryable.load_message_range`."""
+        return await self._lists.message_range(thread_id, first, last, consistency or self._consistency)
+
+    async def query_runs(
+        self,
+        query: RunQuery = ALL_RUNS,
+        *,
+        limit: int = LIMIT,
+        cursor: str | None = None,
+        consistency: Consistency | None = None,
+    ) -> RunPage:
+        """See `Queryable.query_runs`."""
+        return await self._lists.runs(query, limit, cursor, consistency or self._consistency)
+
+    async def query_threads(
+        self,
+        query: ThreadQuery = ALL_THREADS,
+        *,
+        limit: int = LIMIT,
+        cursor: str | None = None,
+        consistency: Consistency | None = None,
+    ) -> ThreadPage:
+        """See `Queryable.query_threads`."""
+        return await self._lists.threads(query, limit, cursor, consistency or self._consistency)
 
     async def _state(
         self, thread_id: str, level: Consistency | None, at_least: Receipt | None, quarantined: Quarantined

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bufstore.buffer.entry import Base, StoredEntry
 from bufstore.buffer.ports import Inapplicable
 from bufstore.threads.model import RunSave, ThreadChange
-from bufstore.threads.payload import Payload, decode_payload
+from bufstore.threads.payload import AnyPayload, Payload, Removal, decode_payload
 
 
 def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
@@ -19,38 +19,93 @@ def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> Th
     Raises Inapplicable for the first entry that is no payload, keeps more messages than there are, or does not
     arrive at the version that its envelope names.
     """
-    keep = version
-    messages: list[bytes] = []
-    whole = False
-    runs: dict[str, bytes] = {}
-    saves: list[RunSave] = []
+    fold = Fold(thread_id, version)
     for stored in entries:
         payload = decoded(stored)
         if stored is entries[0] and stored.entry.base is Base.NONE:
-            keep = payload.keep
-        if payload.keep > keep + len(messages):
-            raise Inapplicable(stored.entry.id, f"keeps {payload.keep} of {keep + len(messages)} messages")
-        if payload.keep >= keep:
-            del messages[payload.keep - keep :]
-            messages += payload.messages
+            fold.keep = payload.keep
+        try:
+            fold.add(payload, stored.seq, self_contained=stored.entry.self_contained)
+        except ValueError as e:
+            raise Inapplicable(stored.entry.id, str(e)) from e
+    return fold.change()
+
+
+class Fold:
+    """Payloads folded into one change, on a thread of `version` messages."""
+
+    def __init__(self, thread_id: str, version: int) -> None:
+        self._thread_id = thread_id
+        self.keep = version
+        self._seq = 0
+        self._deleted = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._messages: list[bytes] = []
+        self._whole = False
+        self._gone = False
+        self._runs: dict[str, bytes] = {}
+        self._run_seqs: dict[str, int] = {}
+        self._saves: list[RunSave] = []
+        self._metadata: bytes | None = None
+        self._state: bytes | None = None
+        self._parent: tuple[str | None] | None = None
+
+    def add(self, payload: AnyPayload, seq: int, *, self_contained: bool) -> None:
+        """The payload of the entry at position `seq`. Raises ValueError if it keeps more messages than there are."""
+        self._seq = seq
+        if isinstance(payload, Removal):
+            self._begin()
+            self.keep, self._deleted, self._gone = 0, True, True
+            return
+        if payload.keep > self.keep + len(self._messages):
+            raise ValueError(f"keeps {payload.keep} of {self.keep + len(self._messages)} messages")
+        self._gone = False
+        if payload.keep >= self.keep:
+            del self._messages[payload.keep - self.keep :]
+            self._messages += payload.messages
         else:
-            keep = payload.keep
-            messages = list(payload.messages)
-        whole = whole or (stored.entry.self_contained and payload.keep == 0)
-        runs.pop(payload.save.run_id, None)  # the order of the last save, not of the first
-        runs[payload.save.run_id] = payload.run
-        saves.append(payload.save)
-    return ThreadChange(
-        thread_id=thread_id,
-        keep=keep,
-        messages=messages,
-        whole=whole and keep == 0,
-        runs=runs,
-        saves=saves,
-    )
+            self.keep = payload.keep
+            self._messages = list(payload.messages)
+        if isinstance(payload, Payload):
+            self._whole = self._whole or (self_contained and payload.keep == 0)
+            self._add_run(payload.save.run_id, payload.run)
+            self._saves.append(payload.save)
+            if self._parent == (None,):  # taken off, so that the next run that names one decides again
+                self._parent = (payload.save.parent_thread_id,)
+            return
+        if payload.run is not None and payload.run_id is not None:
+            self._add_run(payload.run_id, payload.run)
+        self._metadata = payload.metadata if payload.metadata is not None else self._metadata
+        self._state = payload.state if payload.state is not None else self._state
+        self._parent = payload.parent if payload.parent is not None else self._parent
+
+    def _add_run(self, run_id: str, run: bytes) -> None:
+        self._runs.pop(run_id, None)  # the order of the last save, not of the first
+        self._runs[run_id] = run
+        self._run_seqs.setdefault(run_id, self._seq)
+
+    def change(self) -> ThreadChange:
+        """What all of them do."""
+        return ThreadChange(
+            thread_id=self._thread_id,
+            keep=self.keep,
+            messages=self._messages,
+            whole=self._whole and self.keep == 0,
+            runs=self._runs,
+            saves=self._saves,
+            thread_seq=self._seq,
+            run_seqs=self._run_seqs,
+            metadata=self._metadata,
+            state=self._state,
+            parent=self._parent,
+            deleted=self._deleted,
+            gone=self._gone,
+        )
 
 
-def decoded(stored: StoredEntry) -> Payload:
+def decoded(stored: StoredEntry) -> AnyPayload:
     """The entry's payload. Raises Inapplicable."""
     entry = stored.entry
     try:

@@ -68,8 +68,20 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 raise InvalidRecord(f"run {self.run_id!r}: {name} must be a str without NUL and lone surrogates")
 
 
+class ThreadMetadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an app keeps with a thread to find and show it."""
+
+    title: str | None = None
+    #: Whom or what the thread belongs to: `ThreadQuery` finds threads by it.
+    resource_id: str | None = None
+    custom: dict[str, Any] = {}
+
+
+NO_METADATA = ThreadMetadata()
+
+
 class Thread(msgspec.Struct, frozen=True, kw_only=True):
-    """A thread as the store knows it, its messages apart."""
+    """A thread as the store knows it, its messages and its state apart."""
 
     thread_id: str
     #: Number of messages.
@@ -81,6 +93,7 @@ class Thread(msgspec.Struct, frozen=True, kw_only=True):
     active_run_id: str | None = None
     #: The run that is not DONE yet, if one is.
     open_run_id: str | None = None
+    metadata: ThreadMetadata = ThreadMetadata()
 
     def with_run(self, run: Run) -> Thread:
         """This thread after a checkpoint with `run` (the projection that a checkpoint makes)."""
@@ -108,6 +121,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     thread: Thread
     messages: list[Message]
     latest_run: Run | None
+    #: What `save_thread_state` saved last.
+    state: Any = None
 
     @property
     def version(self) -> int:
@@ -133,6 +148,19 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
     runs: Mapping[str, bytes]
     #: Every (run, status, parent) saved, oldest first, folded over the thread's row: see `Thread.with_run`.
     saves: Sequence[RunSave]
+    #: Position in the log of the last entry folded in: a larger one was written later.
+    thread_seq: int = 0
+    #: For each run of `runs`, the position of the first entry folded in that saved it.
+    run_seqs: Mapping[str, int] = {}
+    #: The thread's metadata, encoded (`decode_metadata`), and its state (`decode_message`); None: as they were.
+    metadata: bytes | None = None
+    state: bytes | None = None
+    #: The parent that was set on its own, in a tuple; None: what `saves` say.
+    parent: tuple[str | None] | None = None
+    #: True when the thread was deleted: whatever there was of it goes first, its runs, metadata and state too.
+    deleted: bool = False
+    #: True when nothing came after the deletion: there is no thread.
+    gone: bool = False
 
     @property
     def version(self) -> int:
@@ -140,7 +168,9 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
         return self.keep + len(self.messages)
 
     def project(self, thread: Thread) -> Thread:
-        """`thread` (as it was before) after this change."""
+        """`thread` (as it was before) after this change, if it is not `gone`."""
+        if self.deleted:
+            thread = Thread(thread_id=self.thread_id)
         for save in self.saves:
             run = Run(
                 run_id=save.run_id,
@@ -149,7 +179,12 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
                 parent_thread_id=save.parent_thread_id,
             )
             thread = thread.with_run(run)
-        return msgspec.structs.replace(thread, version=self.version)
+        return msgspec.structs.replace(
+            thread,
+            version=self.version,
+            parent_thread_id=thread.parent_thread_id if self.parent is None else self.parent[0],
+            metadata=thread.metadata if self.metadata is None else decode_metadata(self.metadata),
+        )
 
 
 class RunSave(msgspec.Struct, frozen=True, array_like=True):
@@ -163,6 +198,7 @@ class RunSave(msgspec.Struct, frozen=True, array_like=True):
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder()
 _run_decoder = msgspec.msgpack.Decoder(Run)
+_metadata_decoder = msgspec.msgpack.Decoder(ThreadMetadata)
 
 
 def encode_run(run: Run) -> bytes:
@@ -184,6 +220,39 @@ def encode_run(run: Run) -> bytes:
 def decode_run(data: bytes) -> Run:
     """The run that `encode_run` encoded."""
     return _run_decoder.decode(data)
+
+
+def encode_metadata(metadata: ThreadMetadata) -> bytes:
+    """The metadata as msgpack. Raises InvalidId or InvalidRecord when they would not come back exactly."""
+    if not isinstance(metadata, ThreadMetadata):
+        raise InvalidRecord(f"metadata must be a ThreadMetadata, not {type(metadata).__name__}")
+    if metadata.resource_id is not None:
+        check_id(metadata.resource_id, "resource_id")
+    if metadata.title is not None and type(metadata.title) is not str:
+        raise InvalidRecord(f"metadata: title must be a str, not {type(metadata.title).__name__}")
+    check_value(metadata.custom, "metadata: custom")
+    try:
+        encoded = _encoder.encode(metadata)
+        same = _encoder.encode(_metadata_decoder.decode(encoded)) == encoded
+    except _NOT_ENCODABLE as e:
+        raise InvalidRecord(f"metadata: {_why(e)}") from None
+    if not same:
+        raise InvalidRecord("metadata: custom must be a dict with str keys")
+    return encoded
+
+
+def decode_metadata(data: bytes) -> ThreadMetadata:
+    """The metadata that `encode_metadata` encoded."""
+    return _metadata_decoder.decode(data)
+
+
+def encode_value(value: Any, where: str) -> bytes:
+    """A value of the caller's as msgpack (`decode_message` gives it back). Raises InvalidRecord like messages do."""
+    check_value(value, where)
+    try:
+        return _encoder.encode(value)
+    except _NOT_ENCODABLE as e:
+        raise InvalidRecord(f"{where}: {_why(e)}") from None
 
 
 def encode_messages(messages: Sequence[Message]) -> list[bytes]:

@@ -22,6 +22,10 @@ class ThreadState(msgspec.Struct, frozen=True, kw_only=True):
     latest_run: bytes | None
     #: Records of runs saved in the overlaid tail, newest of each.
     tail_runs: dict[str, bytes] = {}
+    #: What `save_thread_state` saved, encoded.
+    state: bytes | None = None
+    #: True when the tail deletes the thread: of its runs, the store may still show some that are no more.
+    deleted: bool = False
 
 
 def overlay(state: ThreadState, thread_id: str, items: Sequence[StoredEntry | Malformed]) -> ThreadState:
@@ -39,14 +43,20 @@ def _applied(state: ThreadState, thread_id: str, todo: Plan) -> ThreadState:
     if not todo.apply:
         return msgspec.structs.replace(state, row=todo.row)
     change = coalesce(thread_id, state.row.version, todo.apply)
+    if change.deleted:
+        state = ThreadState(row=todo.row, thread=None, messages=[], latest_run=None, deleted=True)
+        if change.gone:
+            return state
     thread = change.project(state.thread or Thread(thread_id=thread_id))
-    assert thread.latest_run_id is not None
+    latest = thread.latest_run_id
     return ThreadState(
         row=todo.row,
         thread=thread,
         messages=[*state.messages[: change.keep], *change.messages],
-        latest_run=change.runs.get(thread.latest_run_id, state.latest_run),
+        latest_run=change.runs.get(latest, state.latest_run) if latest is not None else None,
         tail_runs={**state.tail_runs, **change.runs},
+        state=change.state if change.state is not None else state.state,
+        deleted=state.deleted,
     )
 
 

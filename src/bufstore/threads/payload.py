@@ -1,8 +1,10 @@
-"""What an entry of this domain carries: a checkpoint as a change of the message list, and a run.
+"""What an entry of this domain carries: a checkpoint, an edit, or a removal.
 
 A checkpoint is written as a delta: how many messages of its predecessor stay, and what comes after them. So the
 bytes in the log do not grow with the thread. Messages and run travel as the bytes they were encoded to: a flush
 moves them into the store without looking inside.
+
+A release that does not know a kind cannot apply it: it quarantines the entry (and what builds on it) and goes on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from bufstore.threads.model import RunSave
+from bufstore.threads.model import RunSave, decode_metadata
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="checkpoint"):
@@ -27,23 +29,53 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", ta
     save: RunSave
 
 
+class Edit(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="edit"):
+    """Any change of one thread that is no checkpoint. New fields are appended with defaults."""
+
+    keep: int
+    messages: Sequence[bytes] = ()
+    #: A run saved on its own (the thread's row does not change with it), and its id.
+    run: bytes | None = None
+    run_id: str | None = None
+    #: None: as they were.
+    metadata: bytes | None = None
+    state: bytes | None = None
+    #: The new parent, or none, in a tuple.
+    parent: tuple[str | None] | None = None
+
+
+class Removal(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="removal"):
+    """The thread is deleted, with its messages, runs, metadata and state."""
+
+    keep: int = 0
+    messages: Sequence[bytes] = ()
+
+
+AnyPayload = Payload | Edit | Removal
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Payload)
+_decoder = msgspec.msgpack.Decoder(AnyPayload)
 
 
-def encode_payload(payload: Payload) -> bytes:
+def encode_payload(payload: AnyPayload) -> bytes:
     """The payload as bytes."""
     return _encoder.encode(payload)
 
 
-def decode_payload(data: bytes) -> Payload:
+def decode_payload(data: bytes) -> AnyPayload:
     """The payload of bytes. Raises ValueError, and nothing else, for what is none."""
     try:
-        payload = _decoder.decode(data)
+        payload: AnyPayload = _decoder.decode(data)
+        if isinstance(payload, Edit) and payload.metadata is not None:
+            decode_metadata(payload.metadata)
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
         raise ValueError(f"undecodable payload: {type(e).__name__}") from e
     if payload.keep < 0:
         raise ValueError("negative keep")
+    if isinstance(payload, Edit) and (payload.run is None) is not (payload.run_id is None):
+        raise ValueError("a run without its id, or an id without its run")
+    if isinstance(payload, Removal) and (payload.keep or payload.messages):
+        raise ValueError("a removal that keeps messages")
     return payload
 
 

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from bufstore.threads.model import Checkpoint, Run, Thread, ThreadChange
+from bufstore.threads.model import NO_METADATA, Checkpoint, Run, Thread, ThreadChange, ThreadMetadata
+from bufstore.threads.queries import (
+    ALL_MESSAGES,
+    ALL_RUNS,
+    ALL_THREADS,
+    LIMIT,
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
+)
 from bufstore.types import Message, Receipt
 
 
@@ -27,8 +40,46 @@ class ThreadReader(Protocol):
     async def latest_run(self, thread_id: str) -> Run | None:
         """The run of the thread's newest checkpoint."""
 
+    async def load_thread_state(self, thread_id: str) -> Any:
+        """What `save_thread_state` saved last."""
 
-class ThreadRunStore(ThreadReader, Protocol):
+
+@runtime_checkable
+class Queryable(Protocol):
+    """The reads over many rows. A wrapped store that has them answers the buffered store's lists.
+
+    Order in time is the order in which things reached the store that answers. Behind a buffer that is, for one thread,
+    the order they were written in; for different threads it may differ by as much as a flush takes.
+    """
+
+    async def query_messages(
+        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> MessagePage:
+        """A page of the thread's messages; an empty one if there is no such thread.
+
+        `limit` is brought between 1 and 200; `cursor` is a page's ``next_cursor``. Raises InvalidQuery, also for the
+        cursor of another query.
+        """
+
+    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
+        """The first message of the thread with this id."""
+
+    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+        """The messages at positions `first` to `last` (from 1, both included), as far as there are any."""
+
+    async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
+        """A page of runs, in the order of their creation. Arguments and errors as in `query_messages`."""
+
+    async def query_threads(
+        self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> ThreadPage:
+        """A page of threads, the last changed first. Arguments and errors as in `query_messages`.
+
+        A thread that changes while pages are read comes forward: a reader of the pages behind it may miss it.
+        """
+
+
+class ThreadRunStore(ThreadReader, Queryable, Protocol):
     """The contract of PostgresThreadStore, MemoryThreadStore and BufferedThreadStore."""
 
     async def checkpoint(
@@ -58,12 +109,46 @@ class ThreadRunStore(ThreadReader, Protocol):
         AlreadyExists. Otherwise like `checkpoint`.
         """
 
+    # Edits change one thread without a checkpoint. Repeating one is safe, also after OutcomeUnknown: it arrives at the
+    # same thread, or says with a Rejected error that it has been done.
+
+    async def create_run(self, run: Run) -> Receipt:
+        """Save a run on its own, creating its thread if that is new; the thread's row does not change with it.
+
+        Raises AlreadyExists if there is a run with this id.
+        """
+
+    async def save_thread(self, thread_id: str, metadata: ThreadMetadata = NO_METADATA) -> Receipt:
+        """Replace the thread's metadata; create it if it is new."""
+
+    async def update_metadata(self, thread_id: str, metadata: ThreadMetadata) -> Receipt:
+        """Replace the metadata of a thread that exists. Raises NotFound."""
+
+    async def save_thread_state(self, thread_id: str, state: Any) -> Receipt:
+        """Replace the state kept with a thread: any value that a message can be. Raises NotFound, InvalidRecord."""
+
+    async def append_messages(
+        self, thread_id: str, messages: Sequence[Message], *, expected_version: int | None = None
+    ) -> Receipt:
+        """Append to the thread's messages without a run; create the thread if it is new.
+
+        Errors as in `checkpoint_append`.
+        """
+
+    async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
+        """Delete the messages with these ids, or all. Raises NotFound for a thread or an id that is not there."""
+
     async def aclose(self) -> None:
         """Release what the store holds. Idempotent."""
 
 
 class WrappableStore(Protocol):
-    """What `BufferedThreadStore` needs of an app's own Postgres store: two reads, and one method that writes."""
+    """What `BufferedThreadStore` needs of an app's own Postgres store: two reads, and one method that writes.
+
+    A store that is `Queryable` too is expected to apply all of a `ThreadChange`. With any other, only checkpoints are
+    written; edits (metadata, state, runs or messages on their own, deletions) raise ConfigError: an `apply` that
+    was written for checkpoints would leave them out without a word.
+    """
 
     async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
         """The thread, its messages and its latest run, all of one moment; None if there is no such thread."""

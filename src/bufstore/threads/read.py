@@ -102,8 +102,20 @@ class ThreadReads:
         if thread_id is None:
             return None
         state = await self.thread(thread_id, level, quarantined=quarantined)
+        return await self._run_of(run_id, state)
+
+    async def has_run(self, run_id: str, state: ThreadState) -> bool:
+        """Whether the thread of this state has such a run."""
+        run = await self._run_of(run_id, state)
+        return run is not None
+
+    async def _run_of(self, run_id: str, state: ThreadState) -> Run | None:
+        if state.thread is None:
+            return None
         if run_id in state.tail_runs:
             return decode_run(state.tail_runs[run_id])
+        if state.deleted:
+            return None
         if state.latest_run is not None:
             latest = decode_run(state.latest_run)
             if latest.run_id == run_id:

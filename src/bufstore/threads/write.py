@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from bufstore.buffer.tip import Draft, NeedBase, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
-from bufstore.threads.memory import MessageMemory
+from bufstore.threads.memory import MessageMemory, digests_of, ids_of_encoded
 from bufstore.threads.model import Run, RunSave
-from bufstore.threads.payload import Payload, encode_payload
+from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
 
 
 class Call:
@@ -61,6 +61,44 @@ class Call:
             return self._draft(tip.version, 0, tip.memory, self_contained=False)
 
         return draft
+
+
+class Moved(Exception):
+    """The thread is not what the edit was decided on any more: decide again."""
+
+
+def editing(
+    payload: Edit | Removal, thread_id: str, decided_on: int
+) -> Callable[[Tip[MessageMemory]], Draft[MessageMemory]]:
+    """An entry that may only stand directly behind the entry with the id `decided_on` (0: none).
+
+    A removal needs no base: it also ends a broken chain.
+    """
+    gone = isinstance(payload, Removal)
+
+    def draft(tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
+        if tip.broken and not gone:
+            raise ThreadQuarantined(thread_id, tip.seq)
+        if tip.id != decided_on or (not tip.seq and tip.memory is None):
+            if tip.memory is None:
+                raise NeedBase
+            raise Moved
+        undo, digests, ids = _nothing, digests_of(payload.messages), ids_of_encoded(payload.messages)
+        if tip.memory is not None:
+            undo = _undo(tip.memory, payload.keep, tip.memory.replace(payload.keep, digests, ids))
+        return Draft(
+            payload=encode_payload(payload),
+            self_contained=gone,
+            version=payload.keep + len(payload.messages),
+            memory=tip.memory,
+            undo=undo,
+        )
+
+    return draft
+
+
+def _nothing() -> None:
+    pass
 
 
 def _undo(memory: MessageMemory, keep: int, removed: tuple[array[int], array[int]]) -> Callable[[], None]:

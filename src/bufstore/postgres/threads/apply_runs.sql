@@ -1,6 +1,9 @@
 -- Newest records of runs, sorted by run id (as for threads). A run of another thread fails the batch.
-INSERT INTO {schema}.runs AS r (run_id, thread_id, record, status)
-SELECT * FROM unnest($1::text[], $2::text[], $3::bytea[], $4::text[])
+-- `rank` tells which of the batch was created later.
+INSERT INTO {schema}.runs AS r (run_id, thread_id, record, status, created_at)
+SELECT s.run_id, s.thread_id, s.record, s.status, (SELECT clock_timestamp()) + s.rank * interval '1 microsecond'
+FROM unnest($1::text[], $2::text[], $3::bytea[], $4::text[], $5::int[])
+    AS s (run_id, thread_id, record, status, rank)
 ON CONFLICT (run_id) DO UPDATE SET
     record = CASE WHEN r.thread_id = excluded.thread_id THEN excluded.record ELSE {schema}.run_taken() END,
     status = excluded.status,

@@ -1,0 +1,188 @@
+"""The same stores for code without an event loop: each call runs on a loop of its own thread and waits for it.
+
+    with BlockingThreadStore(lambda: BufferedThreadStore.open(PostgresThreadStore(dsn), nats=url)) as store:
+        store.checkpoint("thread-1", messages, run)
+
+The methods are those of the asynchronous stores, generated from them, with their types. Any number of threads may call
+at once; their calls run side by side on the one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+from bufstore.errors import CallTimeout, Closed, ConfigError
+from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.protocol import ThreadRunStore
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _blocking(
+    method: Callable[Concatenate[Any, P], Awaitable[R]],
+) -> Callable[Concatenate[BlockingThreadStore, P], R]:
+    """The method, waited for."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: BlockingThreadStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = self._call(lambda: getattr(self._store, name)(*args, **kwargs))
+        return result
+
+    return call
+
+
+class BlockingThreadStore:
+    """A `ThreadRunStore` whose calls block. Use ``with``, or `close` it.
+
+    `open_store` makes the store, on the loop (a BufferedThreadStore opens there what it keeps); its errors pass
+    through. `call_timeout_s` bounds every call beyond the store's own times: CallTimeout. After `close`, and from a
+    call that `close` has overtaken: Closed. A call from the loop's own thread would wait for itself: ConfigError.
+    """
+
+    def __init__(self, open_store: Callable[[], Awaitable[ThreadRunStore]], *, call_timeout_s: float = 60.0) -> None:
+        if call_timeout_s <= 0:
+            raise ConfigError("BlockingThreadStore.call_timeout_s must be positive")
+        self._timeout_s = call_timeout_s
+        self._lock = threading.Lock()
+        self._pending: set[Future[Any]] = set()
+        self._closing = False
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Not waited for by an interpreter that ends without `close`: what was acknowledged is in the log.
+        self._thread = threading.Thread(target=self._serve, name="bufstore-blocking", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        try:
+            self._store = self._call(open_store)
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._store!r})"
+
+    def close(self) -> None:
+        """Close the store (it drains what it can, within its own times) and end the thread. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        try:
+            self._call(self._store.aclose, closing=True)
+        finally:
+            self._stop()
+
+    def _serve(self) -> None:
+        loop = self._loop = asyncio.new_event_loop()
+        try:
+            loop.call_soon(self._started.set)
+            loop.run_forever()
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks, timeout=5))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._closing = True
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(self._timeout_s)
+        with self._lock:
+            left, self._pending = self._pending, set()
+        for future in left:  # scheduled too late to begin
+            future.cancel()
+
+    def _call(self, work: Callable[[], Awaitable[R]], *, closing: bool = False) -> R:
+        if threading.current_thread() is self._thread:
+            raise ConfigError("a blocking store cannot be called on its own loop")
+        assert self._loop is not None
+        begun = _begin(work)
+        with self._lock:
+            if self._closing is not closing:
+                begun.close()
+                raise Closed("the store is closed")
+            future = asyncio.run_coroutine_threadsafe(begun, self._loop)
+            self._pending.add(future)
+        try:
+            return future.result(self._timeout_s)
+        except CancelledError:
+            raise Closed("the store was closed before the call ended; a write may be stored or not") from None
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise  # the store's own
+            raise CallTimeout(f"no end after {self._timeout_s:g} s; a write may be stored or not") from None
+        finally:
+            future.cancel()  # when the caller gives up (or is interrupted) so does the call
+            with self._lock:
+                self._pending.discard(future)
+
+    checkpoint = _blocking(ThreadRunStore.checkpoint)
+    checkpoint_append = _blocking(ThreadRunStore.checkpoint_append)
+    load_checkpoint = _blocking(ThreadRunStore.load_checkpoint)
+    load_thread = _blocking(ThreadRunStore.load_thread)
+    load_messages = _blocking(ThreadRunStore.load_messages)
+    load_run = _blocking(ThreadRunStore.load_run)
+    latest_run = _blocking(ThreadRunStore.latest_run)
+    load_thread_state = _blocking(ThreadRunStore.load_thread_state)
+    query_messages = _blocking(ThreadRunStore.query_messages)
+    load_message = _blocking(ThreadRunStore.load_message)
+    load_message_range = _blocking(ThreadRunStore.load_message_range)
+    query_runs = _blocking(ThreadRunStore.query_runs)
+    query_threads = _blocking(ThreadRunStore.query_threads)
+    create_run = _blocking(ThreadRunStore.create_run)
+    save_thread = _blocking(ThreadRunStore.save_thread)
+    update_metadata = _blocking(ThreadRunStore.update_metadata)
+    save_thread_state = _blocking(ThreadRunStore.save_thread_state)
+    append_messages = _blocking(ThreadRunStore.append_messages)
+    delete_messages = _blocking(ThreadRunStore.delete_messages)
+
+
+class BlockingBufferedStore(BlockingThreadStore):
+    """A `BufferedThreadStore` whose calls block: with levels and receipts in the reads, and its administration."""
+
+    def __init__(
+        self, open_store: Callable[[], Awaitable[BufferedThreadStore]], *, call_timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(open_store, call_timeout_s=call_timeout_s)
+
+    load_checkpoint = _blocking(BufferedThreadStore.load_checkpoint)
+    load_thread = _blocking(BufferedThreadStore.load_thread)
+    load_messages = _blocking(BufferedThreadStore.load_messages)
+    load_run = _blocking(BufferedThreadStore.load_run)
+    latest_run = _blocking(BufferedThreadStore.latest_run)
+    load_thread_state = _blocking(BufferedThreadStore.load_thread_state)
+    query_messages = _blocking(BufferedThreadStore.query_messages)
+    load_message = _blocking(BufferedThreadStore.load_message)
+    load_message_range = _blocking(BufferedThreadStore.load_message_range)
+    query_runs = _blocking(BufferedThreadStore.query_runs)
+    query_threads = _blocking(BufferedThreadStore.query_threads)
+    force_flush = _blocking(BufferedThreadStore.force_flush)
+    force_flush_all = _blocking(BufferedThreadStore.force_flush_all)
+    statistics = _blocking(BufferedThreadStore.statistics)
+    health = _blocking(BufferedThreadStore.health)
+    quarantined = _blocking(BufferedThreadStore.quarantined)
+    verify = _blocking(BufferedThreadStore.verify)
+    lag = _blocking(BufferedThreadStore.lag)
+
+
+async def _begin(work: Callable[[], Awaitable[R]]) -> R:
+    # Called here and not by the caller: what needs a running loop finds one.
+    return await work()

@@ -1,0 +1,1 @@
+SELECT state FROM {schema}.threads WHERE thread_id = $1::text AND state IS NOT NULL

@@ -1,0 +1,74 @@
+"""Edits of a buffered store: decided on the thread as reads show it, and appended directly behind what was read.
+
+The entry names the one that the decision was made on; if another one is the thread's last by then, the thread is read
+and the edit decided again. So an edit is as strict as a transaction, at the price of a read; checkpoints pay nothing
+for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from bufstore.buffer.appender import Appender
+from bufstore.config import BufferConfig
+from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.threads.edits import Change, Known
+from bufstore.threads.memory import MessageMemory
+from bufstore.threads.model import Run
+from bufstore.threads.overlay import ThreadState
+from bufstore.threads.payload import Edit, Removal
+from bufstore.threads.protocol import Queryable, WrappableStore
+from bufstore.threads.read import ThreadReads
+from bufstore.threads.write import Moved, editing
+from bufstore.types import Consistency, Receipt
+
+
+class BufferedEdits:
+    """Appends edits; see the module's text."""
+
+    def __init__(
+        self,
+        store: WrappableStore,
+        reads: ThreadReads,
+        appender: Appender[MessageMemory],
+        claim: Callable[[Run], Awaitable[None]],
+        config: BufferConfig,
+    ) -> None:
+        self._store = store
+        self._reads = reads
+        self._appender = appender
+        self._claim = claim
+        self._config = config
+
+    async def create_run(self, run: Run, wanted: Change) -> Receipt:
+        """Claim the run's id, then append. Raises AlreadyExists."""
+        self._check_store()
+        await self._claim(run)
+        return await self.edit(wanted)
+
+    async def edit(self, wanted: Change) -> Receipt:
+        """Read, decide, append. Raises what the decision raises, and the errors of a read and of an append."""
+        self._check_store()
+        try:
+            async with asyncio.timeout(self._config.read_timeout_s + self._config.append_timeout_s):
+                while True:
+                    state = await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES)
+                    payload = wanted.decide(await self._known(wanted, state))
+                    try:
+                        return await self._append(wanted.thread_id, payload, state)
+                    except Moved:
+                        continue
+        except TimeoutError:
+            raise LogUnavailable(f"others were faster each time to write to thread {wanted.thread_id!r}") from None
+
+    async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState) -> Receipt:
+        return await self._appender.append(thread_id, editing(payload, thread_id, state.row.applied_id))
+
+    async def _known(self, wanted: Change, state: ThreadState) -> Known:
+        exists = wanted.run_id is not None and await self._reads.has_run(wanted.run_id, state)
+        return Known(state.thread, state.messages, exists)
+
+    def _check_store(self) -> None:
+        if not isinstance(self._store, Queryable):
+            raise ConfigError("the wrapped store takes checkpoints only (see bufstore.threads.protocol.WrappableStore)")

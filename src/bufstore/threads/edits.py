@@ -1,0 +1,135 @@
+"""What an edit of a thread becomes: one decision for the memory, Postgres and buffered stores.
+
+An `Edit` is decided on the whole thread as it is at that moment; whoever decides makes sure that nothing comes between
+(a lock on the row, or the log's compare-and-set).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from bufstore.errors import AlreadyExists, NotFound, VersionConflict
+from bufstore.threads.model import (
+    Run,
+    Thread,
+    ThreadMetadata,
+    encode_messages,
+    encode_metadata,
+    encode_run,
+    encode_value,
+)
+from bufstore.threads.payload import Edit, Removal
+from bufstore.threads.queries import check_message_id, record_of
+from bufstore.types import Message, check_id
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A thread as an edit finds it."""
+
+    thread: Thread | None
+    messages: Sequence[bytes] = ()
+    #: Whether the run that the edit is about exists.
+    run_exists: bool = False
+
+
+class Change(msgspec.Struct, frozen=True):
+    """An edit that is checked and encoded: nothing of the caller's objects is left in it."""
+
+    thread_id: str
+    #: Raises Rejected errors.
+    decide: Callable[[Known], Edit | Removal]
+    run_id: str | None = None
+
+
+def create_run(run: Run) -> Change:
+    """See `ThreadRunStore.create_run`."""
+    check_id(run.thread_id, "thread_id")
+    run.check(run.thread_id)
+    record = encode_run(run)
+
+    def decide(known: Known) -> Edit:
+        if known.run_exists:
+            raise AlreadyExists(f"run {run.run_id!r} exists")
+        return Edit(keep=len(known.messages), run=record, run_id=run.run_id)
+
+    return Change(run.thread_id, decide, run.run_id)
+
+
+def save_thread(thread_id: str, metadata: ThreadMetadata) -> Change:
+    """See `ThreadRunStore.save_thread`."""
+    encoded = encode_metadata(metadata)
+    return Change(check_id(thread_id, "thread_id"), lambda known: Edit(len(known.messages), metadata=encoded))
+
+
+def update_metadata(thread_id: str, metadata: ThreadMetadata) -> Change:
+    """See `ThreadRunStore.update_metadata`."""
+    encoded = encode_metadata(metadata)
+
+    def decide(known: Known) -> Edit:
+        _there(thread_id, known)
+        return Edit(len(known.messages), metadata=encoded)
+
+    return Change(check_id(thread_id, "thread_id"), decide)
+
+
+def save_state(thread_id: str, state: Any) -> Change:
+    """See `ThreadRunStore.save_thread_state`."""
+    encoded = encode_value(state, "thread state")
+
+    def decide(known: Known) -> Edit:
+        _there(thread_id, known)
+        return Edit(len(known.messages), state=encoded)
+
+    return Change(check_id(thread_id, "thread_id"), decide)
+
+
+def append_messages(thread_id: str, messages: Sequence[Message], expected_version: int | None) -> Change:
+    """See `ThreadRunStore.append_messages`."""
+    check_id(thread_id, "thread_id")
+    encoded = encode_messages(messages)
+    new = _ids(thread_id, encoded)
+    if len(set(new)) < len(new):
+        raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
+
+    def decide(known: Known) -> Edit:
+        version = len(known.messages)
+        if expected_version is not None and expected_version != version:
+            raise VersionConflict(thread_id, expected=expected_version, actual=version)
+        if new and not set(_ids(thread_id, known.messages)).isdisjoint(new):
+            raise AlreadyExists(f"thread {thread_id!r} has a message with the id of a new one already")
+        return Edit(version, encoded)
+
+    return Change(thread_id, decide)
+
+
+def delete_messages(thread_id: str, message_ids: Sequence[str] | None) -> Change:
+    """See `ThreadRunStore.delete_messages`."""
+    check_id(thread_id, "thread_id")
+    wanted = None if message_ids is None else {check_message_id(i) for i in message_ids}
+
+    def decide(known: Known) -> Edit:
+        _there(thread_id, known)
+        if wanted is None:
+            return Edit(0)
+        ids = [record_of(thread_id, 0, m).message_id for m in known.messages]
+        missing = wanted.difference(ids)
+        if missing:
+            raise NotFound(f"thread {thread_id!r} has no message {min(missing)!r}")
+        keep = next((n for n, i in enumerate(ids) if i in wanted), len(ids))
+        rest = [m for m, i in zip(known.messages[keep:], ids[keep:], strict=True) if i not in wanted]
+        return Edit(keep, rest)
+
+    return Change(thread_id, decide)
+
+
+def _there(thread_id: str, known: Known) -> None:
+    if known.thread is None:
+        raise NotFound(f"there is no thread {thread_id!r}")
+
+
+def _ids(thread_id: str, encoded: Sequence[bytes]) -> list[str]:
+    found = (record_of(thread_id, 0, m).message_id for m in encoded)
+    return [i for i in found if i is not None]

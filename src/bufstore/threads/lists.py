@@ -1,0 +1,102 @@
+"""Lists of a buffered store: wait until what they cover is flushed, then let the database find the page.
+
+A list cannot be overlaid with the tails of all threads and stay a page. So everything that the log holds at the time
+of the call is flushed first; then the wrapped store answers, from its indices. A thread whose chain is broken shows
+its flushed state. With an app's own store that has no such queries, the messages of a thread are read whole; the
+rest is refused.
+"""
+
+from __future__ import annotations
+
+from bufstore.config import BufferConfig
+from bufstore.errors import ConfigError, FlushTimeout, LogUnavailable, ReadNotFresh
+from bufstore.threads.message_pages import LAST, check_range, message_page
+from bufstore.threads.protocol import Queryable, WrappableStore
+from bufstore.threads.queries import (
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
+    check_message_id,
+    check_query,
+    record_of,
+)
+from bufstore.threads.read import ThreadReads
+from bufstore.types import Consistency, check_id
+
+
+class BufferedLists:
+    """The list reads of `BufferedThreadStore`, at a consistency level."""
+
+    def __init__(self, store: WrappableStore, reads: ThreadReads, config: BufferConfig) -> None:
+        self._store = store if isinstance(store, Queryable) else None
+        self._reads = reads
+        self._config = config
+
+    async def messages(
+        self, thread_id: str, query: MessageQuery, limit: int, cursor: str | None, level: Consistency
+    ) -> MessagePage:
+        """See `Queryable.query_messages`. Raises ReadNotFresh, and what the wrapped store raises."""
+        if self._store is not None:
+            await self._barrier(level, check_id(thread_id, "thread_id"))
+            return await self._store.query_messages(thread_id, query, limit=limit, cursor=cursor)
+        state = await self._reads.thread(check_id(thread_id, "thread_id"), level)
+
+        async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
+            found = list(enumerate(state.messages, 1))[low - 1 : high]
+            return (found[::-1] if newest_first else found)[:count]
+
+        return await message_page(thread_id, query, limit, cursor, fetch)
+
+    async def message(self, thread_id: str, message_id: str, level: Consistency) -> MessageRecord | None:
+        """See `Queryable.load_message`. Errors as in `messages`."""
+        check_message_id(message_id)
+        if self._store is not None:
+            await self._barrier(level, check_id(thread_id, "thread_id"))
+            return await self._store.load_message(thread_id, message_id)
+        records = await self.message_range(thread_id, 1, LAST, level)
+        return next((r for r in records if r.message_id == message_id), None)
+
+    async def message_range(self, thread_id: str, first: int, last: int, level: Consistency) -> list[MessageRecord]:
+        """See `Queryable.load_message_range`. Errors as in `messages`."""
+        first, last = check_range(first, last)
+        if self._store is not None:
+            await self._barrier(level, check_id(thread_id, "thread_id"))
+            return await self._store.load_message_range(thread_id, first, last)
+        state = await self._reads.thread(check_id(thread_id, "thread_id"), level)
+        return [record_of(thread_id, seq, m) for seq, m in enumerate(state.messages[first - 1 : last], first)]
+
+    async def runs(self, query: RunQuery, limit: int, cursor: str | None, level: Consistency) -> RunPage:
+        """See `Queryable.query_runs`. Raises ConfigError if the wrapped store has no queries."""
+        store = self._queryable
+        check_query(query)
+        await self._barrier(level, query.thread_id)
+        return await store.query_runs(query, limit=limit, cursor=cursor)
+
+    async def threads(self, query: ThreadQuery, limit: int, cursor: str | None, level: Consistency) -> ThreadPage:
+        """See `Queryable.query_threads`. Raises ConfigError if the wrapped store has no queries."""
+        store = self._queryable
+        check_query(query)
+        await self._barrier(level)
+        return await store.query_threads(query, limit=limit, cursor=cursor)
+
+    async def _barrier(self, level: Consistency, thread_id: str | None = None) -> None:
+        """Wait until the thread, or everything, is flushed as far as the log knows it now."""
+        if level is Consistency.EVENTUAL:
+            return
+        try:
+            if thread_id is not None:
+                await self._reads.force_flush(thread_id, self._config.read_timeout_s)
+            else:
+                await self._reads.force_flush_all(self._config.read_timeout_s)
+        except (FlushTimeout, LogUnavailable) as e:
+            raise ReadNotFresh(f"the list could not be read as {level.value}: {e}") from e
+
+    @property
+    def _queryable(self) -> Queryable:
+        if self._store is None:
+            raise ConfigError("the wrapped store has no queries (see bufstore.threads.protocol.Queryable)")
+        return self._store

@@ -1,0 +1,56 @@
+"""What the write path asks of the domain: a thread's content, what a new entry adds to it, and who has a run's id."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from bufstore.buffer.chain import Row
+from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.ports import HotState, Ledger
+from bufstore.config import BufferConfig
+from bufstore.errors import AlreadyExists, StoreUnavailable
+from bufstore.threads.memory import MessageMemory, digests_of, ids_of_encoded
+from bufstore.threads.model import Run
+from bufstore.threads.payload import decode_payload
+from bufstore.threads.read import STORE_PATIENCE_S, ThreadReads
+
+
+class ThreadWriter:
+    """See `bufstore.buffer.appender.Writer`."""
+
+    def __init__(self, reads: ThreadReads, ledger: Ledger, hot: HotState, config: BufferConfig) -> None:
+        self._reads = reads
+        self._ledger = ledger
+        self._hot = hot
+        self._config = config
+        self._claimed_runs: OrderedDict[str, str] = OrderedDict()
+
+    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory]:
+        """See `bufstore.buffer.appender.Writer`."""
+        state, last = await self._reads.joined(thread_id)
+        return last, state.row, MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+
+    def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
+        """See `bufstore.buffer.appender.Writer`."""
+        payload = decode_payload(entry.entry.payload)
+        memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
+
+    async def row(self, thread_id: str) -> Row:
+        """The thread's row. Raises StoreUnavailable, soon."""
+        try:
+            async with asyncio.timeout(STORE_PATIENCE_S):
+                return await self._ledger.row(thread_id)
+        except TimeoutError:
+            raise StoreUnavailable("Postgres, which alone remembers this thread, does not answer") from None
+
+    async def claim(self, run: Run) -> None:
+        """Make the run findable and its id unique, once, before its first checkpoint. Raises AlreadyExists."""
+        if self._claimed_runs.get(run.run_id) == run.thread_id:
+            return
+        owner = await self._hot.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
+        if owner != run.thread_id:
+            raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
+        self._claimed_runs[run.run_id] = run.thread_id
+        while len(self._claimed_runs) > self._config.cached_threads:
+            self._claimed_runs.popitem(last=False)

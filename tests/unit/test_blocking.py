@@ -1,0 +1,129 @@
+"""The blocking facade, over the store in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from bufstore import (
+    BlockingBufferedStore,
+    BlockingThreadStore,
+    BufferedThreadStore,
+    CallTimeout,
+    Closed,
+    ConfigError,
+    MemoryThreadStore,
+    Run,
+    ThreadRunStore,
+    VersionConflict,
+)
+
+
+class Slow(MemoryThreadStore):
+    """A store whose reads take long, and that remembers what became of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = 0
+        self.cancelled = 0
+
+    async def load_messages(self, thread_id: str) -> list[Any] | None:
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return None
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+def facade(store: MemoryThreadStore, **options: Any) -> BlockingThreadStore:
+    async def open_store() -> MemoryThreadStore:
+        asyncio.get_running_loop()
+        return store
+
+    return BlockingThreadStore(open_store, **options)
+
+
+def public(kind: type[Any]) -> set[str]:
+    return {name for name, what in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
+
+
+def test_it_has_every_method() -> None:
+    assert public(BlockingThreadStore) == public(ThreadRunStore) - {"aclose"} | {"close"}
+    assert public(BlockingBufferedStore) == {
+        name for name in public(BufferedThreadStore) - {"aclose"} | {"close"} if name != "open"
+    }
+
+
+def test_calls_return_and_raise_what_the_store_does() -> None:
+    with facade(MemoryThreadStore()) as store:
+        run = Run(run_id="r", thread_id="t")
+        assert store.checkpoint("t", [1], run, idempotency_key="k").version == 1
+        assert store.load_messages("t") == [1]
+        with pytest.raises(VersionConflict):
+            store.checkpoint_append("t", [2], run, expected_version=7)
+        with pytest.raises(TypeError):
+            store.load_messages()  # type: ignore[call-arg]
+    with pytest.raises(Closed):
+        store.load_messages("t")
+    store.close()
+
+
+def test_many_threads_call_at_once() -> None:
+    with facade(MemoryThreadStore()) as store, ThreadPoolExecutor(16) as threads:
+        run = Run(run_id="r", thread_id="t")
+        receipts = list(threads.map(lambda n: store.checkpoint_append("t", [{"id": str(n)}], run), range(200)))
+        assert sorted(r.version for r in receipts) == list(range(1, 201))
+
+
+def test_calls_are_bounded_in_time() -> None:
+    slow = Slow()
+    with facade(slow, call_timeout_s=0.1) as store:
+        began = time.monotonic()
+        with pytest.raises(CallTimeout):
+            store.load_messages("t")
+        assert time.monotonic() - began < 5
+        assert store.load_thread("t") is None
+        assert slow.cancelled == 1
+    assert slow.closed == 1
+    with pytest.raises(ConfigError):
+        facade(MemoryThreadStore(), call_timeout_s=0)
+
+
+def test_close_ends_the_calls_on_their_way() -> None:
+    store = facade(Slow())
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(store.load_messages, "t") for _ in range(4)]
+        time.sleep(0.1)
+        store.close()
+        for call in calls:
+            with pytest.raises(Closed):
+                call.result(5)
+    assert not any(t.name == "bufstore-blocking" for t in threading.enumerate())
+
+
+def test_an_open_that_fails_leaves_no_thread() -> None:
+    async def refuse() -> MemoryThreadStore:
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError, match="no"):
+        BlockingThreadStore(refuse)
+    assert not any(t.name == "bufstore-blocking" for t in threading.enumerate())
+
+
+def test_it_does_not_wait_for_itself() -> None:
+    class Recursive(MemoryThreadStore):
+        async def load_thread(self, thread_id: str) -> Any:
+            return blocking.load_messages(thread_id)
+
+    with facade(Recursive()) as blocking, pytest.raises(ConfigError):
+        blocking.load_thread("t")
