@@ -59,7 +59,7 @@ async def _look(target: Target, nats_sys: str | None, nats_monitor: str | None) 
 def _show(found: Diagnosis) -> None:
     table = Table(box=box.SIMPLE)
     for name in ("", "what", "", "found", "what to do"):
-        table.add_column(name, overflow="fold")
+        table.add_column(name, overflow="fold", no_wrap=name == "what")
     for c in found.checks:
         level = Text(c.level.value, style=_COLOURS[c.level])
         table.add_row(c.part, c.what, level, Text(c.found), Text(c.advice))

@@ -87,12 +87,12 @@ async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, e
     for room in _ROOMS:
         if room not in versions:
             continue  # an app's own store has no threads' tables
-        ours, theirs = newest(files("bufstore.postgres") / room), versions[room]
-        found = f"version {theirs} of {ours}"
-        if theirs > ours:
+        known, theirs = newest(files("bufstore.postgres") / room), versions[room]
+        found = f"version {theirs} of {known}"
+        if theirs > known:
             notes.say(f"{room} tables", Level.BAD, found, "a newer release has migrated them: upgrade bufstore")
         else:
-            notes.require(f"{room} tables", theirs == ours, found, "the next store that opens migrates them")
+            notes.require(f"{room} tables", theirs == known, found, "the next store that opens migrates them")
     refused = await _value(
         connection,
         "SELECT string_agg(tablename, ', ') FROM pg_tables WHERE schemaname = %s AND NOT has_table_privilege("
