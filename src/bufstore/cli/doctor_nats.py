@@ -35,21 +35,25 @@ async def check_nats(target: Target) -> tuple[list[Check], int | None]:
     """The checks, and the epoch of the log, if there is one."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
+    # Made before the connection is: they subscribe to their answers when it opens.
+    stream = NatsStream(connection, target.nats.api, target.stream, 1)
+    hot = NatsHotState(connection, target.nats.api, LogConfig(stream=target.stream, bucket=target.bucket))
     try:
         await connection.open()
     except BufstoreError as e:
         notes.say("reachable", Level.BAD, str(e), "see the address, the network and the credentials")
         return notes.checks, None
     try:
-        return notes.checks, await _look(notes, connection, target)
+        return notes.checks, await _look(notes, connection, target, stream, hot)
     finally:
         await connection.aclose()
 
 
-async def _look(notes: Notes, connection: Connection, target: Target) -> int | None:
+async def _look(
+    notes: Notes, connection: Connection, target: Target, stream: NatsStream, hot: NatsHotState
+) -> int | None:
     notes.say("reachable", Level.OK, "yes")
     _version(notes, connection)
-    stream = NatsStream(connection, target.nats.api, target.stream, 1)
     try:
         account = await stream.api("INFO", timeout_s=_TIMEOUT_S)
     except BufstoreError as e:
@@ -69,9 +73,9 @@ async def _look(notes: Notes, connection: Connection, target: Target) -> int | N
     _drift(notes, "log", lambda: check_stream(config, info["config"]))
     _copies(notes, info)
     _headroom(notes, info)
-    bucket = await _bucket(notes, connection, target, config)
-    await _permissions(notes, connection, target, config, bucket=bucket)
-    await _flushers(notes, connection, target, config)
+    bucket = await _bucket(notes, stream, config)
+    await _permissions(notes, connection, stream, target.nats.api, config, bucket=bucket)
+    await _flushers(notes, hot)
     return int((info["config"].get("metadata") or {}).get("bufstore.epoch", 0))
 
 
@@ -126,10 +130,9 @@ def _headroom(notes: Notes, info: dict[str, Any]) -> None:
     notes.require("headroom of the log", used < _PRESSED * limit, found, advice)
 
 
-async def _bucket(notes: Notes, connection: Connection, target: Target, config: LogConfig) -> bool:
+async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig) -> bool:
     """Whether there is one."""
     wanted = bucket_config(config)
-    stream = NatsStream(connection, target.nats.api, wanted["name"], 1)
     try:
         info = await stream.api(f"STREAM.INFO.{wanted['name']}", timeout_s=_TIMEOUT_S)
     except StreamMissing:
@@ -144,15 +147,13 @@ async def _bucket(notes: Notes, connection: Connection, target: Target, config: 
 
 
 async def _permissions(
-    notes: Notes, connection: Connection, target: Target, config: LogConfig, *, bucket: bool
+    notes: Notes, connection: Connection, log: NatsStream, api: str, config: LogConfig, *, bucket: bool
 ) -> None:
     subjects = Subjects(config.subject, config.partitions)
-    log = NatsStream(connection, target.nats.api, config.stream, 1)
     nothing = subjects.of(f"doctor-{secrets.token_hex(8)}")  # a thread that does not exist
     name = f"{config.subject}-doctor-{secrets.token_hex(8)}"
     consumer = {"name": name, "ack_policy": "all", "filter_subject": nothing, "inactive_threshold": 5_000_000_000}
     create = {"stream_name": config.stream, "config": consumer}
-    api = target.nats.api
 
     def write(subject: str) -> Callable[[], Awaitable[Any]]:
         return lambda: log.publish(Outgoing(subject, b"", None, _IMPOSSIBLE), _TIMEOUT_S)
@@ -190,9 +191,9 @@ async def _permissions(
     )
 
 
-async def _flushers(notes: Notes, connection: Connection, target: Target, config: LogConfig) -> None:
+async def _flushers(notes: Notes, hot: NatsHotState) -> None:
     try:
-        members = await NatsHotState(connection, target.nats.api, config).members()
+        members = await hot.members()
     except BufstoreError as e:
         notes.say("flushers", Level.UNKNOWN, str(e))
         return
