@@ -23,6 +23,14 @@ _DURABLE = {
     "full_page_writes": "a crash may tear pages: set it on",
 }
 _ROOMS = ("buffer", "threads")
+# One privilege at a time: with several, Postgres is content with any of them.
+_REFUSED = """
+SELECT string_agg(tablename, ', ') FROM pg_tables
+WHERE schemaname = %s AND tablename <> 'bufstore_migrations' AND NOT (
+    SELECT bool_and(has_table_privilege(quote_ident(schemaname) || '.' || quote_ident(tablename), privilege))
+    FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
+)
+"""
 
 
 async def check_postgres(target: Target, epoch: int | None) -> list[Check]:
@@ -95,9 +103,7 @@ async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, e
             notes.require(f"{room} tables", theirs == known, found, "the next store that opens migrates them")
     refused = await _value(
         connection,
-        "SELECT string_agg(tablename, ', ') FROM pg_tables WHERE schemaname = %s AND NOT has_table_privilege("
-        "quote_ident(schemaname) || '.' || quote_ident(tablename), 'SELECT, INSERT, UPDATE, DELETE')"
-        " AND tablename <> 'bufstore_migrations'",
+        _REFUSED,
         schema,
     )
     may = "read and write all tables" if refused is None else f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"
