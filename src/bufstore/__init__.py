@@ -1,5 +1,8 @@
 """bufstore: a buffered write-ahead checkpoint store in front of Postgres. See README.md."""
 
+from bufstore.buffer.audit import Finding, Verification
+from bufstore.buffer.ports import ParkedInfo
+from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import (
     AlreadyExists,
@@ -42,6 +45,7 @@ __all__ = [
     "ConfigDrift",
     "ConfigError",
     "Consistency",
+    "Finding",
     "FlushTimeout",
     "Health",
     "IdempotencyConflict",
@@ -55,11 +59,15 @@ __all__ = [
     "Message",
     "NatsConfig",
     "NotFound",
+    "Outcome",
     "OutcomeUnknown",
+    "ParkedEntry",
+    "ParkedInfo",
     "PostgresThreadStore",
     "ReadNotFresh",
     "Receipt",
     "Rejected",
+    "Replayed",
     "Run",
     "RunStatus",
     "Statistics",
@@ -72,6 +80,7 @@ __all__ = [
     "ThreadRunStore",
     "TooLarge",
     "Unavailable",
+    "Verification",
     "VersionConflict",
     "WrappableStore",
     "decode_message",
