@@ -1,6 +1,9 @@
 """bufstore: a buffered write-ahead checkpoint store in front of Postgres. See README.md."""
 
 from bufstore.blocking import BlockingBufferedStore, BlockingThreadStore
+from bufstore.buffer.audit import Finding, Verification
+from bufstore.buffer.ports import ParkedInfo
+from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import (
     AlreadyExists,
@@ -70,6 +73,7 @@ __all__ = [
     "ConfigDrift",
     "ConfigError",
     "Consistency",
+    "Finding",
     "FlushTimeout",
     "Health",
     "IdempotencyConflict",
@@ -88,12 +92,16 @@ __all__ = [
     "NatsConfig",
     "NotFound",
     "Order",
+    "Outcome",
     "OutcomeUnknown",
+    "ParkedEntry",
+    "ParkedInfo",
     "PostgresThreadStore",
     "Queryable",
     "ReadNotFresh",
     "Receipt",
     "Rejected",
+    "Replayed",
     "Run",
     "RunPage",
     "RunQuery",
@@ -111,6 +119,7 @@ __all__ = [
     "ThreadRunStore",
     "TooLarge",
     "Unavailable",
+    "Verification",
     "VersionConflict",
     "Visibility",
     "WrappableStore",

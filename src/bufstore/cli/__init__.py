@@ -1,4 +1,4 @@
-"""The command line of bufstore: `demo`, `import`, `status`, `flush`. Needs the `cli` extra."""
+"""The command line of bufstore; `bufstore --help` lists the commands. Needs the `cli` extra."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import click
 
 from bufstore.cli.checking import verify
 from bufstore.cli.demo import demo
+from bufstore.cli.doctor import doctor
 from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
 from bufstore.cli.quarantine import quarantine
@@ -17,10 +18,10 @@ from bufstore.cli.status import status
 def app() -> None:
     """A buffered write-ahead checkpoint store: NATS JetStream in front of Postgres.
 
-    Exit codes: 0 all well; 1 something is lost, differs, or was not imported; 2 wrong usage or configuration, or a
-    server that cannot be reached; 130 interrupted.
+    Exit codes: 0 all well; 1 something is lost, differs, was not imported, or is worth a look; 2 wrong usage or
+    configuration, or a server that cannot be reached; 130 interrupted.
     """
 
 
-for command in (demo, import_, status, flush, quarantine, verify):
+for command in (demo, import_, status, flush, quarantine, verify, doctor):
     app.add_command(command)

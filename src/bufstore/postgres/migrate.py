@@ -78,6 +78,11 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     return missing
 
 
+def newest(folder: Traversable) -> int:
+    """The version that this release knows of the folder's tables."""
+    return max(int(match[1]) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name)))
+
+
 async def _applied(connection: AsyncConnection[Any], schema: str, room: str) -> set[int]:
     table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
     cursor = await connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table.as_string(connection)])

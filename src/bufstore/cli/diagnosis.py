@@ -1,0 +1,64 @@
+"""What `bufstore doctor` says of one thing."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Level(enum.Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    #: It could not be found out, so it is taken for a warning.
+    UNKNOWN = "unknown"
+    #: It works, but a guarantee is weaker, or trouble is near.
+    WARNING = "warning"
+    #: It does not work like this.
+    BAD = "bad"
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at."""
+
+    #: "NATS" or "Postgres", and what of it.
+    part: str
+    what: str
+    level: Level
+    #: What is so.
+    found: str
+    #: What to do about it; empty when nothing is to be done.
+    advice: str = ""
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of ``bufstore doctor --json``."""
+
+    #: The exit code: 0 fine, 1 warnings or unknowns, 2 it cannot work.
+    code: int
+    checks: Sequence[Check]
+
+
+def diagnosis(checks: Sequence[Check]) -> Diagnosis:
+    """All checks and the exit code that they make."""
+    levels = {check.level for check in checks}
+    code = 2 if Level.BAD in levels else 1 if levels - {Level.OK} else 0
+    return Diagnosis(code=code, checks=checks)
+
+
+class Notes:
+    """Collects the checks of one part."""
+
+    def __init__(self, part: str) -> None:
+        self._part = part
+        self.checks: list[Check] = []
+
+    def say(self, what: str, level: Level, found: str, advice: str = "") -> None:
+        """Note one check."""
+        self.checks.append(Check(part=self._part, what=what, level=level, found=found, advice=advice))
+
+    def require(self, what: str, holds: bool, found: str, advice: str, otherwise: Level = Level.WARNING) -> None:
+        """Note that something holds, or what to do when it does not."""
+        self.say(what, Level.OK if holds else otherwise, found, "" if holds else advice)

@@ -1,0 +1,68 @@
+"""`bufstore doctor`."""
+
+from __future__ import annotations
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.diagnosis import Diagnosis, Level, diagnosis
+from bufstore.cli.doctor_nats import check_nats
+from bufstore.cli.doctor_postgres import check_postgres
+from bufstore.cli.doctor_sync import check_sync
+from bufstore.cli.output import show_json
+from bufstore.cli.running import run
+
+_COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.BAD: "bold red"}
+
+
+@click.command()
+@click.option(
+    "--nats-sys",
+    metavar="URL",
+    envvar="BUFSTORE_NATS_SYS",
+    show_envvar=True,
+    help="NATS with a user of the system account, to see how the servers sync.",
+)
+@click.option(
+    "--nats-monitor",
+    metavar="URL",
+    envvar="BUFSTORE_NATS_MONITOR",
+    show_envvar=True,
+    help="The monitoring port of NATS, for the same.",
+)
+@connects()
+def doctor(options: Options, nats_sys: str | None, nats_monitor: str | None) -> None:
+    """Look at the servers: versions, permissions, settings, durability, headroom. Changes nothing.
+
+    Exit codes: 0 all fine; 1 it works, but something is worth a look or could not be found out; 2 it cannot work.
+    """
+    with options.target() as target:
+        found = run(_look(target, nats_sys, nats_monitor))
+    if options.as_json:
+        show_json(found)
+    else:
+        _show(found)
+    raise click.exceptions.Exit(found.code)
+
+
+async def _look(target: Target, nats_sys: str | None, nats_monitor: str | None) -> Diagnosis:
+    nats, epoch = await check_nats(target)
+    known = target.servers.nats.sync_interval if target.servers is not None else None
+    sync = await check_sync(nats_sys, nats_monitor, known)
+    return diagnosis([*nats, *sync, *await check_postgres(target, epoch)])
+
+
+def _show(found: Diagnosis) -> None:
+    table = Table(box=box.SIMPLE)
+    for name in ("", "what", "", "found", "what to do"):
+        table.add_column(name, overflow="fold", no_wrap=name == "what")
+    for c in found.checks:
+        level = Text(c.level.value, style=_COLOURS[c.level])
+        table.add_row(c.part, c.what, level, Text(c.found), Text(c.advice))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(("all is fine", "it works; see the warnings", "it cannot work like this")[found.code])

@@ -1,0 +1,201 @@
+"""What `bufstore doctor` looks at in NATS. Nothing is stored: writes are tried with expectations that cannot hold."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rich.filesize import decimal
+
+from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.subjects import Subjects
+from bufstore.cli.connect import Target
+from bufstore.cli.diagnosis import Check, Level, Notes
+from bufstore.config import LogConfig
+from bufstore.errors import BufstoreError, ConfigDrift
+from bufstore.nats.connection import Connection
+from bufstore.nats.errors import StreamMissing
+from bufstore.nats.hot import NatsHotState
+from bufstore.nats.setup import bucket_config, check, check_stream
+from bufstore.nats.stream import NatsStream
+
+_VERSION_MIN = (2, 14, 0)
+_VERSION_ADVISED = (2, 15, 1)
+_TIMEOUT_S = 2.0
+#: No subject ever has this last sequence.
+_IMPOSSIBLE = (1 << 62) + 1
+_FULL = 0.95
+#: From here on flushed entries are removed earlier than `retain_after_flush_s`.
+_PRESSED = 0.7
+
+
+async def check_nats(target: Target) -> tuple[list[Check], int | None]:
+    """The checks, and the epoch of the log, if there is one."""
+    notes = Notes("NATS")
+    connection = Connection(target.nats, target.session)
+    # Made before the connection is: they subscribe to their answers when it opens.
+    stream = NatsStream(connection, target.nats.api, target.stream, 1)
+    hot = NatsHotState(connection, target.nats.api, LogConfig(stream=target.stream, bucket=target.bucket))
+    try:
+        await connection.open()
+    except BufstoreError as e:
+        notes.say("reachable", Level.BAD, str(e), "see the address, the network and the credentials")
+        return notes.checks, None
+    try:
+        return notes.checks, await _look(notes, connection, target, stream, hot)
+    finally:
+        await connection.aclose()
+
+
+async def _look(
+    notes: Notes, connection: Connection, target: Target, stream: NatsStream, hot: NatsHotState
+) -> int | None:
+    notes.say("reachable", Level.OK, "yes")
+    _version(notes, connection)
+    try:
+        account = await stream.api("INFO", timeout_s=_TIMEOUT_S)
+    except BufstoreError as e:
+        notes.say("JetStream", Level.BAD, str(e), f"enable JetStream, and permit {target.nats.api}.> and _INBOX.>")
+        return None
+    _account(notes, account)
+    try:
+        info = await stream.api(f"STREAM.INFO.{target.stream}", timeout_s=_TIMEOUT_S)
+        config = await target.find_log()
+    except StreamMissing:
+        notes.say("log", Level.WARNING, f"there is no {target.stream} yet", "the first store that opens makes it")
+        return None
+    except BufstoreError as e:
+        notes.say("log", Level.BAD, str(e), "choose another stream, or permit STREAM.INFO")
+        return None
+    assert config is not None
+    _drift(notes, "log", lambda: check_stream(config, info["config"]))
+    _copies(notes, info)
+    _headroom(notes, info)
+    bucket = await _bucket(notes, stream, config)
+    await _permissions(notes, connection, stream, target.nats.api, config, bucket=bucket)
+    await _flushers(notes, hot)
+    return int((info["config"].get("metadata") or {}).get("bufstore.epoch", 0))
+
+
+def _version(notes: Notes, connection: Connection) -> None:
+    version = connection.client().connected_server_version
+    numbers = (version.major, version.minor, version.patch)
+    text = ".".join(map(str, numbers))
+    if numbers < _VERSION_MIN:
+        notes.say("version", Level.BAD, text, "nats-server 2.14 or later is needed (atomic batches)")
+    else:
+        advice = "2.15.1 or later is advised: earlier ones have known data-loss bugs"
+        notes.require("version", numbers >= _VERSION_ADVISED, text, advice)
+
+
+def _account(notes: Notes, info: dict[str, Any]) -> None:
+    limits = info.get("limits") or {}
+    limit, used = int(limits.get("max_storage", -1)), int(info.get("storage", 0))
+    if limit <= 0:
+        notes.say("account limits", Level.OK, f"no limit of storage, {decimal(used)} used")
+        return
+    found = f"{decimal(used)} of {decimal(limit)} used"
+    notes.require("account limits", used < _FULL * limit, found, "raise the account's storage, or LogFull comes first")
+
+
+def _drift(notes: Notes, what: str, compare: Any) -> None:
+    try:
+        compare()
+    except ConfigDrift as e:
+        notes.say(f"{what} settings", Level.BAD, str(e), "change it back: see docs/OPERATIONS.md")
+    else:
+        notes.say(f"{what} settings", Level.OK, "as they must be")
+
+
+def _copies(notes: Notes, info: dict[str, Any]) -> None:
+    replicas = int(info["config"].get("num_replicas", 1))
+    peers = (info.get("cluster") or {}).get("replicas") or []
+    away = [p["name"] for p in peers if p.get("offline") or not p.get("current")]
+    if away:
+        notes.say("replicas", Level.WARNING, f"{replicas}, behind or away: {', '.join(away)}", "see the servers")
+    elif replicas == 1:
+        notes.say("replicas", Level.OK, "1: what its disk loses is lost, and while it is down nothing is accepted")
+    else:
+        notes.say("replicas", Level.OK, f"{replicas}, all up to date")
+    if info["config"].get("persist_mode") == "async":
+        notes.say("persist mode", Level.WARNING, "async", "a crash loses acknowledged entries: recreate the stream")
+
+
+def _headroom(notes: Notes, info: dict[str, Any]) -> None:
+    used, limit = int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
+    found = f"{decimal(used)} of {decimal(limit)} ({used / limit:.0%})"
+    advice = "see why the flusher lags (`bufstore status`), or raise LogConfig.max_bytes: a full log refuses writes"
+    notes.require("headroom of the log", used < _PRESSED * limit, found, advice)
+
+
+async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig) -> bool:
+    """Whether there is one."""
+    wanted = bucket_config(config)
+    try:
+        info = await stream.api(f"STREAM.INFO.{wanted['name']}", timeout_s=_TIMEOUT_S)
+    except StreamMissing:
+        notes.say("bucket", Level.WARNING, f"there is no bucket {config.bucket}", "the next store that opens makes it")
+    except BufstoreError as e:
+        notes.say("bucket", Level.BAD, str(e), "permit STREAM.INFO")
+    else:
+        edit = f"nats stream edit {wanted['name']}"
+        _drift(notes, "bucket", lambda: check(f"bucket {config.bucket}", wanted, info["config"], "LogConfig", edit))
+        return True
+    return False
+
+
+async def _permissions(
+    notes: Notes, connection: Connection, log: NatsStream, api: str, config: LogConfig, *, bucket: bool
+) -> None:
+    subjects = Subjects(config.subject, config.partitions)
+    nothing = subjects.of(f"doctor-{secrets.token_hex(8)}")  # a thread that does not exist
+    name = f"{config.subject}-doctor-{secrets.token_hex(8)}"
+    consumer = {"name": name, "ack_policy": "all", "filter_subject": nothing, "inactive_threshold": 5_000_000_000}
+    create = {"stream_name": config.stream, "config": consumer}
+
+    def write(subject: str) -> Callable[[], Awaitable[Any]]:
+        return lambda: log.publish(Outgoing(subject, b"", None, _IMPOSSIBLE), _TIMEOUT_S)
+
+    def ask(verb: str, body: dict[str, Any] | None) -> Callable[[], Awaitable[Any]]:
+        return lambda: log.api(verb, body, _TIMEOUT_S)
+
+    tries: dict[str, Callable[[], Awaitable[Any]]] = {
+        subjects.all: write(nothing),
+        f"$KV.{config.bucket}.>": write(f"$KV.{config.bucket}.doctor"),
+        f"{api}.STREAM.MSG.GET.*": lambda: log.ends([nothing], _TIMEOUT_S),
+        f"{api}.DIRECT.GET.*": lambda: log.last([nothing], _TIMEOUT_S),
+        f"{api}.CONSUMER.CREATE.>": ask(f"CONSUMER.CREATE.{config.stream}.{name}.{nothing}", create),
+        f"{api}.CONSUMER.DELETE.>": ask(f"CONSUMER.DELETE.{config.stream}.{name}", None),
+        f"{api}.STREAM.PURGE.*": ask(f"STREAM.PURGE.{config.stream}", {"filter": nothing}),
+    }
+    if not bucket:
+        del tries[f"$KV.{config.bucket}.>"]
+    refused = []
+    for subject, attempt in tries.items():
+        try:
+            await attempt()
+        except Conflict:
+            pass  # as it should be: allowed, and nothing stored
+        except (BufstoreError, AppendUnknown) as e:
+            refused.append(f"{subject} ({e})")
+            with contextlib.suppress(BufstoreError):  # a write without an answer costs the connection
+                await connection.wait_up(_TIMEOUT_S)
+    notes.require(
+        "permissions",
+        not refused,
+        "publish, read, follow, purge" if not refused else f"no answer on {'; '.join(refused)}",
+        "permit these subjects (and _INBOX.> to subscribe) to bufstore's user",
+        Level.BAD,
+    )
+
+
+async def _flushers(notes: Notes, hot: NatsHotState) -> None:
+    try:
+        members = await hot.members()
+    except BufstoreError as e:
+        notes.say("flushers", Level.UNKNOWN, str(e))
+        return
+    found = f"{len(members)} alive" if members else "none alive"
+    notes.require("flushers", bool(members), found, "acknowledged entries wait in the log until a store is open")

@@ -1,0 +1,127 @@
+"""What `bufstore doctor` looks at in Postgres. Only reads."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from psycopg import AsyncConnection, sql
+
+from bufstore.cli.connect import Target
+from bufstore.cli.diagnosis import Check, Level, Notes
+from bufstore.errors import BufstoreError
+from bufstore.postgres.migrate import newest
+from bufstore.postgres.pool import new_pool
+
+_TIMEOUT_S = 5.0
+_VERSION_MIN = 15
+_CONNECTIONS_MIN = 10
+_DURABLE = {
+    "fsync": "a crash of the machine may ruin the database: set it on",
+    "synchronous_commit": "a crash may lose the last commits; the log fills them in only if they are younger than "
+    "failover_window_s: set it on",
+    "full_page_writes": "a crash may tear pages: set it on",
+}
+_ROOMS = ("buffer", "threads")
+# One privilege at a time: with several, Postgres is content with any of them.
+_REFUSED = """
+SELECT string_agg(tablename, ', ') FROM pg_tables
+WHERE schemaname = %s AND tablename <> 'bufstore_migrations' AND NOT (
+    SELECT bool_and(has_table_privilege(quote_ident(schemaname) || '.' || quote_ident(tablename), privilege))
+    FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS privilege
+)
+"""
+
+
+async def check_postgres(target: Target, epoch: int | None) -> list[Check]:
+    """The checks; `epoch`: the generation of the log, if there is one."""
+    notes = Notes("Postgres")
+    pool = new_pool(str(target.plain(pool_size=1).pool.conninfo), size=1)
+    try:
+        await pool.open(wait=False)
+        async with pool.lend(_TIMEOUT_S) as connection:
+            await _look(notes, connection, target.schema, epoch)
+    except BufstoreError as e:
+        what = "looked at" if notes.checks else "reachable"
+        notes.say(what, Level.BAD, str(e), "see the address, the server and the login")
+    finally:
+        await pool.close()
+    return notes.checks
+
+
+async def _look(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
+    notes.say("reachable", Level.OK, "yes")
+    number = connection.info.server_version
+    found = f"{number // 10000}.{number % 10000}"
+    notes.require("version", number >= _VERSION_MIN * 10000, found, "Postgres 15 or later is needed", Level.BAD)
+    for name, advice in _DURABLE.items():
+        value = await _value(connection, "SELECT current_setting(%s)", name)
+        notes.require(name, value not in ("off", "local" if name == "synchronous_commit" else ""), value, advice)
+    reads = await _value(connection, "SELECT pg_is_in_recovery() OR current_setting('transaction_read_only') = 'on'")
+    notes.require("writable", not reads, "read-only" if reads else "yes", "give the address of the primary", Level.BAD)
+    used = await _value(connection, "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'")
+    limit = int(await _value(connection, "SELECT current_setting('max_connections')"))
+    advice = "each instance takes up to about 20: raise max_connections, or put a pooler in front"
+    notes.require("connections", limit - used >= _CONNECTIONS_MIN, f"{used} of {limit} in use", advice)
+    if await _schema(notes, connection, schema):
+        await _tables(notes, connection, schema, epoch)
+
+
+async def _schema(notes: Notes, connection: AsyncConnection[Any], schema: str) -> bool:
+    """Whether our tables are there."""
+    known = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema)).as_string(connection)
+    if await _value(connection, "SELECT to_regclass(%s) IS NOT NULL", known):
+        return True
+    there = await _value(connection, "SELECT to_regnamespace(quote_ident(%s)) IS NOT NULL", schema)
+    question = (
+        "SELECT has_schema_privilege(%s, 'CREATE')"
+        if there
+        else "SELECT has_database_privilege(current_database(), 'CREATE') AND %s <> ''"
+    )
+    may = await _value(connection, question, schema)
+    notes.say(
+        "tables",
+        Level.WARNING if may else Level.BAD,
+        f"there are none in schema {schema!r} yet",
+        "the first store that opens makes them" if may else "and this user may not make them: grant CREATE",
+    )
+    return False
+
+
+async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
+    table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
+    rows = await connection.execute(sql.SQL("SELECT room, max(version) FROM {} GROUP BY room").format(table))
+    versions = dict(await rows.fetchall())
+    for room in _ROOMS:
+        if room not in versions:
+            continue  # an app's own store has no threads' tables
+        known, theirs = newest(files("bufstore.postgres") / room), versions[room]
+        found = f"version {theirs} of {known}"
+        if theirs > known:
+            notes.say(f"{room} tables", Level.BAD, found, "a newer release has migrated them: upgrade bufstore")
+        else:
+            notes.require(f"{room} tables", theirs == known, found, "the next store that opens migrates them")
+    refused = await _value(
+        connection,
+        _REFUSED,
+        schema,
+    )
+    may = "read and write all tables" if refused is None else f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"
+    notes.require("permissions", refused is None, may, "grant them to bufstore's user", Level.BAD)
+    if refused is not None:
+        return
+    parked = await _value(
+        connection, sql.SQL("SELECT count(*) FROM {}.buffer_quarantine").format(sql.Identifier(schema))
+    )
+    notes.require("quarantine", parked == 0, f"{parked} entries", "see `bufstore quarantine list`")
+    known = await _value(connection, sql.SQL("SELECT max(epoch) FROM {}.buffer_log").format(sql.Identifier(schema)))
+    if epoch is not None and known is not None:
+        advice = "this stream and this database do not belong together: see LogRolledBack in docs/OPERATIONS.md"
+        notes.require("epoch of the log", known == epoch, f"{known}, the log's is {epoch}", advice, Level.BAD)
+
+
+async def _value(connection: AsyncConnection[Any], question: Any, *parameters: Any) -> Any:
+    cursor = await connection.execute(question, parameters)
+    row = await cursor.fetchone()
+    assert row is not None
+    return row[0]

@@ -1,0 +1,101 @@
+"""Whether NATS syncs its disk before it acknowledges. Only a system account or the monitoring port can tell."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from nats.aio.msg import Msg
+
+from bufstore.cli.diagnosis import Check, Level, Notes
+from bufstore.config import NatsConfig
+from bufstore.errors import BufstoreError
+from bufstore.nats.connection import Connection
+
+_ANSWERS_S = 1.0
+_WHAT = "sync of the disk"
+_HOW = (
+    "an application's account cannot see it: give --nats-sys (a user of the system account) or --nats-monitor "
+    "(http://host:8222), or look for `sync_interval: always` in the server's configuration"
+)
+_LAZY = (
+    "a power failure loses what was acknowledged since the last sync: set `sync_interval: always` in the server's "
+    "jetstream block"
+)
+
+
+async def check_sync(sys_url: str | None, monitor_url: str | None, known: str | None) -> list[Check]:
+    """One check. `known`: how servers of our own were started."""
+    notes = Notes("NATS")
+    try:
+        if known is not None:
+            _judge(notes, [{"server_name": "embedded", "always": known == "always", "interval": known}])
+        elif sys_url is not None:
+            _judge(notes, [_of(v) for v in await _ask_servers(sys_url)])
+        elif monitor_url is not None:
+            _judge(notes, [_of(await asyncio.to_thread(_fetch, monitor_url))])
+        else:
+            notes.say(_WHAT, Level.UNKNOWN, "unknown", _HOW)
+    except (BufstoreError, OSError, ValueError) as e:
+        notes.say(_WHAT, Level.UNKNOWN, f"could not be asked: {e}", _HOW)
+    return notes.checks
+
+
+def _of(varz: dict[str, Any]) -> dict[str, Any]:
+    config = (varz.get("jetstream") or {}).get("config")
+    if config is None:
+        return {"server_name": varz.get("server_name", "?"), "always": None, "interval": ""}
+    # The field is absent when it is not so.
+    seconds = config.get("sync_interval", 0) / 1e9
+    return {
+        "server_name": varz.get("server_name", "?"),
+        "always": config.get("sync_always", False),
+        "interval": f"every {seconds:g} s",
+    }
+
+
+def _judge(notes: Notes, servers: list[dict[str, Any]]) -> None:
+    servers = [s for s in servers if s["always"] is not None]
+    lazy = [s for s in servers if not s["always"]]
+    if not servers:
+        notes.say(_WHAT, Level.UNKNOWN, "no server with JetStream answered", _HOW)
+    elif lazy:
+        notes.say(_WHAT, Level.WARNING, "; ".join(f"{s['server_name']}: lazy, {s['interval']}" for s in lazy), _LAZY)
+    else:
+        notes.say(_WHAT, Level.OK, f"always ({len(servers)} servers)" if len(servers) > 1 else "always")
+
+
+async def _ask_servers(url: str) -> list[dict[str, Any]]:
+    """Every server of the cluster answers for itself."""
+    connection = Connection(NatsConfig(servers=(url,)), "bufstore-doctor")
+    await connection.open()
+    found: list[dict[str, Any]] = []
+
+    async def heard(msg: Msg) -> None:
+        if msg.data:
+            found.append(json.loads(msg.data).get("data") or {})
+
+    try:
+        client = connection.client()
+        inbox = client.new_inbox()
+        await client.subscribe(inbox, cb=heard)
+        await client.publish("$SYS.REQ.SERVER.PING.VARZ", b"", reply=inbox)
+        await asyncio.sleep(_ANSWERS_S)
+    finally:
+        await connection.aclose()
+    return found
+
+
+def _fetch(url: str) -> dict[str, Any]:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("the monitoring address begins with http:// or https://")
+    request = urllib.request.Request(url.rstrip("/").removesuffix("/varz") + "/varz")  # noqa: S310
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.URLError as e:
+        raise OSError(f"the monitoring port does not answer: {e.reason}") from None

@@ -1,0 +1,173 @@
+"""`bufstore doctor`: what it says of servers that are fine, lazy, narrow, changed or away."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bufstore.embedded import NatsServer, Servers
+from conftest import Deployment
+from helpers import fresh, query
+from integration.test_cli import bufstore_cli, where
+from integration.test_quarantine import picky, poisoned
+
+
+async def doctor(deployment: Deployment, *arguments: str, **environment: str) -> tuple[int, dict[str, Any]]:
+    result = await asyncio.to_thread(bufstore_cli, "doctor", "--json", *arguments, **(where(deployment) | environment))
+    assert result.out, result
+    assert result.json["code"] == result.code
+    return result.code, {f"{c['part']} {c['what']}": c for c in result.json["checks"]}
+
+
+async def state(deployment: Deployment) -> Any:
+    async with deployment.store(flusher=False) as store:
+        found = (await store._log.api(f"STREAM.INFO.{deployment.log.stream}"))["state"]
+        return {k: found[k] for k in ("messages", "bytes", "last_seq")}
+
+
+async def test_servers_that_are_fine_and_a_sync_that_cannot_be_seen(deployment: Deployment) -> None:
+    async with deployment.store():
+        before = await state(deployment)
+        code, checks = await doctor(deployment)
+        sync = checks.pop("NATS sync of the disk")
+        assert {c["level"] for c in checks.values()} == {"ok"}, checks
+        assert (code, sync["level"]) == (1, "unknown")
+        assert "--nats-sys" in sync["advice"]
+        assert checks.keys() >= {
+            "NATS version",
+            "NATS permissions",
+            "NATS headroom of the log",
+            "NATS replicas",
+            "NATS account limits",
+            "NATS bucket settings",
+            "NATS log settings",
+            "Postgres version",
+            "Postgres fsync",
+            "Postgres permissions",
+        }
+        result = await asyncio.to_thread(bufstore_cli, "doctor", **where(deployment))
+        assert (result.code, "see the warnings" in result.out) == (1, True)
+        assert await state(deployment) == before
+    code, checks = await doctor(deployment)
+    assert checks["NATS flushers"]["level"] == "warning"
+
+
+async def test_what_differs_and_what_waits_is_said(deployment: Deployment) -> None:
+    deployment.verified = False
+    async with deployment.store(picky(deployment), flush_interval_s=600) as store:
+        await poisoned(store, fresh())
+        config = (await store._log.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
+        config["max_age"] = 3_600_000_000_000
+        await store._log.api(f"STREAM.UPDATE.{deployment.log.stream}", config)
+        await query(deployment.servers.postgres.dsn, f"UPDATE {deployment.name}.buffer_log SET epoch = 3")
+        code, checks = await doctor(deployment)
+    assert code == 2
+    assert checks["NATS log settings"]["level"] == "bad"
+    assert "max_age" in checks["NATS log settings"]["found"]
+    assert checks["Postgres quarantine"]["found"] == "3 entries"
+    assert checks["Postgres epoch of the log"]["level"] == "bad"
+
+
+async def test_nothing_there_yet_and_nobody_there(servers: Servers) -> None:
+    deployment = Deployment(servers)
+    code, checks = await doctor(deployment)
+    assert code == 1
+    assert {checks["NATS log"]["level"], checks["Postgres tables"]["level"]} == {"warning"}
+    code, checks = await doctor(deployment, BUFSTORE_NATS="nats://u:geheim@127.0.0.1:1")
+    assert (code, checks["NATS reachable"]["level"]) == (2, "bad")
+    assert "geheim" not in str(checks)
+    assert checks["Postgres reachable"]["level"] == "ok"
+    code, checks = await doctor(deployment, BUFSTORE_POSTGRES="postgresql://u:geheim@127.0.0.1:1/x")
+    assert (code, checks["Postgres reachable"]["level"]) == (2, "bad")
+    assert "geheim" not in str(checks)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class WithAccounts(NatsServer):
+    """A server with an application's account, a narrow user in it, and a system account."""
+
+    def _answers(self, seconds: float) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1):
+                return True
+        except OSError:
+            return False
+
+
+ACCOUNTS = """
+authorization { timeout: 2 }
+accounts {
+    APP { jetstream: enabled, users: [
+        { user: app, password: app }
+        { user: narrow, password: narrow, permissions: {
+            publish: ["$JS.API.INFO", "$JS.API.STREAM.INFO.*", "$JS.API.STREAM.MSG.GET.*"], subscribe: "_INBOX.>"
+        } }
+    ] }
+    SYS { users: [ { user: sys, password: sys } ] }
+}
+system_account: SYS
+"""
+
+
+@pytest.mark.parametrize("sync", ["always", "1m"])
+async def test_the_system_account_and_the_monitoring_port_tell_how_nats_syncs(servers: Servers, sync: str) -> None:
+    port = free_port()
+    folder = Path(tempfile.mkdtemp(prefix="doctor-"))
+    extra = f'{ACCOUNTS}\nhttp: "127.0.0.1:{port}"'
+    server = WithAccounts(folder / "nats", sync_interval=sync, extra_config=extra)
+    try:
+        server.start()
+        deployment = Deployment(servers)
+        at = f"127.0.0.1:{server.port}"
+        app = {"BUFSTORE_NATS": f"nats://app:app@{at}"}
+        async with deployment.store(nats=app["BUFSTORE_NATS"]):
+            for way in (("--nats-sys", f"nats://sys:sys@{at}"), ("--nats-monitor", f"http://127.0.0.1:{port}")):
+                code, checks = await doctor(deployment, *way, **app)
+                found = checks["NATS sync of the disk"]
+                if sync == "always":
+                    assert (code, found["level"], found["found"]) == (0, "ok", "always"), checks
+                else:
+                    assert (code, found["level"]) == (1, "warning"), checks
+                    assert "lazy, every 60 s" in found["found"]
+            code, checks = await doctor(deployment, "--nats-sys", f"nats://app:app@{at}", **app)
+            assert (code, checks["NATS sync of the disk"]["level"]) == (1, "unknown")
+            code, checks = await doctor(deployment, BUFSTORE_NATS=f"nats://narrow:narrow@{at}")
+            assert (code, checks["NATS permissions"]["level"]) == (2, "bad"), checks
+            assert "CONSUMER.CREATE" in checks["NATS permissions"]["found"]
+            assert "MSG.GET" not in checks["NATS permissions"]["found"]
+    finally:
+        server.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def test_postgres_that_is_not_durable_or_not_ours(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    async with deployment.store():
+        pass
+    dsn = own_servers.postgres.dsn
+    await query(dsn, "CREATE ROLE reader LOGIN PASSWORD 'r'")
+    await query(dsn, f"GRANT USAGE ON SCHEMA {deployment.name} TO reader")
+    await query(dsn, f"GRANT SELECT ON ALL TABLES IN SCHEMA {deployment.name} TO reader")
+    await query(dsn, "ALTER DATABASE postgres SET synchronous_commit = off")
+    code, checks = await doctor(deployment)
+    assert code == 1
+    assert checks["Postgres synchronous_commit"]["level"] == "warning"
+    assert {checks["Postgres fsync"]["found"], checks["Postgres full_page_writes"]["found"]} == {"on"}
+    host = dsn.rpartition("@")[2]
+    code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
+    assert (code, checks["Postgres permissions"]["level"]) == (2, "bad")
+    assert "buffer_threads" in checks["Postgres permissions"]["found"]
+    await query(dsn, "ALTER ROLE reader SET default_transaction_read_only = on")
+    code, checks = await doctor(deployment, BUFSTORE_POSTGRES=f"postgresql://reader:r@{host}")
+    assert checks["Postgres writable"]["level"] == "bad"
