@@ -19,11 +19,12 @@ from bufstore.threads.model import Run, RunSave, RunStatus, Thread, ThreadChange
 from bufstore.threads.protocol import ThreadRunStore
 from thread_store_basics import fresh, run_of
 from thread_store_edits import EDIT_CHECKS
+from thread_store_lineage import LINEAGE_CHECKS
 from thread_store_lists import LIST_CHECKS
 
 Check = Callable[[Any], Awaitable[None]]
 #: Promises of a store that is written to directly.
-CHECKS: list[Check] = [*LIST_CHECKS, *EDIT_CHECKS]
+CHECKS: list[Check] = [*LIST_CHECKS, *EDIT_CHECKS, *LINEAGE_CHECKS]
 #: Promises of a store that the buffer flushes into: these take an `Applier`.
 APPLY_CHECKS: list[Check] = []
 

@@ -14,6 +14,7 @@ from bufstore.errors import (
     InvalidId,
     InvalidQuery,
     InvalidRecord,
+    LineageError,
     LogFull,
     LogRolledBack,
     LogUnavailable,
@@ -32,6 +33,7 @@ from bufstore.memory.store import MemoryThreadStore
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.health import Health, Statistics
+from bufstore.threads.lineage import Children
 from bufstore.threads.model import (
     Checkpoint,
     Run,
@@ -66,6 +68,7 @@ __all__ = [
     "BufstoreError",
     "CallTimeout",
     "Checkpoint",
+    "Children",
     "Closed",
     "ConfigDrift",
     "ConfigError",
@@ -76,6 +79,7 @@ __all__ = [
     "InvalidId",
     "InvalidQuery",
     "InvalidRecord",
+    "LineageError",
     "LogConfig",
     "LogFull",
     "LogRolledBack",

@@ -28,7 +28,8 @@ from bufstore.postgres.lists import Lists
 from bufstore.postgres.migrate import check_schema, migrate, queries
 from bufstore.postgres.pool import Pool, new_pool
 from bufstore.postgres.rows import ThreadRows, thread_of, thread_rows
-from bufstore.threads import edits
+from bufstore.threads import edits, lineage
+from bufstore.threads.lineage import Children
 from bufstore.threads.model import (
     NO_METADATA,
     Checkpoint,
@@ -90,7 +91,7 @@ class PostgresThreadStore:
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
         self._lists = Lists(self._read)
-        self._edits = DirectEdits(self.pool, self._sql, timeout_s, self.apply)
+        self._edits = DirectEdits(self.pool, self._sql, schema, timeout_s, self.apply)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
@@ -323,6 +324,14 @@ class PostgresThreadStore:
     async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
         """See `ThreadRunStore.delete_messages`."""
         return await self._edits.edit(edits.delete_messages(thread_id, message_ids))
+
+    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
+        """See `ThreadRunStore.set_parent`."""
+        return await self._edits.change(lineage.new_parent(thread_id, parent_thread_id))
+
+    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
+        """See `ThreadRunStore.delete_thread`."""
+        return await self._edits.change(lineage.deletion(thread_id, children))
 
     # -- statements --------------------------------------------------------------------------------------------
 
