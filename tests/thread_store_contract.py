@@ -159,6 +159,7 @@ async def a_run_keeps_its_thread(store: ThreadRunStore) -> None:
 async def runs_move_the_threads_row(store: ThreadRunStore) -> None:
     thread_id, parent = fresh(), fresh()
     expected = Thread(thread_id=thread_id)
+    await store.save_thread(parent)
     steps = [
         ("one", RunStatus.CREATED, None),
         ("one", RunStatus.RUNNING, parent),

@@ -72,6 +72,23 @@ async def lineage_is_validated(store: ThreadRunStore) -> None:
 
 
 @_check
+async def a_parent_that_a_run_names_is_validated(store: ThreadRunStore) -> None:
+    (a, b), new = await _family(store, None, 0), fresh()
+    for thread_id, parent in [(new, fresh()), (new, new), (a, b), (a, a)]:
+        run = run_of(thread_id, "named-" + thread_id, parent_thread_id=parent)
+        with pytest.raises(LineageError):
+            await store.checkpoint(thread_id, [1], run)
+        with pytest.raises(LineageError):
+            await store.checkpoint_append(thread_id, [1], run)
+    assert await store.load_thread(new) is None
+    assert await store.load_messages(a) == [a]
+    # A parent is sticky: what a later run names is of no account.
+    await store.checkpoint(b, [1], run_of(b, parent_thread_id=fresh()))
+    await store.checkpoint(new, [1], run_of(new, parent_thread_id=b))
+    assert [await _parent(store, t) for t in (a, b, new)] == [None, a, b]
+
+
+@_check
 async def two_threads_do_not_become_each_others_parents(store: ThreadRunStore) -> None:
     a, b, c = await _family(store, None, None, None)
     outcomes = await asyncio.gather(

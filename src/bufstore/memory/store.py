@@ -75,6 +75,7 @@ class MemoryThreadStore:
         repeated = self._repeated(thread_id, idempotency_key, content)
         if repeated is not None:
             return repeated
+        await self._check_parent(run)
         change = _change(thread_id, 0, payloads, run, record, whole=True)
         return await self._save(change, idempotency_key, content)
 
@@ -100,6 +101,7 @@ class MemoryThreadStore:
         new, old = _ids(payloads), _ids(before)
         if len(set(new)) < len(new) or set(new) & set(old):
             raise AlreadyExists(f"thread {thread_id!r}: a message to append has an id that is taken")
+        await self._check_parent(run)
         change = _change(thread_id, len(before), payloads, run, record, whole=False)
         return await self._save(change, idempotency_key, content)
 
@@ -272,6 +274,9 @@ class MemoryThreadStore:
     async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
         """See `ThreadRunStore.delete_thread`."""
         return await self._change(lineage.deletion(thread_id, children))
+
+    async def _check_parent(self, run: Run) -> None:
+        await lineage.NamedParents(_Family(self).thread).check(run)
 
     async def _change(self, wanted: lineage.LineageChange) -> Receipt:
         family = _Family(self)

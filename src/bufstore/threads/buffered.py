@@ -249,6 +249,7 @@ class BufferedThreadStore:
         Needs Postgres only with an idempotency key on a thread that the log does not know: then StoreUnavailable.
         """
         call = self._call(thread_id, messages, run, idempotency_key)
+        await self._lineage.check_run(run)
         await self._writer.claim(run)
         return await self._appender.append(
             thread_id, call.whole_list, key=idempotency_key, content=_content("whole", call, idempotency_key)
@@ -271,6 +272,7 @@ class BufferedThreadStore:
         present = [i for i in call.ids if i]
         if len(set(present)) < len(present):
             raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
+        await self._lineage.check_run(run)
         await self._writer.claim(run)
         return await self._appender.append(
             thread_id,

@@ -20,12 +20,12 @@ import msgspec
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
-from bufstore.errors import LineageError, LogUnavailable, NotFound
+from bufstore.errors import LineageError, LogUnavailable, NotFound, ReadNotFresh, StoreUnavailable
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
-from bufstore.threads.lineage import LineageChange, carry_out, check
+from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
 from bufstore.threads.lists import BufferedLists
-from bufstore.threads.model import Thread
+from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
 from bufstore.threads.read import ThreadReads
 from bufstore.types import Consistency, Receipt
@@ -52,6 +52,16 @@ class BufferedLineage:
         self._edits = edits
         self._hot = hot
         self._config = config
+        self._parents = NamedParents(self.thread)
+
+    async def check_run(self, run: Run) -> None:
+        """Raise LineageError if the run names a parent that its thread cannot have.
+
+        When only Postgres could tell and it is away, the checkpoint is more important: nothing is checked.
+        """
+        with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError):
+            async with asyncio.timeout(self._config.read_timeout_s):
+                await self._parents.check(run)
 
     async def change(self, wanted: LineageChange) -> Receipt:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
@@ -59,6 +69,7 @@ class BufferedLineage:
         Bounded by ``flush_timeout_s``; given up after it took its place, it is carried out by the next one.
         """
         self._edits.check_store()
+        self._parents.forget()
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
                 return await self._change(wanted)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 import msgspec
 
 from bufstore.errors import InvalidQuery, LineageError, NotFound
 from bufstore.threads import edits
-from bufstore.threads.model import Thread
+from bufstore.threads.model import Run, Thread
 from bufstore.types import Receipt, check_id
 
 
@@ -71,18 +73,49 @@ def deletion(thread_id: str, children: Children) -> LineageChange:
     return LineageChange(check_id(thread_id, "thread_id"), children=children)
 
 
+class NamedParents:
+    """Checks the parent that a run names, before its first checkpoint; the ones behind it pay nothing.
+
+    A parent is sticky, so once a thread has one, what later runs name is of no account. What was found to be good is
+    remembered for this process's life, or until this process changes the thread's lineage.
+    """
+
+    def __init__(self, thread: Callable[[str], Awaitable[Thread | None]], *, remembered: int = 10_000) -> None:
+        self._thread = thread
+        self._remembered = remembered
+        self._good: OrderedDict[str, str] = OrderedDict()
+
+    async def check(self, run: Run) -> None:
+        """Raise LineageError unless the run's thread may have, or need not have, the parent that the run names."""
+        parent = run.parent_thread_id
+        if parent is None or self._good.get(run.thread_id) == parent:
+            return
+        thread = await self._thread(run.thread_id)
+        if thread is None or thread.parent_thread_id is None:
+            await check_parent(self._thread, run.thread_id, parent)
+        self._good[run.thread_id] = parent
+        while len(self._good) > self._remembered:
+            self._good.popitem(last=False)
+
+    def forget(self) -> None:
+        """The lineage has changed: check again."""
+        self._good.clear()
+
+
 async def check(family: Family, wanted: LineageChange) -> None:
     """Raise NotFound or LineageError unless the change may be carried out."""
     thread_id = wanted.thread_id
     if await family.thread(thread_id) is None:
         raise NotFound(f"there is no thread {thread_id!r}")
     if wanted.children is None:
-        await check_parent(family, thread_id, wanted.parent_thread_id)
+        await check_parent(family.thread, thread_id, wanted.parent_thread_id)
     elif wanted.children is Children.REJECT and await family.children(thread_id):
         raise LineageError(f"thread {thread_id!r} has children")
 
 
-async def check_parent(family: Family, thread_id: str, parent_thread_id: str | None) -> None:
+async def check_parent(
+    thread: Callable[[str], Awaitable[Thread | None]], thread_id: str, parent_thread_id: str | None
+) -> None:
     """Raise LineageError if the thread would be among its own ancestors, or one of them does not exist."""
     seen = {thread_id}
     above = parent_thread_id
@@ -90,7 +123,7 @@ async def check_parent(family: Family, thread_id: str, parent_thread_id: str | N
         if above in seen:
             raise LineageError(f"thread {thread_id!r} would be among its own ancestors")
         seen.add(above)
-        ancestor = await family.thread(above)
+        ancestor = await thread(above)
         if ancestor is None:
             raise LineageError(f"thread {above!r}, an ancestor that thread {thread_id!r} would have, does not exist")
         above = ancestor.parent_thread_id

@@ -88,8 +88,9 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
     ) -> Receipt:
         """Make `messages` the thread's whole list and save `run`, together; create the thread if it is new.
 
-        Returns the receipt once that is durable. Raises InvalidId, InvalidRecord, TooLarge or AlreadyExists (the
-        run id belongs to another thread) before anything is stored; IdempotencyConflict for a key that was used
+        Returns the receipt once that is durable. Raises InvalidId, InvalidRecord, TooLarge, AlreadyExists (the
+        run id belongs to another thread) or LineageError (the thread has no parent yet, and the one that the run names
+        is missing or its descendant) before anything is stored; IdempotencyConflict for a key that was used
         with other content (one used with the same content returns a receipt with ``repeated`` set and stores
         nothing).
         """
