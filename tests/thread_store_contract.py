@@ -19,11 +19,12 @@ from bufstore.threads.model import Run, RunSave, RunStatus, Thread, ThreadChange
 from bufstore.threads.protocol import ThreadRunStore
 from thread_store_basics import fresh, run_of
 from thread_store_edits import EDIT_CHECKS
+from thread_store_lineage import LINEAGE_CHECKS
 from thread_store_lists import LIST_CHECKS
 
 Check = Callable[[Any], Awaitable[None]]
 #: Promises of a store that is written to directly.
-CHECKS: list[Check] = [*LIST_CHECKS, *EDIT_CHECKS]
+CHECKS: list[Check] = [*LIST_CHECKS, *EDIT_CHECKS, *LINEAGE_CHECKS]
 #: Promises of a store that the buffer flushes into: these take an `Applier`.
 APPLY_CHECKS: list[Check] = []
 
@@ -158,6 +159,7 @@ async def a_run_keeps_its_thread(store: ThreadRunStore) -> None:
 async def runs_move_the_threads_row(store: ThreadRunStore) -> None:
     thread_id, parent = fresh(), fresh()
     expected = Thread(thread_id=thread_id)
+    await store.save_thread(parent)
     steps = [
         ("one", RunStatus.CREATED, None),
         ("one", RunStatus.RUNNING, parent),

@@ -17,6 +17,7 @@ from bufstore.errors import (
     InvalidId,
     InvalidQuery,
     InvalidRecord,
+    LineageError,
     LogFull,
     LogRolledBack,
     LogUnavailable,
@@ -35,6 +36,7 @@ from bufstore.memory.store import MemoryThreadStore
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.health import Health, Statistics
+from bufstore.threads.lineage import Children
 from bufstore.threads.model import (
     Checkpoint,
     Run,
@@ -69,6 +71,7 @@ __all__ = [
     "BufstoreError",
     "CallTimeout",
     "Checkpoint",
+    "Children",
     "Closed",
     "ConfigDrift",
     "ConfigError",
@@ -80,6 +83,7 @@ __all__ = [
     "InvalidId",
     "InvalidQuery",
     "InvalidRecord",
+    "LineageError",
     "LogConfig",
     "LogFull",
     "LogRolledBack",

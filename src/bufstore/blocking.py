@@ -153,6 +153,8 @@ class BlockingThreadStore:
     save_thread_state = _blocking(ThreadRunStore.save_thread_state)
     append_messages = _blocking(ThreadRunStore.append_messages)
     delete_messages = _blocking(ThreadRunStore.delete_messages)
+    set_parent = _blocking(ThreadRunStore.set_parent)
+    delete_thread = _blocking(ThreadRunStore.delete_thread)
 
 
 class BlockingBufferedStore(BlockingThreadStore):

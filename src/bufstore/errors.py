@@ -7,6 +7,7 @@ BufstoreError
 │   ├── InvalidId               a thread, run or message id that cannot be stored
 │   ├── InvalidRecord           a message or run that does not round-trip exactly
 │   ├── InvalidQuery            a query, limit or cursor that makes no sense together
+│   ├── LineageError            a parent that is missing or a descendant; a deletion that would leave children
 │   ├── TooLarge                larger than the configured limit for one entry
 │   ├── VersionConflict         the thread moved on: load it and decide again
 │   ├── AlreadyExists           the id is taken
@@ -65,6 +66,10 @@ class InvalidRecord(Rejected):
 
 class InvalidQuery(Rejected):
     """A query that contradicts itself, or a cursor that is none or belongs to another query."""
+
+
+class LineageError(Rejected):
+    """A thread would get a parent that is itself, its descendant or missing, or its children would lose theirs."""
 
 
 class TooLarge(Rejected):

@@ -185,6 +185,9 @@ async def test_all_ways_to_write_agree(
 ) -> None:
     threads = [fresh() for _ in range(3)]
     memory, memory_applied = MemoryThreadStore(), MemoryThreadStore()
+    for store in (memory, shared):
+        for parent in ("parent-1", "parent-2"):
+            await store.save_thread(parent)
     pending: dict[str, ThreadChange] = {}
     for (kind, n, keep, messages, run_number, status, parent), flush in zip(operations, flushes, strict=False):
         thread_id = threads[n]

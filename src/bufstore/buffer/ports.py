@@ -157,6 +157,14 @@ class HotState(Protocol):
         """The thread of a run, if it is known here."""
         ...
 
+    async def lineage(self, timeout_s: float) -> tuple[int, bytes]:
+        """The sequence and the content of the one record of changes of lineage; (0, empty) if there is none."""
+        ...
+
+    async def put_lineage(self, record: bytes, expected: int, timeout_s: float) -> int:
+        """Replace it if it still has this sequence; its new one. Raises Conflict, AppendUnknown, LogUnavailable."""
+        ...
+
     async def renew_member(self, member: str, ttl_s: int) -> None:
         """Keep `member` in the list of live flushers for `ttl_s` more seconds."""
         ...

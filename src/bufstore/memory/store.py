@@ -9,8 +9,9 @@ from operator import itemgetter
 from typing import Any
 
 from bufstore.errors import AlreadyExists, IdempotencyConflict, VersionConflict
-from bufstore.threads import edits
+from bufstore.threads import edits, lineage
 from bufstore.threads.coalesce import Fold
+from bufstore.threads.lineage import Children
 from bufstore.threads.message_pages import LAST, check_range, message_page
 from bufstore.threads.model import (
     NO_METADATA,
@@ -74,6 +75,7 @@ class MemoryThreadStore:
         repeated = self._repeated(thread_id, idempotency_key, content)
         if repeated is not None:
             return repeated
+        await self._check_parent(run)
         change = _change(thread_id, 0, payloads, run, record, whole=True)
         return await self._save(change, idempotency_key, content)
 
@@ -99,6 +101,7 @@ class MemoryThreadStore:
         new, old = _ids(payloads), _ids(before)
         if len(set(new)) < len(new) or set(new) & set(old):
             raise AlreadyExists(f"thread {thread_id!r}: a message to append has an id that is taken")
+        await self._check_parent(run)
         change = _change(thread_id, len(before), payloads, run, record, whole=False)
         return await self._save(change, idempotency_key, content)
 
@@ -264,6 +267,22 @@ class MemoryThreadStore:
         """See `ThreadRunStore.delete_messages`."""
         return await self._edit(edits.delete_messages(thread_id, message_ids))
 
+    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
+        """See `ThreadRunStore.set_parent`."""
+        return await self._change(lineage.new_parent(thread_id, parent_thread_id))
+
+    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
+        """See `ThreadRunStore.delete_thread`."""
+        return await self._change(lineage.deletion(thread_id, children))
+
+    async def _check_parent(self, run: Run) -> None:
+        await lineage.NamedParents(_Family(self).thread).check(run)
+
+    async def _change(self, wanted: lineage.LineageChange) -> Receipt:
+        family = _Family(self)
+        await lineage.check(family, wanted)
+        return await lineage.carry_out(family, wanted)
+
     async def _edit(self, wanted: edits.Change) -> Receipt:
         thread_id = wanted.thread_id
         known = edits.Known(
@@ -303,6 +322,22 @@ class MemoryThreadStore:
     def _check_run(self, run_id: str, thread_id: str) -> None:
         if run_id in self._runs and self._runs[run_id][0] != thread_id:
             raise AlreadyExists(f"run {run_id!r} belongs to another thread than {thread_id!r}")
+
+
+class _Family:
+    """See `bufstore.threads.lineage.Family`. Nothing here waits, so nothing comes between."""
+
+    def __init__(self, store: MemoryThreadStore) -> None:
+        self._store = store
+
+    async def thread(self, thread_id: str) -> Thread | None:
+        return self._store._threads.get(thread_id)
+
+    async def children(self, thread_id: str) -> list[str]:
+        return [t.thread_id for t in self._store._threads.values() if t.parent_thread_id == thread_id]
+
+    async def edit(self, wanted: edits.Change) -> Receipt:
+        return await self._store._edit(wanted)
 
 
 def _encoded(thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> tuple[list[bytes], bytes]:

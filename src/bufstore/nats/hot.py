@@ -96,6 +96,17 @@ class NatsHotState:
         except MalformedEntry:
             return None
 
+    async def lineage(self, timeout_s: float) -> tuple[int, bytes]:
+        subject = f"{self._keys}lineage"
+        try:
+            found = (await self._stream.last([subject], timeout_s)).get(subject)
+        except StreamMissing:
+            return 0, b""
+        return (found.seq, found.body) if found is not None else (0, b"")
+
+    async def put_lineage(self, record: bytes, expected: int, timeout_s: float) -> int:
+        return await self._put(Outgoing(f"{self._keys}lineage", record, expected=expected), timeout_s)
+
     async def renew_member(self, member: str, ttl_s: int) -> None:
         await self._put(Outgoing(f"{self._keys}member.{member}", b"", ttl_s=ttl_s), _TIMEOUT_S)
 

@@ -28,7 +28,8 @@ from bufstore.postgres.lists import Lists
 from bufstore.postgres.migrate import check_schema, migrate, queries
 from bufstore.postgres.pool import Pool, new_pool
 from bufstore.postgres.rows import ThreadRows, thread_of, thread_rows
-from bufstore.threads import edits
+from bufstore.threads import edits, lineage
+from bufstore.threads.lineage import Children, NamedParents
 from bufstore.threads.model import (
     NO_METADATA,
     Checkpoint,
@@ -90,7 +91,8 @@ class PostgresThreadStore:
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
         self._lists = Lists(self._read)
-        self._edits = DirectEdits(self.pool, self._sql, timeout_s, self.apply)
+        self._parents = NamedParents(self.load_thread)
+        self._edits = DirectEdits(self.pool, self._sql, schema, timeout_s, self.apply)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
@@ -131,6 +133,7 @@ class PostgresThreadStore:
         and a second try could not find out what came of the first.
         """
         call = _Call.of(thread_id, messages, run, idempotency_key)
+        await self._parents.check(run)
         return await self._save(call, append=False, expected=None)
 
     async def checkpoint_append(
@@ -150,6 +153,7 @@ class PostgresThreadStore:
         ids = [h for h in call.id_hashes if h is not None]
         if len(set(ids)) < len(ids):
             raise AlreadyExists(f"thread {thread_id!r}: two of the messages to append have the same id")
+        await self._parents.check(run)
         return await self._save(call, append=True, expected=expected_version)
 
     async def _save(self, call: _Call, *, append: bool, expected: int | None) -> Receipt:
@@ -323,6 +327,16 @@ class PostgresThreadStore:
     async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
         """See `ThreadRunStore.delete_messages`."""
         return await self._edits.edit(edits.delete_messages(thread_id, message_ids))
+
+    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
+        """See `ThreadRunStore.set_parent`."""
+        self._parents.forget()
+        return await self._edits.change(lineage.new_parent(thread_id, parent_thread_id))
+
+    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
+        """See `ThreadRunStore.delete_thread`."""
+        self._parents.forget()
+        return await self._edits.change(lineage.deletion(thread_id, children))
 
     # -- statements --------------------------------------------------------------------------------------------
 

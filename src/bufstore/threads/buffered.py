@@ -26,19 +26,18 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verify import Verifier
 from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.errors import AlreadyExists, BufstoreError, ConfigError, LogRolledBack, StoreUnavailable
-from bufstore.memory.ledger import MemoryLedger
-from bufstore.memory.store import MemoryThreadStore
 from bufstore.nats.connection import Connection
 from bufstore.nats.hot import NatsHotState
 from bufstore.nats.log import NatsLog
 from bufstore.nats.setup import EPOCH_BITS
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
-from bufstore.threads import edits
-from bufstore.threads.base import ComparingReader, SnapshotReader, StateReader
+from bufstore.threads import edits, lineage
 from bufstore.threads.buffered_edits import BufferedEdits
+from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.health import Health, Statistics
+from bufstore.threads.lineage import Children
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.memory import MessageMemory, digests_of, ids_of
 from bufstore.threads.model import (
@@ -69,6 +68,7 @@ from bufstore.threads.queries import (
     ThreadQuery,
 )
 from bufstore.threads.read import ThreadReads
+from bufstore.threads.wrapping import ledger_for, reader_for
 from bufstore.threads.write import Call, save_of
 from bufstore.threads.writer import ThreadWriter
 from bufstore.types import Consistency, Message, Quarantined, Receipt, check_id
@@ -113,13 +113,8 @@ class BufferedThreadStore:
         #: What could not be applied: list, show, replay, discard.
         self.quarantine = Quarantine(ledger, coalesce, self._hot.tell_parked)
         self._waiter = FlushWaiter(self._hot, ledger, self._subjects, self._flusher)
-        reader: StateReader = (
-            SnapshotReader(store)
-            if isinstance(store, PostgresThreadStore) and isinstance(ledger, PostgresLedger)
-            else ComparingReader(store, ledger)
-        )
         self._reads = ThreadReads(
-            self._log, self._hot, self._subjects, reader, self._waiter, config, own_seq=self._own_seq
+            self._log, self._hot, self._subjects, reader_for(store, ledger), self._waiter, config, own_seq=self._own_seq
         )
         self._writer = ThreadWriter(self._reads, ledger, self._hot, config)
         self._appender: Appender[MessageMemory] = Appender(
@@ -127,6 +122,7 @@ class BufferedThreadStore:
         )
         self._lists = BufferedLists(store, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
+        self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -150,7 +146,7 @@ class BufferedThreadStore:
         LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
         """
         config = config or BufferConfig()
-        self = cls(store, _ledger_for(store, postgres, schema, config), as_nats_config(nats), consistency, config)
+        self = cls(store, ledger_for(store, postgres, schema, config), as_nats_config(nats), consistency, config)
         try:
             await self._start()
         except BaseException:
@@ -260,6 +256,7 @@ class BufferedThreadStore:
         Needs Postgres only with an idempotency key on a thread that the log does not know: then StoreUnavailable.
         """
         call = self._call(thread_id, messages, run, idempotency_key)
+        await self._lineage.check_run(run)
         await self._writer.claim(run)
         return await self._appender.append(
             thread_id, call.whole_list, key=idempotency_key, content=_content("whole", call, idempotency_key)
@@ -282,6 +279,7 @@ class BufferedThreadStore:
         present = [i for i in call.ids if i]
         if len(set(present)) < len(present):
             raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
+        await self._lineage.check_run(run)
         await self._writer.claim(run)
         return await self._appender.append(
             thread_id,
@@ -315,6 +313,14 @@ class BufferedThreadStore:
     async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
         """See `ThreadRunStore.delete_messages`."""
         return await self._edits.edit(edits.delete_messages(thread_id, message_ids))
+
+    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
+        """See `ThreadRunStore.set_parent`."""
+        return await self._lineage.change(lineage.new_parent(thread_id, parent_thread_id))
+
+    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
+        """See `ThreadRunStore.delete_thread`."""
+        return await self._lineage.change(lineage.deletion(thread_id, children))
 
     def _call(self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> Call:
         """Check and encode everything before any I/O; afterwards the caller may change his objects."""
@@ -531,15 +537,3 @@ class BufferedThreadStore:
 
 def _content(kind: str, call: Call, key: str | None) -> bytes:
     return content_hash(kind, call.encoded, call.run) if key is not None else b""
-
-
-def _ledger_for(store: WrappableStore, postgres: str | None, schema: str, config: BufferConfig) -> Ledger:
-    bound = config.quarantine_max
-    if isinstance(store, PostgresThreadStore):
-        dsn = postgres or str(store.pool.conninfo)
-        return PostgresLedger(dsn, store, schema=store.schema, quarantine_max=bound)
-    if postgres is not None:
-        return PostgresLedger(postgres, store, schema=schema, quarantine_max=bound)
-    if isinstance(store, MemoryThreadStore):
-        return MemoryLedger(store, quarantine_max=bound)
-    raise ConfigError("give `postgres`: the database of your store, where the buffer keeps its watermarks")

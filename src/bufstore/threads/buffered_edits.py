@@ -24,6 +24,10 @@ from bufstore.threads.write import Moved, editing
 from bufstore.types import Consistency, Receipt
 
 
+class Overtaken(Exception):
+    """Somebody else has done this already."""
+
+
 class BufferedEdits:
     """Appends edits; see the module's text."""
 
@@ -43,22 +47,32 @@ class BufferedEdits:
 
     async def create_run(self, run: Run, wanted: Change) -> Receipt:
         """Claim the run's id, then append. Raises AlreadyExists."""
-        self._check_store()
+        self.check_store()
         await self._claim(run)
         return await self.edit(wanted)
 
-    async def edit(self, wanted: Change) -> Receipt:
-        """Read, decide, append. Raises what the decision raises, and the errors of a read and of an append."""
-        self._check_store()
+    async def edit(self, wanted: Change, *, overtaken: Callable[[], Awaitable[bool]] | None = None) -> Receipt:
+        """Read, decide, append. Raises what the decision raises, and the errors of a read and of an append.
+
+        `overtaken` is asked between the read and the append: Overtaken.
+        """
+        self.check_store()
         try:
             async with asyncio.timeout(self._config.read_timeout_s + self._config.append_timeout_s):
                 while True:
-                    state = await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES)
+                    if wanted.heals:
+                        state, _ = await self._reads.joined(wanted.thread_id)
+                    else:
+                        state = await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES)
+                    if overtaken is not None and await overtaken():
+                        raise Overtaken
                     payload = wanted.decide(await self._known(wanted, state))
                     try:
                         return await self._append(wanted.thread_id, payload, state)
-                    except Moved:
-                        continue
+                    except Moved as moved:
+                        if moved.tip_seq < state.row.flushed_seq:
+                            # What is remembered here is older than what was read.
+                            self._appender.forget(wanted.thread_id)
         except TimeoutError:
             raise LogUnavailable(f"others were faster each time to write to thread {wanted.thread_id!r}") from None
 
@@ -69,6 +83,7 @@ class BufferedEdits:
         exists = wanted.run_id is not None and await self._reads.has_run(wanted.run_id, state)
         return Known(state.thread, state.messages, exists)
 
-    def _check_store(self) -> None:
+    def check_store(self) -> None:
+        """Raise ConfigError if the wrapped store takes no edits."""
         if not isinstance(self._store, Queryable):
             raise ConfigError("the wrapped store takes checkpoints only (see bufstore.threads.protocol.WrappableStore)")

@@ -42,6 +42,8 @@ class Change(msgspec.Struct, frozen=True):
     #: Raises Rejected errors.
     decide: Callable[[Known], Edit | Removal]
     run_id: str | None = None
+    #: True for what may be done to a thread whose chain is broken.
+    heals: bool = False
 
 
 def create_run(run: Run) -> Change:
@@ -123,6 +125,37 @@ def delete_messages(thread_id: str, message_ids: Sequence[str] | None) -> Change
         return Edit(keep, rest)
 
     return Change(thread_id, decide)
+
+
+def set_parent(thread_id: str, parent_thread_id: str | None) -> Change:
+    """The thread gets a parent, or loses it. The caller has checked the lineage."""
+
+    def decide(known: Known) -> Edit:
+        _there(thread_id, known)
+        return Edit(len(known.messages), parent=(parent_thread_id,))
+
+    return Change(thread_id, decide)
+
+
+def detach(thread_id: str, parent_thread_id: str) -> Change:
+    """The thread loses this parent. NotFound if it has another one, or none, by now."""
+
+    def decide(known: Known) -> Edit:
+        if known.thread is None or known.thread.parent_thread_id != parent_thread_id:
+            raise NotFound(f"thread {thread_id!r} is no child of {parent_thread_id!r}")
+        return Edit(len(known.messages), parent=(None,))
+
+    return Change(thread_id, decide)
+
+
+def delete_thread(thread_id: str) -> Change:
+    """The thread goes, with all that belongs to it. The caller has seen to its children."""
+
+    def decide(known: Known) -> Removal:
+        _there(thread_id, known)
+        return Removal()
+
+    return Change(thread_id, decide, heals=True)
 
 
 def _there(thread_id: str, known: Known) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from bufstore.threads.lineage import Children
 from bufstore.threads.model import NO_METADATA, Checkpoint, Run, Thread, ThreadChange, ThreadMetadata
 from bufstore.threads.queries import (
     ALL_MESSAGES,
@@ -87,8 +88,9 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
     ) -> Receipt:
         """Make `messages` the thread's whole list and save `run`, together; create the thread if it is new.
 
-        Returns the receipt once that is durable. Raises InvalidId, InvalidRecord, TooLarge or AlreadyExists (the
-        run id belongs to another thread) before anything is stored; IdempotencyConflict for a key that was used
+        Returns the receipt once that is durable. Raises InvalidId, InvalidRecord, TooLarge, AlreadyExists (the
+        run id belongs to another thread) or LineageError (the thread has no parent yet, and the one that the run names
+        is missing or its descendant) before anything is stored; IdempotencyConflict for a key that was used
         with other content (one used with the same content returns a receipt with ``repeated`` set and stores
         nothing).
         """
@@ -137,6 +139,20 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
 
     async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
         """Delete the messages with these ids, or all. Raises NotFound for a thread or an id that is not there."""
+
+    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
+        """Give the thread another parent, or none. Raises NotFound.
+
+        Raises LineageError if the parent is the thread itself or one of its descendants, or if it or one of its
+        ancestors does not exist.
+        """
+
+    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
+        """Delete the thread with its messages, runs, metadata and state. Raises NotFound.
+
+        `children`: whether those of the thread forbid it (LineageError), stay without a parent, or go too. What is
+        written to the thread's id afterwards makes a new thread. Repeated after it was done: NotFound.
+        """
 
     async def aclose(self) -> None:
         """Release what the store holds. Idempotent."""

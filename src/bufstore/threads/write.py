@@ -64,7 +64,12 @@ class Call:
 
 
 class Moved(Exception):
-    """The thread is not what the edit was decided on any more: decide again."""
+    """The thread is not what the edit was decided on: decide again."""
+
+    def __init__(self, tip_seq: int) -> None:
+        super().__init__()
+        #: Where the writer takes the thread's last entry to be.
+        self.tip_seq = tip_seq
 
 
 def editing(
@@ -82,7 +87,7 @@ def editing(
         if tip.id != decided_on or (not tip.seq and tip.memory is None):
             if tip.memory is None:
                 raise NeedBase
-            raise Moved
+            raise Moved(tip.seq)
         undo, digests, ids = _nothing, digests_of(payload.messages), ids_of_encoded(payload.messages)
         if tip.memory is not None:
             undo = _undo(tip.memory, payload.keep, tip.memory.replace(payload.keep, digests, ids))

@@ -1,0 +1,159 @@
+"""Changes of lineage of a buffered store, one at a time, across processes.
+
+They touch several threads, whose entries no single message can hold. So each is first written, whole, to one record in
+the hot bucket, with the record's last sequence as compare-and-set: that is where it takes its place among the others,
+and proves that none came between its checks and it. Then its edits are appended, and the record is marked as done.
+
+Failure model. Who finds a change that is not marked carries it out first: edits can be repeated. Who comes back to his
+own, late, looks at the record between reading a thread and the append that stands directly behind what was read: if the
+record has moved on, his change has been carried out by somebody else; if it moves after the look, that change of the
+thread fails the append. A bucket that is lost while two changes are under way lets them overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+
+import msgspec
+
+from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
+from bufstore.config import BufferConfig
+from bufstore.errors import LineageError, LogUnavailable, NotFound, ReadNotFresh, StoreUnavailable
+from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
+from bufstore.threads.edits import Change
+from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
+from bufstore.threads.lists import BufferedLists
+from bufstore.threads.model import Run, Thread
+from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
+from bufstore.threads.read import ThreadReads
+from bufstore.types import Consistency, Receipt
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True):
+    id: int
+    change: LineageChange
+    done: bool = False
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Record).decode
+
+
+class BufferedLineage:
+    """Carries out changes of lineage; see the module's text."""
+
+    def __init__(
+        self, reads: ThreadReads, lists: BufferedLists, edits: BufferedEdits, hot: HotState, config: BufferConfig
+    ) -> None:
+        self._reads = reads
+        self._lists = lists
+        self._edits = edits
+        self._hot = hot
+        self._config = config
+        self._parents = NamedParents(self.thread)
+
+    async def check_run(self, run: Run) -> None:
+        """Raise LineageError if the run names a parent that its thread cannot have.
+
+        When only Postgres could tell and it is away, the checkpoint is more important: nothing is checked.
+        """
+        with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError):
+            async with asyncio.timeout(self._config.read_timeout_s):
+                await self._parents.check(run)
+
+    async def change(self, wanted: LineageChange) -> Receipt:
+        """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
+
+        Bounded by ``flush_timeout_s``; given up after it took its place, it is carried out by the next one.
+        """
+        self._edits.check_store()
+        self._parents.forget()
+        try:
+            async with asyncio.timeout(self._config.flush_timeout_s):
+                return await self._change(wanted)
+        except TimeoutError:
+            raise LogUnavailable(
+                f"the lineage of thread {wanted.thread_id!r} could not be changed in time; repeating it is safe"
+            ) from None
+
+    async def _change(self, wanted: LineageChange) -> Receipt:
+        mine = _Record(secrets.randbits(63), wanted)
+        while True:
+            seq, record = await self._record()
+            if record is not None and not record.done:
+                with contextlib.suppress(Overtaken, NotFound):
+                    await self._carry_out(record, seq)
+                await self._mark(record, seq)
+                continue
+            await check(_Family(self, None), wanted)
+            try:
+                seq = await self._hot.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
+            except (Conflict, AppendUnknown):
+                seq, record = await self._record()
+                if record is None or record.id != mine.id or record.done:
+                    continue  # another's, or mine that another has carried out: what the check now says
+            try:
+                receipt = await self._carry_out(mine, seq)
+            except (Overtaken, NotFound):
+                state, last = await self._reads.joined(wanted.thread_id)
+                receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
+            await self._mark(mine, seq)
+            return receipt
+
+    async def _carry_out(self, record: _Record, seq: int) -> Receipt:
+        return await carry_out(_Family(self, seq), record.change)
+
+    async def _mark(self, record: _Record, seq: int) -> None:
+        done = msgspec.structs.replace(record, done=True)
+        with contextlib.suppress(Conflict, AppendUnknown, LogUnavailable):  # else the next one does it again
+            await self._hot.put_lineage(_encode(done), seq, self._config.append_timeout_s)
+
+    async def _record(self) -> tuple[int, _Record | None]:
+        seq, body = await self._hot.lineage(self._config.append_timeout_s)
+        try:
+            return seq, _decode(body) if body else None
+        except msgspec.MsgspecError:
+            raise LineageError("the lineage record in the hot bucket is none of this release") from None
+
+    async def thread(self, thread_id: str) -> Thread | None:
+        """The thread as reads show it, also with a broken chain."""
+        return (await self._reads.joined(thread_id))[0].thread
+
+    async def children(self, thread_id: str) -> list[str]:
+        """All children, flushed ones and others."""
+        query = ThreadQuery(parent_thread_id=thread_id)
+        found: list[str] = []
+        level, cursor = Consistency.READ_YOUR_WRITES, None
+        while True:
+            page = await self._lists.threads(query, LIMIT_MAX, cursor, level)
+            found += [thread.thread_id for thread in page.threads]
+            level, cursor = Consistency.EVENTUAL, page.next_cursor  # flushed by the first page's barrier
+            if cursor is None:
+                return sorted(set(found))
+
+    async def edit(self, wanted: Change, seq: int | None) -> Receipt:
+        """Append an edit while the record still is the one at `seq`. Raises Overtaken."""
+
+        async def overtaken() -> bool:
+            return (await self._hot.lineage(self._config.append_timeout_s))[0] != seq
+
+        return await self._edits.edit(wanted, overtaken=overtaken)
+
+
+class _Family:
+    """See `bufstore.threads.lineage.Family`: with the record at `seq`, if edits are to be made."""
+
+    def __init__(self, lineage: BufferedLineage, seq: int | None) -> None:
+        self._lineage = lineage
+        self._seq = seq
+
+    async def thread(self, thread_id: str) -> Thread | None:
+        return await self._lineage.thread(thread_id)
+
+    async def children(self, thread_id: str) -> list[str]:
+        return await self._lineage.children(thread_id)
+
+    async def edit(self, wanted: Change) -> Receipt:
+        return await self._lineage.edit(wanted, self._seq)

@@ -1,0 +1,157 @@
+"""Parents and children: what a change of lineage may do, and the edits that carry it out.
+
+A change is checked on the lineage as it is, and carried out edit by edit. Whoever does it makes sure that no other
+change of lineage comes between: the memory store runs nothing else meanwhile, Postgres holds a lock, a buffered store
+keeps a record (`bufstore.threads.buffered_lineage`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+
+from bufstore.errors import InvalidQuery, LineageError, NotFound
+from bufstore.threads import edits
+from bufstore.threads.model import Run, Thread
+from bufstore.types import Receipt, check_id
+
+
+class Children(enum.StrEnum):
+    """What becomes of a deleted thread's children."""
+
+    #: A thread with children is not deleted: LineageError.
+    REJECT = "reject"
+    #: They lose their parent and stay.
+    DETACH = "detach"
+    #: They are deleted, and theirs, before it.
+    CASCADE = "cascade"
+
+
+class LineageChange(msgspec.Struct, frozen=True, array_like=True):
+    """A new parent for a thread (or none), or, with `children`, its deletion."""
+
+    thread_id: str
+    parent_thread_id: str | None = None
+    children: Children | None = None
+
+
+class Family(Protocol):
+    """Threads and their edits, as one change of lineage sees them."""
+
+    async def thread(self, thread_id: str) -> Thread | None:
+        """The thread."""
+        ...
+
+    async def children(self, thread_id: str) -> list[str]:
+        """The ids of all its children."""
+        ...
+
+    async def edit(self, wanted: edits.Change) -> Receipt:
+        """Decide and write an edit."""
+        ...
+
+
+def new_parent(thread_id: str, parent_thread_id: str | None) -> LineageChange:
+    """See `ThreadRunStore.set_parent`. Raises InvalidId, and LineageError for a thread that would be its own parent."""
+    check_id(thread_id, "thread_id")
+    if parent_thread_id is not None:
+        check_id(parent_thread_id, "parent_thread_id")
+    if thread_id == parent_thread_id:
+        raise LineageError(f"thread {thread_id!r} cannot be its own parent")
+    return LineageChange(thread_id, parent_thread_id)
+
+
+def deletion(thread_id: str, children: Children) -> LineageChange:
+    """See `ThreadRunStore.delete_thread`. Raises InvalidId, InvalidQuery."""
+    if not isinstance(children, Children):
+        raise InvalidQuery(f"children must be a Children, not {children!r}")
+    return LineageChange(check_id(thread_id, "thread_id"), children=children)
+
+
+class NamedParents:
+    """Checks the parent that a run names, before its first checkpoint; the ones behind it pay nothing.
+
+    A parent is sticky, so once a thread has one, what later runs name is of no account. What was found to be good is
+    remembered for this process's life, or until this process changes the thread's lineage.
+    """
+
+    def __init__(self, thread: Callable[[str], Awaitable[Thread | None]], *, remembered: int = 10_000) -> None:
+        self._thread = thread
+        self._remembered = remembered
+        self._good: OrderedDict[str, str] = OrderedDict()
+
+    async def check(self, run: Run) -> None:
+        """Raise LineageError unless the run's thread may have, or need not have, the parent that the run names."""
+        parent = run.parent_thread_id
+        if parent is None or self._good.get(run.thread_id) == parent:
+            return
+        thread = await self._thread(run.thread_id)
+        if thread is None or thread.parent_thread_id is None:
+            await check_parent(self._thread, run.thread_id, parent)
+        self._good[run.thread_id] = parent
+        while len(self._good) > self._remembered:
+            self._good.popitem(last=False)
+
+    def forget(self) -> None:
+        """The lineage has changed: check again."""
+        self._good.clear()
+
+
+async def check(family: Family, wanted: LineageChange) -> None:
+    """Raise NotFound or LineageError unless the change may be carried out."""
+    thread_id = wanted.thread_id
+    if await family.thread(thread_id) is None:
+        raise NotFound(f"there is no thread {thread_id!r}")
+    if wanted.children is None:
+        await check_parent(family.thread, thread_id, wanted.parent_thread_id)
+    elif wanted.children is Children.REJECT and await family.children(thread_id):
+        raise LineageError(f"thread {thread_id!r} has children")
+
+
+async def check_parent(
+    thread: Callable[[str], Awaitable[Thread | None]], thread_id: str, parent_thread_id: str | None
+) -> None:
+    """Raise LineageError if the thread would be among its own ancestors, or one of them does not exist."""
+    seen = {thread_id}
+    above = parent_thread_id
+    while above is not None:
+        if above in seen:
+            raise LineageError(f"thread {thread_id!r} would be among its own ancestors")
+        seen.add(above)
+        ancestor = await thread(above)
+        if ancestor is None:
+            raise LineageError(f"thread {above!r}, an ancestor that thread {thread_id!r} would have, does not exist")
+        above = ancestor.parent_thread_id
+
+
+async def carry_out(family: Family, wanted: LineageChange) -> Receipt:
+    """Write the edits, the named thread's last. Repeating it is safe. Raises NotFound when that is gone already."""
+    thread_id = wanted.thread_id
+    if wanted.children is None:
+        return await family.edit(edits.set_parent(thread_id, wanted.parent_thread_id))
+    if wanted.children is Children.DETACH:
+        for child in await family.children(thread_id):
+            with contextlib.suppress(NotFound):
+                await family.edit(edits.detach(child, thread_id))
+    elif wanted.children is Children.CASCADE:
+        for descendant in reversed(await _descendants(family, thread_id)):
+            with contextlib.suppress(NotFound):
+                await family.edit(edits.delete_thread(descendant))
+    return await family.edit(edits.delete_thread(thread_id))
+
+
+async def _descendants(family: Family, thread_id: str) -> list[str]:
+    """Children before their own children. A cycle that got in somehow ends."""
+    found: dict[str, None] = {}
+    todo = [thread_id]
+    while todo:
+        for child in await family.children(todo.pop()):
+            if child != thread_id and child not in found:
+                found[child] = None
+                todo.append(child)
+    return list(found)

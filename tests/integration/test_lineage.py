@@ -1,0 +1,189 @@
+"""Edits and changes of lineage of a buffered store, across instances and before a flush."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from bufstore import (
+    BufferedThreadStore,
+    Children,
+    ConfigError,
+    Consistency,
+    LineageError,
+    MessageQuery,
+    NotFound,
+    Run,
+    StoreUnavailable,
+    ThreadMetadata,
+    ThreadQuery,
+    Visibility,
+)
+from bufstore.embedded import Servers
+from bufstore.threads.lineage import deletion, new_parent
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
+
+
+async def test_edits_are_read_before_they_are_flushed(deployment: Deployment) -> None:
+    async with deployment.store(flush_interval_s=600) as store, deployment.store(flusher=False) as other:
+        thread_id = fresh()
+        run = run_of(thread_id)
+        await store.checkpoint(thread_id, [said(0), said(1)], run)
+        await other.save_thread(thread_id, ThreadMetadata(title="t"))
+        await store.save_thread_state(thread_id, [1])
+        await other.delete_messages(thread_id, ["m0"])
+        for reader in (store, other):
+            found = await reader.load_checkpoint(thread_id)
+            assert found is not None
+            assert (found.messages, found.state, found.thread.metadata.title) == ([said(1)], [1], "t")
+            assert await reader.load_checkpoint(thread_id, consistency=Consistency.EVENTUAL) is None
+        await store.delete_thread(thread_id)
+        for reader in (store, other):
+            assert await reader.load_checkpoint(thread_id) is None
+            assert await reader.load_run(run.run_id) is None
+        await other.checkpoint(thread_id, [said(2)], run)
+        assert await store.load_messages(thread_id) == [said(2)]
+        await store.force_flush(thread_id)
+        found = await store.load_checkpoint(thread_id, consistency=Consistency.EVENTUAL)
+        assert found == await other.load_checkpoint(thread_id)
+        assert found is not None
+        assert (found.messages, found.state, found.thread.metadata.title) == ([said(2)], None, None)
+
+
+async def test_an_edit_is_not_lost_to_writers_on_other_instances(deployment: Deployment) -> None:
+    async with deployment.store() as a, deployment.store() as b:
+        thread_id = fresh()
+        await a.checkpoint(thread_id, [], run_of(thread_id))
+
+        async def edit(store: BufferedThreadStore, name: str) -> None:
+            for n in range(10):
+                await store.append_messages(thread_id, [{"id": f"{name}{n}"}])
+                await store.save_thread_state(thread_id, [name, n])
+
+        await asyncio.gather(edit(a, "a"), edit(b, "b"), edit(a, "c"))
+        found = await b.load_checkpoint(thread_id)
+        assert found is not None
+        assert sorted(m["id"] for m in found.messages) == sorted(f"{s}{n}" for s in "abc" for n in range(10))
+        assert found.state[1] == 9
+
+
+async def test_a_deletion_stays_when_everything_is_delivered_again(deployment: Deployment) -> None:
+    thread_id = fresh()
+    async with deployment.store() as store:
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.delete_thread(thread_id)
+        await store.force_flush(thread_id)
+    # A cursor that went back: the new owner gets all of the log once more.
+    await query(
+        deployment.servers.postgres.dsn,
+        f"UPDATE {deployment.name}.buffer_partitions SET cursor_seq = 0, cursor_id = 0",
+    )
+    async with deployment.store() as store:
+        other = fresh()
+        await store.checkpoint(other, [1], run_of(other))
+        await store.force_flush_all()
+        assert await store.load_thread(thread_id, consistency=Consistency.EVENTUAL) is None
+        assert await store.load_thread(thread_id) is None
+
+
+async def test_lineage_holds_across_instances(deployment: Deployment) -> None:
+    async with deployment.store() as a, deployment.store() as b:
+        for _ in range(3):
+            x, y = fresh(), fresh()
+            for thread_id in (x, y):
+                await a.save_thread(thread_id)
+            outcomes = await asyncio.gather(a.set_parent(x, y), b.set_parent(y, x), return_exceptions=True)
+            assert sum(isinstance(o, LineageError) for o in outcomes) == 1
+            outcomes = await asyncio.gather(
+                a.delete_thread(x, children=Children.CASCADE), b.set_parent(y, x), return_exceptions=True
+            )
+            found = [await a.load_thread(t) for t in (x, y)]
+            assert found[0] is None
+            assert found[1] is None or found[1].parent_thread_id is None
+
+
+@pytest.mark.parametrize("kind", ["parent", "detach"])
+async def test_what_another_began_is_finished_first(deployment: Deployment, kind: str) -> None:
+    """As if its process had died right behind the record."""
+    async with deployment.store() as store:
+        top, middle, low = fresh(), fresh(), fresh()
+        for thread_id in (top, middle, low):
+            await store.save_thread(thread_id)
+        await store.set_parent(low, middle)
+        begun = new_parent(middle, top) if kind == "parent" else deletion(middle, Children.DETACH)
+        seq, _ = await store._hot.lineage(5)
+        await store._hot.put_lineage(msgspec.msgpack.encode([7, begun, False]), seq, 5)
+        if kind == "parent":
+            with pytest.raises(LineageError):
+                await store.set_parent(top, low)
+            thread = await store.load_thread(middle)
+            assert thread is not None
+            assert thread.parent_thread_id == top
+        else:
+            with pytest.raises(NotFound):
+                await store.set_parent(middle, top)
+            thread = await store.load_thread(low)
+            assert thread is not None
+            assert thread.parent_thread_id is None
+
+
+async def test_a_thread_in_quarantine_can_be_deleted(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        thread_id = fresh()
+        run = run_of(thread_id)
+        await store.checkpoint(thread_id, [said(0)], run)
+        await store._connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
+
+        async def parked() -> bool:
+            return await store.quarantined() > 0
+
+        await eventually(parked)
+        await store.delete_thread(thread_id)
+        assert await store.load_thread(thread_id) is None
+        await store.checkpoint_append(thread_id, [said(1)], run, expected_version=0)
+        assert await store.load_messages(thread_id) == [said(1)]
+
+
+class CheckpointsOnly:
+    """An app's own store, written before there were edits."""
+
+    def __init__(self, inner: Any) -> None:
+        self.load_checkpoint, self.load_run, self.apply = inner.load_checkpoint, inner.load_run, inner.apply
+
+
+async def test_a_store_for_checkpoints_refuses_what_it_would_leave_out(deployment: Deployment) -> None:
+    async with deployment.inner() as inner:
+        await inner.setup()
+        dsn = deployment.servers.postgres.dsn
+        async with deployment.store(CheckpointsOnly(inner), postgres=dsn, schema=deployment.name) as store:
+            thread_id = fresh()
+            await store.checkpoint(thread_id, [said(0), {"visibility": "internal"}], run_of(thread_id))
+            for call in (
+                store.save_thread(thread_id),
+                store.save_thread_state(thread_id, 1),
+                store.create_run(Run(run_id=fresh(), thread_id=thread_id)),
+                store.delete_thread(thread_id),
+                store.query_threads(),
+            ):
+                with pytest.raises(ConfigError):
+                    await call
+            page = await store.query_messages(thread_id, MessageQuery(visibility=Visibility.INTERNAL))
+            assert [r.seq for r in page.records] == [2]
+            assert await store.load_message(thread_id, "m0") is not None
+            assert [r.seq for r in await store.load_message_range(thread_id, 2, 9)] == [2]
+
+
+async def test_a_list_without_postgres_says_so(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    async with deployment.store(read_timeout_s=2) as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.query_threads(ThreadQuery(id_prefix=thread_id))
+        own_servers.postgres.stop()
+        with pytest.raises(StoreUnavailable):
+            await store.query_threads(consistency=Consistency.EVENTUAL)
+        own_servers.postgres.start()

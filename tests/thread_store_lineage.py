@@ -1,0 +1,189 @@
+"""What every `ThreadRunStore` does with parents, children and deletions. Part of the contract."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from bufstore.errors import InvalidId, InvalidQuery, LineageError, NotFound
+from bufstore.threads.lineage import Children
+from bufstore.threads.model import Thread, ThreadMetadata
+from bufstore.threads.protocol import ThreadRunStore
+from bufstore.threads.queries import RunQuery, ThreadQuery
+from thread_store_basics import fresh, run_of
+
+LINEAGE_CHECKS: list[Callable[[Any], Awaitable[None]]] = []
+
+
+def _check(check: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+    LINEAGE_CHECKS.append(check)
+    return check
+
+
+async def _family(store: ThreadRunStore, *parents: int | None) -> list[str]:
+    """Threads, each with the parent of that number."""
+    ids = [fresh() for _ in parents]
+    for thread_id, parent in zip(ids, parents, strict=True):
+        await store.checkpoint(thread_id, [thread_id], run_of(thread_id))
+        if parent is not None:
+            await store.set_parent(thread_id, ids[parent])
+    return ids
+
+
+async def _parent(store: ThreadRunStore, thread_id: str) -> str | None:
+    thread = await store.load_thread(thread_id)
+    assert thread is not None
+    return thread.parent_thread_id
+
+
+async def _children(store: ThreadRunStore, thread_id: str) -> set[str]:
+    page = await store.query_threads(ThreadQuery(parent_thread_id=thread_id))
+    return {thread.thread_id for thread in page.threads}
+
+
+@_check
+async def a_parent_is_set_and_taken_off(store: ThreadRunStore) -> None:
+    a, b, c = await _family(store, None, 0, 0)
+    assert await _children(store, a) == {b, c}
+    await store.set_parent(c, b)
+    assert (await _children(store, a), await _children(store, b)) == ({b}, {c})
+    await store.set_parent(b, None)
+    assert (await _parent(store, b), await _children(store, a)) == (None, set())
+    # The next run that names a parent decides again.
+    await store.checkpoint(b, [], run_of(b, parent_thread_id=a))
+    await store.checkpoint(b, [], run_of(b, parent_thread_id=c))
+    assert await _parent(store, b) == a
+
+
+@_check
+async def lineage_is_validated(store: ThreadRunStore) -> None:
+    a, b, c, d = await _family(store, None, 0, 1, None)
+    for thread_id, parent in [(a, a), (a, b), (a, c), (b, c), (d, fresh())]:
+        with pytest.raises(LineageError):
+            await store.set_parent(thread_id, parent)
+    with pytest.raises(NotFound):
+        await store.set_parent(fresh(), a)
+    with pytest.raises(InvalidId):
+        await store.set_parent(a, "")
+    assert [await _parent(store, t) for t in (a, b, c, d)] == [None, a, b, None]
+
+
+@_check
+async def a_parent_that_a_run_names_is_validated(store: ThreadRunStore) -> None:
+    (a, b), new = await _family(store, None, 0), fresh()
+    for thread_id, parent in [(new, fresh()), (new, new), (a, b), (a, a)]:
+        run = run_of(thread_id, "named-" + thread_id, parent_thread_id=parent)
+        with pytest.raises(LineageError):
+            await store.checkpoint(thread_id, [1], run)
+        with pytest.raises(LineageError):
+            await store.checkpoint_append(thread_id, [1], run)
+    assert await store.load_thread(new) is None
+    assert await store.load_messages(a) == [a]
+    # A parent is sticky: what a later run names is of no account.
+    await store.checkpoint(b, [1], run_of(b, parent_thread_id=fresh()))
+    await store.checkpoint(new, [1], run_of(new, parent_thread_id=b))
+    assert [await _parent(store, t) for t in (a, b, new)] == [None, a, b]
+
+
+@_check
+async def two_threads_do_not_become_each_others_parents(store: ThreadRunStore) -> None:
+    a, b, c = await _family(store, None, None, None)
+    outcomes = await asyncio.gather(
+        store.set_parent(a, b), store.set_parent(b, c), store.set_parent(c, a), return_exceptions=True
+    )
+    assert sum(isinstance(o, LineageError) for o in outcomes) == 1
+    assert [await _parent(store, t) for t in (a, b, c)].count(None) == 1
+
+
+@_check
+async def a_deleted_thread_is_gone_with_all_that_is_its_own(store: ThreadRunStore) -> None:
+    thread_id, resource = fresh(), fresh("resource")
+    run = run_of(thread_id)
+    await store.checkpoint(thread_id, [{"id": "a"}, 2], run)
+    await store.create_run(run_of(thread_id, "other-" + thread_id))
+    await store.save_thread(thread_id, ThreadMetadata(resource_id=resource))
+    await store.save_thread_state(thread_id, 1)
+    before = await store.checkpoint(thread_id, [{"id": "a"}, 2, 3], run)
+    receipt = await store.delete_thread(thread_id)
+    assert (receipt.thread_id, receipt.version) == (thread_id, 0)
+    assert receipt.thread_seq > before.thread_seq
+    assert await store.load_checkpoint(thread_id) is None
+    assert await store.load_run(run.run_id) is None
+    assert await store.load_run("other-" + thread_id) is None
+    assert (await store.query_runs(RunQuery(thread_id=thread_id))).runs == []
+    assert (await store.query_threads(ThreadQuery(resource_id=resource))).threads == []
+    assert (await store.query_messages(thread_id)).records == []
+    with pytest.raises(NotFound):
+        await store.delete_thread(thread_id)
+    with pytest.raises(NotFound):
+        await store.save_thread_state(thread_id, 2)
+    with pytest.raises(InvalidQuery):
+        await store.delete_thread(thread_id, children="all")  # type: ignore[arg-type]
+    # A new thread with the same id begins empty.
+    await store.checkpoint_append(thread_id, [{"id": "a"}], run, expected_version=0)
+    found = await store.load_checkpoint(thread_id)
+    assert found is not None
+    assert (found.messages, found.state, found.latest_run) == ([{"id": "a"}], None, run)
+    assert found.thread == Thread(
+        thread_id=thread_id,
+        version=1,
+        latest_run_id=run.run_id,
+        active_run_id=run.run_id,
+        open_run_id=run.run_id,
+    )
+    assert await store.load_run("other-" + thread_id) is None
+    assert (await store.query_runs(RunQuery(thread_id=thread_id))).runs == [run]
+
+
+@_check
+async def deleted_and_written_again_at_once(store: ThreadRunStore) -> None:
+    thread_id = fresh()
+    for n in range(3):
+        await store.checkpoint(thread_id, list(range(n + 2)), run_of(thread_id, f"{n}-{thread_id}"))
+        await store.delete_thread(thread_id)
+    await store.save_thread(thread_id, ThreadMetadata(title="new"))
+    await store.append_messages(thread_id, ["first"])
+    assert await store.load_messages(thread_id) == ["first"]
+    assert await store.load_thread(thread_id) == Thread(
+        thread_id=thread_id, version=1, metadata=ThreadMetadata(title="new")
+    )
+    assert (await store.query_runs(RunQuery(thread_id=thread_id))).runs == []
+
+
+@_check
+async def a_thread_with_children_is_not_deleted(store: ThreadRunStore) -> None:
+    a, b = await _family(store, None, 0)
+    with pytest.raises(LineageError):
+        await store.delete_thread(a)
+    assert await store.load_messages(a) == [a]
+    assert await _parent(store, b) == a
+
+
+@_check
+async def children_are_detached(store: ThreadRunStore) -> None:
+    a, b, c, d = await _family(store, None, 0, 0, 1)
+    await store.delete_thread(a, children=Children.DETACH)
+    assert await store.load_thread(a) is None
+    assert [await _parent(store, t) for t in (b, c, d)] == [None, None, b]
+    assert await store.load_messages(b) == [b]
+
+
+@_check
+async def children_are_deleted_too(store: ThreadRunStore) -> None:
+    a, b, c, d, other, top = await _family(store, None, 0, 0, 1, None, None)
+    await store.set_parent(a, top)
+    await store.delete_thread(a, children=Children.CASCADE)
+    assert [await store.load_thread(t) for t in (a, b, c, d)] == [None] * 4
+    assert await store.load_messages(other) == [other]
+    assert await _children(store, top) == set()
+
+
+@_check
+async def a_parent_is_not_deleted_from_under_a_new_child(store: ThreadRunStore) -> None:
+    a, b = await _family(store, None, None)
+    deleted, adopted = await asyncio.gather(store.delete_thread(a), store.set_parent(b, a), return_exceptions=True)
+    assert sum(isinstance(o, LineageError) for o in (deleted, adopted)) == 1
+    assert (await store.load_thread(a) is None) == (await _parent(store, b) is None)
