@@ -109,6 +109,28 @@ async def test_what_was_parked_is_replayed_in_order_and_once(deployment: Deploym
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [*messages, said(9)]
 
 
+async def test_an_apps_own_store_gets_what_is_replayed(deployment: Deployment) -> None:
+    class Own:
+        """An app's store, in tables that bufstore knows nothing of."""
+
+        def __init__(self, tables: Picky) -> None:
+            self.apply = tables.apply
+            self.load_checkpoint = tables.load_checkpoint
+            self.load_run = tables.load_run
+
+    dsn = deployment.servers.postgres.dsn
+    async with Picky(dsn, schema=f"{deployment.name}_own", pool_size=2) as tables:
+        await tables.setup()
+        async with deployment.store(Own(tables), postgres=dsn, schema=deployment.name, flush_interval_s=600) as store:
+            thread_id = fresh()
+            messages = await poisoned(store, thread_id)
+            assert results(await store.quarantine.replay_thread(thread_id)) == ["refused", "waits", "waits"]
+            tables.mended = True
+            assert results(await store.quarantine.replay_thread(thread_id)) == ["applied"] * 3
+            assert await tables.load_messages(thread_id) == messages
+            assert await store.load_messages(thread_id) == messages
+
+
 async def test_a_thread_that_was_healed_is_not_touched_by_a_replay(deployment: Deployment) -> None:
     inner = picky(deployment)
     async with deployment.store(inner, flush_interval_s=600) as store:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: A thread that fails waits this long, then twice as long each time, up to the maximum.
 _FIRST_S = 0.25
 _MAX_S = 8.0
+_REASONS_SHOWN = 3
 
 
 @dataclass
@@ -55,6 +57,6 @@ class Waiting:
         return min((w.until for w in self._waits.values()), default=otherwise)
 
     def trouble(self) -> str:
-        """In words, or nothing."""
-        first = next(iter(self._waits.values()), None)
-        return f"{len(self._waits)} threads have to wait: {first.reason}" if first is not None else ""
+        """In words, the commonest reasons first, or nothing."""
+        reasons = Counter(w.reason for w in self._waits.values()).most_common(_REASONS_SHOWN)
+        return "; ".join(f"{count} threads have to wait: {reason}" for reason, count in reasons)
