@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import msgspec
 import pytest
 
 from bufstore.errors import (
@@ -15,7 +16,18 @@ from bufstore.errors import (
     InvalidRecord,
     VersionConflict,
 )
-from bufstore.threads.model import Run, RunSave, RunStatus, Thread, ThreadChange, encode_messages, encode_run
+from bufstore.threads.model import (
+    Run,
+    RunSave,
+    RunStatus,
+    Thread,
+    ThreadChange,
+    ThreadMetadata,
+    encode_messages,
+    encode_metadata,
+    encode_run,
+    encode_value,
+)
 from bufstore.threads.protocol import ThreadRunStore
 from thread_store_basics import fresh, run_of
 from thread_store_edits import EDIT_CHECKS
@@ -309,6 +321,37 @@ async def a_batch_is_applied(applier: Applier) -> None:
     )
     assert await store.load_run(f"run-of-{b}") == run_of(b, status=RunStatus.DONE)
     assert await store.load_run(second) == run_of(b, second)
+
+
+@_apply_check
+async def every_field_of_a_change_is_applied(applier: Applier) -> None:
+    a, b, c = fresh(), fresh(), fresh()
+    store = applier.store
+    metadata = ThreadMetadata(title="t", resource_id=fresh("resource"))
+    first = change(a, 0, [1, 2], run_of(a, parent_thread_id=b))
+    await applier.apply(
+        msgspec.structs.replace(first, metadata=encode_metadata(metadata), state=encode_value([1], "state")),
+        change(b, 0, [3], run_of(b)),
+        change(c, 0, [4], run_of(c)),
+    )
+    found = await store.load_checkpoint(a)
+    assert found is not None
+    assert (found.thread.metadata, found.state, found.thread.parent_thread_id) == (metadata, [1], b)
+    again = change(b, 0, [5], run_of(b, "new-" + b))
+    await applier.apply(
+        msgspec.structs.replace(change(a, 2, []), parent=(c,), thread_seq=3),
+        msgspec.structs.replace(again, deleted=True, thread_seq=2),
+        msgspec.structs.replace(change(c, 0, []), deleted=True, gone=True),
+    )
+    found = await store.load_checkpoint(a)
+    assert found is not None
+    assert (found.messages, found.thread.metadata, found.state) == ([1, 2], metadata, [1])
+    assert (found.thread.parent_thread_id, found.thread.active_run_id) == (c, f"run-of-{a}")
+    assert await store.load_messages(b) == [5]
+    assert [await store.load_run(f"run-of-{t}") for t in (b, c)] == [None, None]
+    assert await store.load_thread(c) is None
+    order = [t.thread_id for t in (await store.query_threads()).threads[:2]]
+    assert order == [a, b]
 
 
 @_apply_check

@@ -57,24 +57,28 @@ class BufferedEdits:
         `overtaken` is asked between the read and the append: Overtaken.
         """
         self.check_store()
-        try:
-            async with asyncio.timeout(self._config.read_timeout_s + self._config.append_timeout_s):
-                while True:
-                    if wanted.heals:
-                        state, _ = await self._reads.joined(wanted.thread_id)
-                    else:
-                        state = await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES)
+        deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s + self._config.append_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    state = await self._state(wanted)
                     if overtaken is not None and await overtaken():
                         raise Overtaken
                     payload = wanted.decide(await self._known(wanted, state))
-                    try:
-                        return await self._append(wanted.thread_id, payload, state)
-                    except Moved as moved:
-                        if moved.tip_seq < state.row.flushed_seq:
-                            # What is remembered here is older than what was read.
-                            self._appender.forget(wanted.thread_id)
-        except TimeoutError:
-            raise LogUnavailable(f"others were faster each time to write to thread {wanted.thread_id!r}") from None
+            except TimeoutError:
+                raise LogUnavailable(f"no turn to write to thread {wanted.thread_id!r} in time") from None
+            try:
+                # Not within that timeout: an append ends by itself, and knows what came of it.
+                return await self._append(wanted.thread_id, payload, state)
+            except Moved as moved:
+                if moved.tip_seq < state.row.flushed_seq:
+                    # What is remembered here is older than what was read.
+                    self._appender.forget(wanted.thread_id)
+
+    async def _state(self, wanted: Change) -> ThreadState:
+        if wanted.heals:
+            return (await self._reads.joined(wanted.thread_id))[0]
+        return await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES)
 
     async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState) -> Receipt:
         return await self._appender.append(thread_id, editing(payload, thread_id, state.row.applied_id))

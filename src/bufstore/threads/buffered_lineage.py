@@ -20,7 +20,7 @@ import msgspec
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
-from bufstore.errors import LineageError, LogUnavailable, NotFound, ReadNotFresh, StoreUnavailable
+from bufstore.errors import LineageError, LogUnavailable, NotFound, OutcomeUnknown, ReadNotFresh, StoreUnavailable
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
 from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
@@ -53,6 +53,8 @@ class BufferedLineage:
         self._hot = hot
         self._config = config
         self._parents = NamedParents(self.thread)
+        #: Changes whose record may have been stored.
+        self._placed: set[int] = set()
 
     async def check_run(self, run: Run) -> None:
         """Raise LineageError if the run names a parent that its thread cannot have.
@@ -66,20 +68,23 @@ class BufferedLineage:
     async def change(self, wanted: LineageChange) -> Receipt:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
-        Bounded by ``flush_timeout_s``; given up after it took its place, it is carried out by the next one.
+        Bounded by ``flush_timeout_s``. Given up after it took its place: OutcomeUnknown, and the next change carries it
+        out; repeating it is safe.
         """
         self._edits.check_store()
         self._parents.forget()
+        mine = _Record(secrets.randbits(63), wanted)
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
-                return await self._change(wanted)
+                return await self._change(wanted, mine)
         except TimeoutError:
-            raise LogUnavailable(
-                f"the lineage of thread {wanted.thread_id!r} could not be changed in time; repeating it is safe"
-            ) from None
+            if mine.id in self._placed:
+                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from None
+            raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from None
+        finally:
+            self._placed.discard(mine.id)
 
-    async def _change(self, wanted: LineageChange) -> Receipt:
-        mine = _Record(secrets.randbits(63), wanted)
+    async def _change(self, wanted: LineageChange, mine: _Record) -> Receipt:
         while True:
             seq, record = await self._record()
             if record is not None and not record.done:
@@ -88,12 +93,14 @@ class BufferedLineage:
                 await self._mark(record, seq)
                 continue
             await check(_Family(self, None), wanted)
+            self._placed.add(mine.id)
             try:
                 seq = await self._hot.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
             except (Conflict, AppendUnknown):
                 seq, record = await self._record()
-                if record is None or record.id != mine.id or record.done:
-                    continue  # another's, or mine that another has carried out: what the check now says
+                if record is None or record.id != mine.id:
+                    self._placed.discard(mine.id)
+                    continue  # another's; if mine was there before it, it has been carried out and repeats
             try:
                 receipt = await self._carry_out(mine, seq)
             except (Overtaken, NotFound):
