@@ -25,11 +25,10 @@ from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verify import Verifier
 from bufstore.config import BufferConfig, NatsConfig, as_nats_config
-from bufstore.errors import AlreadyExists, BufstoreError, ConfigError, LogRolledBack, StoreUnavailable
+from bufstore.errors import AlreadyExists, BufstoreError, ConfigError
 from bufstore.nats.connection import Connection
 from bufstore.nats.hot import NatsHotState
 from bufstore.nats.log import NatsLog
-from bufstore.nats.setup import EPOCH_BITS
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads import edits, lineage
@@ -53,6 +52,7 @@ from bufstore.threads.model import (
 )
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import content_hash
+from bufstore.threads.preparing import prepare_log, prepare_store
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.queries import (
     ALL_MESSAGES,
@@ -168,7 +168,7 @@ class BufferedThreadStore:
         await self._ledger.open()
         if isinstance(self._store, PostgresThreadStore):
             await self._store.open()
-        await self._prepare_log()
+        await prepare_log(self._log, self._ledger, self._store, self._config)
         await self._hot.setup()
         self._appender.start()
         await self._waiter.start()
@@ -177,45 +177,8 @@ class BufferedThreadStore:
         if self._flusher is not None:
             await self._flusher.start()
 
-    async def _prepare_log(self) -> None:
-        """Make sure that the log exists and that it is the one that Postgres speaks of."""
-        epoch = await self._log.epoch()
-        try:
-            await self._prepare_store()
-        except StoreUnavailable as e:
-            if epoch is not None:
-                return  # the flusher does it before its first flush
-            raise StoreUnavailable(
-                f"stream {self._config.log.stream} does not exist, and only Postgres can tell at which position "
-                f"a new one may begin: {e}"
-            ) from e
-
     async def _prepare_store(self) -> None:
-        """Create or migrate the tables, and compare the log with what they say; create it if it is missing."""
-        await self._ledger.setup()
-        if isinstance(self._store, PostgresThreadStore):
-            await self._store.setup()
-        epoch, known = await self._log.epoch(), await self._ledger.epoch()
-        if epoch is None:
-            epoch = known or 0
-            start = max(1, epoch << EPOCH_BITS)
-            if any(c.seq >= start for c in (await self._ledger.cursors()).values()):
-                raise LogRolledBack(
-                    f"stream {self._config.log.stream} is gone, and Postgres has entries of its epoch {epoch}: "
-                    "restore it from a backup; or, to give up what it held unflushed, raise buffer_log.epoch by one"
-                )
-            await self._ledger.set_epoch(epoch)
-            await self._log.create(epoch)
-            await self._log.epoch()
-        elif known is None:
-            if await self._log.first() > max(1, epoch << EPOCH_BITS):
-                raise LogRolledBack(
-                    f"stream {self._config.log.stream} has been purged of entries that this Postgres (schema "
-                    f"{getattr(self._ledger, 'schema', None)!r}) never had: is it the right one?"
-                )
-            await self._ledger.set_epoch(epoch)
-        elif known > epoch:
-            raise LogRolledBack(f"stream {self._config.log.stream} has epoch {epoch}, Postgres knows epoch {known}")
+        await prepare_store(self._log, self._ledger, self._store, self._config)
 
     async def aclose(self) -> None:
         """Finish the writes on their way, flush what this process still can, stop, and release everything.
