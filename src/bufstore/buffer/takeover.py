@@ -20,6 +20,8 @@ from bufstore.errors import BufstoreError, LogRolledBack, StoreMisconfigured
 _log = logging.getLogger(__name__)
 
 _TAKE_RETRY_S = 0.5
+#: So many partitions are looked at and followed at the same time.
+_AT_ONCE = 16
 
 
 class Takeover:
@@ -47,6 +49,7 @@ class Takeover:
         self._wanted: frozenset[int] = frozenset()
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
         self.shares: dict[int, Share] = {}
 
     @property
@@ -62,11 +65,13 @@ class Takeover:
 
     async def adjust(self) -> None:
         """Give up what is not ours (any more) or lost, take what is."""
+        given_up = []
         for partition, share in list(self.shares.items()):
             if share.feed.lost is not None:
-                await self.drop(share, share.feed.lost)
+                given_up.append(self.drop(share, share.feed.lost))
             elif partition not in self._wanted:
-                await self.drop(share, "another member owns it")
+                given_up.append(self.drop(share, "another member owns it"))
+        await asyncio.gather(*given_up)
         now = self._loop.time()
         missing = sorted(p for p in self._wanted - self.shares.keys() if self._untakeable.get(p, 0.0) <= now)
         if not missing:
@@ -80,14 +85,18 @@ class Takeover:
             self._state.report(e, stopped=isinstance(e, (StoreMisconfigured, LogRolledBack)))
             self._untakeable.update(dict.fromkeys(missing, now + _TAKE_RETRY_S))
             return
-        for cursor in cursors:
-            try:
+        # All at once: while a cluster elects its leaders each of them may wait for an answer that does not come.
+        await asyncio.gather(*(self._try_to_follow(cursor) for cursor in cursors))
+
+    async def _try_to_follow(self, cursor: Cursor) -> None:
+        try:
+            async with self._at_once:
                 await self._follow(cursor)
-                self._untakeable.pop(cursor.partition, None)
-            except (BufstoreError, AppendUnknown) as e:
-                # One partition that cannot be followed delays no other.
-                self._state.report(e, stopped=isinstance(e, LogRolledBack))
-                self._untakeable[cursor.partition] = now + _TAKE_RETRY_S
+            self._untakeable.pop(cursor.partition, None)
+        except (BufstoreError, AppendUnknown) as e:
+            # One partition that cannot be followed delays no other.
+            self._state.report(e, stopped=isinstance(e, LogRolledBack))
+            self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log still is the one that the cursor speaks of, and follow it from there."""

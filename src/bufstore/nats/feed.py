@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bufstore.buffer.entry import HEADER, StoredMessage
-from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.errors import BufstoreError, ConfigError
 from bufstore.nats.connection import Connection
 from bufstore.nats.setup import check
 from bufstore.nats.stream import NatsStream
@@ -132,8 +132,8 @@ class NatsFeed:
         if self._subscription is not None and self._client is not None and self._client.is_connected:
             try:
                 await self._subscription.unsubscribe()
-                await self._stream.api(self._delete_verb, timeout_s=2.0)
-            except (nats.errors.Error, LogUnavailable) as e:
+                await self._stream.api(self._delete_verb, timeout_s=1.0)
+            except (nats.errors.Error, BufstoreError) as e:
                 _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
 
     async def _pull(self, *, beyond: bool = False) -> None:

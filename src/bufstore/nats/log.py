@@ -12,7 +12,7 @@ from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, LogFull, LogRolledBack
+from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
@@ -116,8 +116,10 @@ class NatsLog(NatsStream):
             # An oversize entry of the most messages there may be must fit, or the feed would never get past it.
             max(self._config.flush_max_entries, 2 * BATCH_MESSAGES_MAX),
         )
-        with contextlib.suppress(ConsumerMissing):  # of the owner before, which may be this process
-            await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{consumer}-{term - 1}")
+        # Of the owner before, which may be this process. It would go by itself, but not soon enough when connections
+        # are lost again and again; where nobody answers for it, nothing waits for it.
+        with contextlib.suppress(LogUnavailable):
+            await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{consumer}-{term - 1}", timeout_s=1.0)
         # One message must always fit, or the feed would never get past it.
         bytes_max = max(self._config.flush_max_bytes // self._config.log.partitions, 2 * self.message_bytes_max)
         return await open_feed(self._connection, self, self._api, self._config.log.stream, config, wake, bytes_max)
