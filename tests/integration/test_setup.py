@@ -20,6 +20,7 @@ from bufstore import BufferedThreadStore, ConfigDrift, ConfigError, LogConfig, L
 from bufstore.embedded import NatsServer, Servers
 from bufstore.embedded._wheels import nats_binary
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
+from bufstore.nats.setup import EPOCHS_MAX, stream_config
 from conftest import Deployment
 from helpers import fresh, run_of, said
 
@@ -300,6 +301,13 @@ async def test_a_store_of_an_app_without_its_database_is_a_config_error(deployme
 
     with pytest.raises(ConfigError, match="postgres"):
         await BufferedThreadStore.open(Mine(), nats=deployment.servers.nats.url)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("epoch", [-1, EPOCHS_MAX])
+def test_an_epoch_whose_positions_would_not_fit_is_refused(epoch: int) -> None:
+    with pytest.raises(ConfigError, match="epoch"):
+        stream_config(LogConfig(), epoch)
+    assert stream_config(LogConfig(), EPOCHS_MAX - 1)["first_seq"] < 1 << 62
 
 
 @pytest.mark.parametrize(

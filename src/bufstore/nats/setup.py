@@ -7,7 +7,7 @@ from typing import Any
 
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig
-from bufstore.errors import ConfigDrift
+from bufstore.errors import ConfigDrift, ConfigError
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.stream import NatsStream
 
@@ -19,7 +19,12 @@ _OURS = "bufstore."
 
 
 def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
-    """The log: nothing ages out of it, nothing is dropped from it, and what is too much is refused."""
+    """The log: nothing ages out of it, nothing is dropped from it, and what is too much is refused.
+
+    Raises ConfigError for an epoch whose positions would not fit into 62 bits.
+    """
+    if not 0 <= epoch < EPOCHS_MAX:
+        raise ConfigError(f"epoch {epoch} of stream {config.stream} is not below {EPOCHS_MAX}")
     return {
         "name": config.stream,
         "subjects": [Subjects(config.subject, config.partitions).all],
