@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, LogRolledBack
+from bufstore.memory.hot import MemoryBucket, MemoryHotState
 from bufstore.memory.ledger import MemoryLedger
+from bufstore.memory.log import MemoryFeed
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Run
@@ -26,66 +28,33 @@ from unit.test_appender import Instance, World
 SUBJECTS = Subjects("thread", 4)
 
 
-class FakeHot:
-    """One member, whose progress reports go nowhere."""
+class HidingFeed:
+    """A feed that does not deliver some messages, and does not say so."""
 
-    async def renew_member(self, member: str, ttl_s: int) -> None: ...
+    def __init__(self, feed: MemoryFeed, hidden: set[int]) -> None:
+        self._feed, self._hidden = feed, hidden
 
-    async def leave(self, member: str) -> None: ...
-
-    async def announce(self) -> None: ...
-
-    async def members(self) -> list[str]:
-        return ["me"]
-
-    async def report(self, progress: Mapping[int, int]) -> None: ...
-
-    async def on_call(self, callback: Callable[[int], None]) -> None: ...
-
-
-class LogFeed:
-    """Hands over what stands in the fake log; `hidden` messages are never delivered."""
-
-    def __init__(self, log: FeedLog, partition: int, start: int) -> None:
-        self.lost: str | None = None
-        self._log, self._partition, self._next = log, partition, start
-        self.acked = 0
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._feed, name)
 
     def take(self) -> list[StoredMessage]:
-        prefix = SUBJECTS.of_partition(self._partition)[:-1]
-        found = [m for m in self._log.messages if m.seq >= self._next and m.subject.startswith(prefix)]
-        if found:
-            self._next = found[-1].seq + 1
-        return [m for m in found if m.seq not in self._log.hidden]
-
-    async def more(self) -> None: ...
-
-    async def ack(self, seq: int) -> None:
-        self.acked = seq
-
-    async def close(self) -> None: ...
+        return [m for m in self._feed.take() if m.seq not in self._hidden]
 
 
 class FeedLog(FakeLog):
-    """A fake log that can be followed."""
+    """A fake log whose feeds can be refused, and hide what they should deliver."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: set[int] = set()
         self.refuse_feed: dict[int, Exception] = {}
-        self.feeds: dict[int, LogFeed] = {}
-        self.purges: list[tuple[int, int]] = []
+        self.feeds: dict[int, HidingFeed] = {}
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> LogFeed:
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
         if partition in self.refuse_feed:
             raise self.refuse_feed[partition]
-        self.feeds[partition] = LogFeed(self, partition, start)
+        self.feeds[partition] = HidingFeed(await super().feed(partition, term, start, wake), self.hidden)
         return self.feeds[partition]
-
-    async def purge(self, partition: int, below: int) -> None:
-        prefix = SUBJECTS.of_partition(partition)[:-1]
-        self.purges.append((partition, below))
-        self.messages = [m for m in self.messages if m.seq >= below or not m.subject.startswith(prefix)]
 
 
 class Bench:
@@ -101,7 +70,7 @@ class Bench:
     async def start(self) -> None:
         self.flusher = Flusher(
             self.log,
-            FakeHot(),
+            MemoryHotState(MemoryBucket()),
             self.ledger,
             coalesce,
             SUBJECTS,
@@ -191,7 +160,7 @@ def test_several_holes_in_one_delivery_are_all_filled() -> None:
     async def main(it: Bench) -> None:
         for n in range(8):
             await it.writer.append([n])
-        it.log.hidden = {2, 5, 6}
+        it.log.hidden.update({2, 5, 6})
         await it.start()
         assert await it.flushed("t")
         assert await it.stored() == list(range(8))

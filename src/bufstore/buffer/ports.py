@@ -17,6 +17,9 @@ from bufstore.buffer.entry import StoredEntry, StoredMessage
 from bufstore.buffer.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.verdict import Verdict
 
+#: How long a run's id is kept in the hot state: to find the run until Postgres has it, and to refuse its id to others.
+RUN_TTL_S = 7 * 24 * 3600
+
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
     """One message to be written."""
@@ -106,6 +109,18 @@ class Log(Stream, Protocol):
         """The first position of this generation of the stream; cursors below it speak of an earlier one."""
         ...
 
+    async def epoch(self) -> int | None:
+        """The generation of the stream, after checking its configuration; None if there is no stream."""
+        ...
+
+    async def create(self, epoch: int) -> None:
+        """Create the stream as generation `epoch`; a no-op if another process was faster."""
+        ...
+
+    async def first(self) -> int:
+        """The first sequence that is (or will be) in the log."""
+        ...
+
     async def end(self, timeout_s: float) -> int:
         """The last sequence of the log, asked now."""
         ...
@@ -148,6 +163,10 @@ class Log(Stream, Protocol):
 
 class HotState(Protocol):
     """Small shared facts that may be lost: run → thread, members, progress, and calls to the owner of a partition."""
+
+    async def setup(self) -> None:
+        """Create what is needed, or check what is there; get ready."""
+        ...
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
         """Make `run_id` known as a run of `thread_id`; the thread that it belongs to (maybe another one)."""
@@ -207,6 +226,33 @@ class HotState(Protocol):
 
     async def on_call(self, callback: Callable[[int], None]) -> None:
         """Call back with the partition whenever somebody asks for a flush, or -1 when members changed."""
+        ...
+
+
+class Link(Protocol):
+    """One instance's way to the server that holds log and hot state."""
+
+    @property
+    def log(self) -> Log:
+        """The log."""
+        ...
+
+    @property
+    def hot(self) -> HotState:
+        """The hot state."""
+        ...
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Messages sent and received since the start."""
+        ...
+
+    async def open(self) -> None:
+        """Connect. Raises ConfigError, LogUnavailable."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release everything: log and hot state can be used no more."""
         ...
 
 

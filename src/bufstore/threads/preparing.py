@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from bufstore.buffer.ports import Ledger
+from bufstore.buffer.ports import Ledger, Log
+from bufstore.buffer.subjects import first_position
 from bufstore.config import BufferConfig
 from bufstore.errors import LogRolledBack, StoreUnavailable
-from bufstore.nats.log import NatsLog
-from bufstore.nats.setup import EPOCH_BITS
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore
 
 
-async def prepare_log(log: NatsLog, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
+async def prepare_log(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
     """Make sure that the log exists and that it is the one that Postgres speaks of."""
     epoch = await log.epoch()
     try:
@@ -25,7 +24,7 @@ async def prepare_log(log: NatsLog, ledger: Ledger, store: WrappableStore, confi
         ) from e
 
 
-async def prepare_store(log: NatsLog, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
+async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
     """Create or migrate the tables, and compare the log with what they say; create it if it is missing."""
     await ledger.setup()
     if isinstance(store, PostgresThreadStore):
@@ -33,7 +32,7 @@ async def prepare_store(log: NatsLog, ledger: Ledger, store: WrappableStore, con
     epoch, known = await log.epoch(), await ledger.epoch()
     if epoch is None:
         epoch = known or 0
-        start = max(1, epoch << EPOCH_BITS)
+        start = first_position(epoch)
         if any(c.seq >= start for c in (await ledger.cursors()).values()):
             raise LogRolledBack(
                 f"stream {config.log.stream} is gone, and Postgres has entries of its epoch {epoch}: "
@@ -43,7 +42,7 @@ async def prepare_store(log: NatsLog, ledger: Ledger, store: WrappableStore, con
         await log.create(epoch)
         await log.epoch()
     elif known is None:
-        if await log.first() > max(1, epoch << EPOCH_BITS):
+        if await log.first() > first_position(epoch):
             raise LogRolledBack(
                 f"stream {config.log.stream} has been purged of entries that this Postgres (schema "
                 f"{getattr(ledger, 'schema', None)!r}) never had: is it the right one?"
