@@ -40,7 +40,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-class _JumpingLoop(asyncio.SelectorEventLoop):
+class JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.jumping = _JumpingSelector()
         super().__init__(self.jumping)
@@ -51,7 +51,7 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` in virtual time. Fails on a leaked task, and on an exception that nobody looked at."""
-    loop = _JumpingLoop()
+    loop = JumpingLoop()
     complaints: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: complaints.append(context))
     try:

@@ -267,6 +267,32 @@ def test_two_processes_take_turns_on_one_thread() -> None:
     test(main)
 
 
+def test_nothing_is_refused_because_of_what_was_remembered_and_is_no_more() -> None:
+    """Else a caller who loads the thread and decides again is refused for ever: a refusal makes nobody look."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint([{"id": "a"}, {"id": "b"}])
+        await two.checkpoint([{"id": "a"}])
+        await one.append([{"id": "c"}], expected=1)
+        assert await world.messages() == [{"id": "a"}, {"id": "c"}]
+        await two.checkpoint([])
+        await one.append([{"id": "c"}])
+        with pytest.raises(VersionConflict) as stale:
+            await two.append([1], expected=0)
+        assert stale.value.actual == 1
+        await _break(world, two)
+        one.appender.forget("t")
+        for instance in (one, two):
+            with pytest.raises(ThreadQuarantined):
+                await instance.append(["x"])
+        await two.checkpoint(["healed"])
+        await one.append(["y"])
+        assert await world.messages() == ["healed", "y"]
+
+    test(main)
+
+
 def test_entries_of_others_are_followed_without_asking_postgres() -> None:
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)

@@ -101,6 +101,33 @@ def test_a_full_log_pushes_back_until_it_is_flushed_and_purged() -> None:
     run(main())
 
 
+def test_a_flush_is_believed_to_postgres_only() -> None:
+    """Reports of progress may speak of commits that a failover has lost."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner) as store:
+            ledger = inner.ledger(0)
+            for n in range(2):
+                tables = [inner._threads, inner._messages, ledger._rows, ledger._cursors]
+                copies = [dict(table) for table in tables]
+                await store.checkpoint(thread_id, [n], run_of(thread_id))
+                await store.force_flush(thread_id)
+            for flush_again in (
+                lambda: store.force_flush(thread_id),
+                lambda: store.force_flush_all(),
+                lambda: store.query_messages(thread_id),
+                lambda: store.load_messages(thread_id, consistency=Consistency.STRONG),
+            ):
+                for table, copy in zip(tables, copies, strict=True):
+                    table.clear()
+                    table.update(copy)
+                await flush_again()
+                assert await inner.load_messages(thread_id) == [1]
+
+    run(main())
+
+
 def test_another_configuration_is_drift() -> None:
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()

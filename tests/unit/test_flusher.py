@@ -15,7 +15,7 @@ from bufstore.buffer.ports import Cursor, FlushFailed
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import LogConfig
-from bufstore.errors import ConfigError, LogRolledBack
+from bufstore.errors import ConfigError, LogRolledBack, StoreUnavailable
 from bufstore.memory.hot import MemoryBucket, MemoryHotState
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.log import MemoryFeed
@@ -154,6 +154,61 @@ def test_a_postgres_that_went_back_gets_what_it_missed() -> None:
         assert await it.stored("u") == ["u"]
 
     bench(main)
+
+
+def went_back(it: Bench) -> Callable[[], None]:
+    """Puts the database back to what it is now."""
+    parts = it.ledger._rows, it.ledger._cursors, it.world.store._messages, it.world.store._threads
+    copies = [dict(part) for part in parts]
+
+    def put_back() -> None:
+        for part, copy in zip(parts, copies, strict=True):
+            part.clear()
+            part.update(copy)
+
+    return put_back
+
+
+def test_a_postgres_that_went_back_gets_what_it_missed_also_when_nothing_is_written_any_more() -> None:
+    async def main(it: Bench) -> None:
+        await it.start()
+        await it.writer.append(["a"])
+        assert await it.flushed("t")
+        put_back = went_back(it)
+        await it.writer.append(["b"])
+        assert await it.flushed("t")
+        put_back()
+        assert await it.stored() == ["a"]
+        assert await it.flushed("t", within_s=10.0)
+        assert await it.stored() == ["a", "b"]
+
+    bench(main)
+
+
+def test_nothing_is_purged_that_a_postgres_which_is_away_may_have_lost() -> None:
+    """It may come back as a copy of before, long after the failover window: what counts is when it went away."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        await it.writer.append(["a"])
+        assert await it.flushed("t")
+        put_back = went_back(it)
+        for n in range(5):
+            await it.writer.append([n])
+            assert await it.flushed("t")
+        cursors = it.ledger.cursors
+
+        async def away() -> dict[int, Cursor]:
+            raise StoreUnavailable("Postgres is away")
+
+        it.ledger.cursors = away  # type: ignore[method-assign]
+        await asyncio.sleep(300)
+        put_back()
+        it.ledger.cursors = cursors  # type: ignore[method-assign]
+        assert await it.flushed("t")
+        assert await it.stored() == ["a", 0, 1, 2, 3, 4]
+
+    bench(main, failover_window_s=20.0, retain_after_flush_s=20.0)
 
 
 def test_several_holes_in_one_delivery_are_all_filled() -> None:

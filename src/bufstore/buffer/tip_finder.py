@@ -91,6 +91,19 @@ class TipFinder(Generic[M]):
         tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
         return tip
 
+    async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
+        """The tip as it is now, where `known` was it some time ago."""
+        self._tips.drop(thread_id)
+        if known.broken:
+            return await self.of_content(thread_id)  # a replay heals a chain without an entry
+        last = await self._lookups.last(self._subjects.of(thread_id))
+        if last is not None and last.seq == known.seq:
+            self._tips.put(thread_id, known)
+            return known
+        if last is not None and known.memory is not None:
+            return await self.catch_up(thread_id, known)
+        return await self.look_up(thread_id)
+
     async def catch_up(self, thread_id: str, before: Tip[M]) -> Tip[M]:
         """The tip after the entries that others appended behind `before`."""
         memory = before.memory
