@@ -149,8 +149,13 @@ class Witness:
                 raise Violation(f"entry {item.seq} of {call.kind} on {story.thread_id} is done and superseded")
         for call in self.calls:
             self._check_end(call)
-        unsettled = ("running", "unknown")
-        self.calls = [c for c in self.calls if c.outcome in unsettled and not (c.entries and not c.lineage)][-200:]
+        # A change of lineage that is done may yet be carried out again, by who finds it not marked.
+        self.calls = [
+            c
+            for c in self.calls
+            if (c.outcome in ("running", "unknown") and (c.lineage or not c.entries))
+            or (c.lineage and c.outcome == "done" and c.ended >= self._world.nats.stream.end - 50)
+        ]
 
     def _caller(self, story: Story, item: StoredEntry) -> Call:
         base, payload = story.base_of(item), decode_payload(item.entry.payload)
@@ -159,8 +164,9 @@ class Witness:
             if not call.explains(story.thread_id, payload, base):
                 raise Violation(f"{call.kind} on {base} wrote {payload}, which means {call.meant(base)}")
             return call
-        may = [c for c in self.calls if c.outcome not in ("rejected", "unavailable") or c.lineage]
-        for call in may:
+        for call in self.calls:
+            if call.outcome in ("rejected", "unavailable"):
+                continue
             if (call.lineage or not call.entries) and call.explains(story.thread_id, payload, base):
                 if call.outcome == "done" and not call.lineage and not (call.receipt and call.receipt.repeated):
                     continue

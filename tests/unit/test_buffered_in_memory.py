@@ -12,12 +12,17 @@ import pytest
 from bufstore import (
     BufferConfig,
     BufferedThreadStore,
+    Children,
     ConfigDrift,
     Consistency,
     LogConfig,
     LogFull,
     LogRolledBack,
     LogUnavailable,
+    NotFound,
+    OutcomeUnknown,
+    ReadNotFresh,
+    ThreadQuarantined,
 )
 from bufstore.buffer.ports import BatchRefused, Conflict, Outgoing
 from bufstore.memory import MemoryNats, MemoryThreadStore
@@ -152,6 +157,52 @@ def test_a_lost_stream_is_noticed() -> None:
             nats.streams["THREADLOG"] = MemoryStream(stream.config)
             with pytest.raises(LogRolledBack):
                 await store.checkpoint(thread_id, [2], run_of(thread_id, steps=1))
+
+    run(main())
+
+
+def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() -> None:
+    """The next change carries it out: whatever stops it from then on, its outcome is not known."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        parent, child = fresh(), fresh()
+        for thread_id in (parent, child):
+            await store.save_thread(thread_id)
+        await store.set_parent(child, parent)
+        children = store._lineage.children
+
+        async def away(thread_id: str) -> list[str]:
+            raise ReadNotFresh("Postgres is away")
+
+        store._lineage.children = away  # type: ignore[method-assign]
+        with pytest.raises(OutcomeUnknown):
+            await store.delete_thread(parent, children=Children.CASCADE)
+        store._lineage.children = children  # type: ignore[method-assign]
+        await store.save_thread(fresh("other"))
+        with pytest.raises(NotFound):
+            await store.set_parent(child, None)
+        assert await store.load_thread(parent) is None
+
+    alone(main)
+
+
+def test_a_thread_in_quarantine_stops_no_change_of_lineage_of_others() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner) as store:
+            broken, parent, other = fresh(), fresh(), fresh()
+            for thread_id in (broken, parent, other):
+                await store.save_thread(thread_id)
+            await store.set_parent(broken, parent)
+            nats.streams["THREADLOG"].store([Outgoing(store._subjects.of(broken), b"garbage")])
+            await store.force_flush(broken)
+            with pytest.raises(ThreadQuarantined):
+                await store.set_parent(broken, None)
+            await store.set_parent(other, parent)
+            with pytest.raises(ThreadQuarantined):
+                await store.delete_thread(parent, children=Children.DETACH)
+            await store.set_parent(other, None)
+            assert (await store.load_thread(parent)) is not None
 
     run(main())
 
