@@ -77,6 +77,7 @@ class Witness:
         self._world = world
         self.calls: list[Call] = []
         self._of_id: dict[int, Call] = {}
+        self._ids: set[int] = set()
 
     async def make(self, instance: Instance, call: Call) -> None:
         """Make the call in a process, and note what came of it."""
@@ -138,11 +139,14 @@ class Witness:
         for story, item in self._world.archive.news():
             if isinstance(item, Malformed):
                 continue
+            fate = story.fate[item.seq]
+            first = self._is_first(item)
+            if fate == "superseded" and not first:
+                continue  # a copy that was sent when its answer was lost, and landed when the first one was purged
             call = self._caller(story, item)
             if call.entries and not call.lineage:
                 raise Violation(f"{call.kind} on {call.thread_id} is in the log twice: {call.entries}, {item.seq}")
             call.entries.append(item.seq)
-            fate = story.fate[item.seq]
             if fate == "parked" and not story.tainted:
                 raise Violation(f"entry {item.seq} of {call.kind} on {story.thread_id} will be parked for no reason")
             if fate == "superseded" and call.outcome == "done":
@@ -156,6 +160,11 @@ class Witness:
             if (c.outcome in ("running", "unknown") and (c.lineage or not c.entries))
             or (c.lineage and c.outcome == "done" and c.ended >= self._world.nats.stream.end - 50)
         ]
+
+    def _is_first(self, item: StoredEntry) -> bool:
+        new = item.entry.id not in self._ids
+        self._ids.add(item.entry.id)
+        return new
 
     def _caller(self, story: Story, item: StoredEntry) -> Call:
         base, payload = story.base_of(item), decode_payload(item.entry.payload)
@@ -207,6 +216,9 @@ class Witness:
         if story.tainted:
             return
         if isinstance(error, ThreadQuarantined):
+            # A child's quarantine also stops who would detach it.
+            if call.lineage and any(s.tainted for s in self._world.archive.stories.values()):
+                return
             raise Violation(f"{call.thread_id} is not in quarantine: {error}")
         points = story.between(call.began, call.ended)
         if not any(call.meant(story.at(seq).seen) is type(error) for seq in points):
