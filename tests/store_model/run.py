@@ -23,6 +23,7 @@ WEIGHTS = {
 #: A world without poison is the stricter one: nothing may ever be parked in it.
 POISON = ("garbage", "poison", "quarantine")
 _STEPS = 120
+_TEXT_MAX = 4000
 
 
 def live(seed: int, steps: int = _STEPS) -> Steps:
@@ -48,8 +49,9 @@ def main(seconds: float, seed: int) -> int:
     while time.monotonic() - began < seconds:
         try:
             world = live(seed + worlds)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as e:
+            traceback.print_tb(e.__traceback__)
+            print(f"{type(e).__name__}: {e}"[:_TEXT_MAX])
             print(f"\nFAILED: make model SECONDS=0 SEED={seed + worlds} does it again")
             return 1
         worlds += 1

@@ -245,6 +245,8 @@ class Steps:
         if level is Consistency.READ_YOUR_WRITES:
             watermarks = story.between(lowest, highest) if story.tainted else [0]
             points = [story.shown(w, e) for w in watermarks for e in story.between(*end)]
+            if alone and story.tainted:
+                points += [point for e in story.between(*end) for point in story.alone(e)]
         else:
             first = max(end[0], lowest) if level is Consistency.STRONG else max(lowest, min(end[0], highest))
             points = [story.at(seq) for seq in story.between(first, max(first, highest))]

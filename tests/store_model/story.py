@@ -156,10 +156,10 @@ class Story:
         for item in self._assembler.feed(message, self.thread_id):
             self.items.append(item)
             self.tainted = self.tainted or isinstance(item, Malformed) or is_bad(item)
-            if isinstance(item, StoredEntry):
+            self._tell(item)
+            if isinstance(item, StoredEntry) and self.fate[item.seq] != "superseded":
                 base = self.base_of(item)
                 self.views[item.entry.id] = told(base, self.thread_id, decode_payload(item.entry.payload))
-            self._tell(item)
             yield item
 
     def base_of(self, item: StoredEntry) -> Seen:
@@ -243,6 +243,18 @@ class Story:
             if point.seq < item.seq <= end:
                 point, _ = point.after(item, self.thread_id, refuses=False)
         return point
+
+    def alone(self, end: int) -> list[Point]:
+        """What the log alone tells up to a position, from any snapshot on: it does not know what was parked."""
+        points = []
+        for i, first in enumerate(self.items):
+            if isinstance(first, StoredEntry) and first.entry.self_contained and first.seq <= end:
+                point = Point(applied_id=first.entry.prev_id)
+                for item in self.items[i:]:
+                    if item.seq <= end:
+                        point, _ = point.after(item, self.thread_id, refuses=False)
+                points.append(point)
+        return points
 
     def between(self, first: int, last: int) -> list[int]:
         """The positions that the thread had between two positions of the log, both included."""

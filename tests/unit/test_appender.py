@@ -221,6 +221,24 @@ def test_a_large_entry_is_stored_in_pieces_and_read_whole() -> None:
     run(whole())
 
 
+def test_a_large_entry_of_which_only_the_end_is_left_is_followed() -> None:
+    """Retention stops at the cursor's entry, whose first pieces may be gone then."""
+
+    async def whole() -> None:
+        world = World(FakeLog(message_bytes_max=4096))
+        one, two = Instance(world), Instance(world)
+        await one.checkpoint(["a"])
+        await two.append(["x" * 10_000])
+        await world.flush()
+        world.log.purge_below(world.log.last_seq)
+        assert (await one.append(["b"])).version == 3
+        assert await world.messages() == ["a", "x" * 10_000, "b"]
+        for instance in (one, two):
+            await instance.aclose()
+
+    run(whole())
+
+
 def test_what_is_too_large_is_rejected_and_its_neighbours_are_not() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -274,7 +292,7 @@ def test_nothing_is_refused_because_of_what_was_remembered_and_is_no_more() -> N
         two = Instance(world)
         await one.checkpoint([{"id": "a"}, {"id": "b"}])
         await two.checkpoint([{"id": "a"}])
-        await one.append([{"id": "c"}], expected=1)
+        await one.append([{"id": "c"}], expected=1, key="k")
         assert await world.messages() == [{"id": "a"}, {"id": "c"}]
         await two.checkpoint([])
         await one.append([{"id": "c"}])

@@ -85,7 +85,8 @@ class TipFinder(Generic[M]):
         """The tip with all keys that are remembered: those of its chain in the log, and those that Postgres knows."""
         seen = await self._seen_lately()
         row = await self._load_row(thread_id)
-        tip = self._tips.get(thread_id) or await self.look_up(thread_id)
+        known = self._tips.get(thread_id)
+        tip = await (self.confirm(thread_id, known) if known is not None else self.look_up(thread_id))
         if not tip.seq:
             return tip_of_row(row, seen, None)
         tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
@@ -120,6 +121,8 @@ class TipFinder(Generic[M]):
             e = item.entry
             self._writer.observe(memory, item)
             tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, ring_complete=e.ring_complete)
+        if tip.seq != messages[-1].seq:
+            return tip_of_message(messages[-1])  # of a large entry only the end is left
         self._tips.put(thread_id, tip)
         return tip
 
