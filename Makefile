@@ -35,6 +35,10 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: model
+model: $(READY) ## The model test for SECONDS (60), from SEED (1) on: one world after the other, each from its own seed
+	PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python tests/store_model/run.py $(or $(SECONDS),60) $(or $(SEED),1)
+
 .PHONY: bench-quick
 bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
 	$(BIN)/python bench/append.py

@@ -43,6 +43,8 @@ class Weather:
     rough_until: float = 0.0
     #: When the last late message arrives.
     late_until: float = 0.0
+    #: When Postgres failed last.
+    store_failed_at: float = -1.0
     seen: Counter[str] = field(default_factory=Counter)
 
     def rough(self, seconds: float) -> None:
@@ -175,8 +177,8 @@ class Postgres:
         self.weather = weather
         self.store = RefusingStore()
         self.ledger = MemoryLedger(self.store)
-        #: True while an operator has mended what makes it refuse.
-        self.mended = False
+        #: The thread of which nothing is refused at the moment.
+        self.mended: str | None = None
         self.store.database = self
 
     async def gated(self, call: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
@@ -199,6 +201,7 @@ class Postgres:
         return answer
 
     def _error(self) -> Exception:
+        self.weather.store_failed_at = asyncio.get_running_loop().time()
         return StoreUnavailable("Postgres is away")
 
     def copy(self) -> list[dict[Any, Any]]:
@@ -223,7 +226,8 @@ class RefusingStore(MemoryThreadStore):
     database: Postgres
 
     async def apply(self, connection: object, batch: Sequence[ThreadChange]) -> None:
-        if not self.database.mended and any(run_id.startswith(BAD_RUN) for c in batch for run_id in c.runs):
+        of_others = [c for c in batch if c.thread_id != self.database.mended]
+        if any(run_id.startswith(BAD_RUN) for c in of_others for run_id in c.runs):
             raise AlreadyExists("a constraint of the app's")
         await super().apply(connection, batch)
 

@@ -207,6 +207,7 @@ class Steps:
             return None
         story = world.archive.story(thread_id)
         began, flushed, log_end = world.loop.time(), world.flushed(thread_id), world.nats.stream.end
+        down = store._reads.store_down
         if level is Consistency.EVENTUAL:
             log_end = receipt.thread_seq if receipt is not None else 0
         task = instance.call(store.load_checkpoint(thread_id, consistency=level, at_least=receipt))
@@ -227,7 +228,7 @@ class Steps:
         if world.loop.time() - began > CONFIG.read_timeout_s + 1:
             raise Violation(f"a read took {world.loop.time() - began:.1f} s")
         world.counts[f"read {level.value}"] += 1
-        alone = store._reads.store_down is not None or world.weather.rough_until >= began
+        alone = (down or store._reads.store_down) is not None or world.weather.store_failed_at >= began
         return shown, (flushed, world.flushed(thread_id)), (log_end, world.nats.stream.end), alone
 
     def _judge(
@@ -297,8 +298,6 @@ class Steps:
                 raise
             return
         self.witness.audit()
-        if world.weather.rough_until >= began and kind == "run":
-            return
         world.counts[f"list {kind}"] += 1
         threads = THREADS if kind == "threads" else [thread_id]
         for t in threads:
@@ -332,7 +331,7 @@ class Steps:
                 raise
             return
         for t in THREADS if thread_id is None else [thread_id]:
-            if world.flushed(t) < ends[t] and world.weather.rough_until < began:
+            if world.flushed(t) < ends[t]:
                 raise Violation(f"{t} is flushed to {world.flushed(t)}, asked for was {ends[t]}")
 
     async def wait(self, chance: random.Random) -> None:
@@ -469,13 +468,13 @@ class Steps:
         story = world.archive.story(thread_id)
         expected = [(seq, outcome) for seq, outcome in story.replayable() if seq in waiting]
         before = {seq for seq in waiting}
-        world.postgres.mended = True
+        world.postgres.mended = thread_id
         try:
             outcomes = await instance.call(store.quarantine.replay_thread(thread_id))
         except BufstoreError:
             outcomes = None
         finally:
-            world.postgres.mended = False
+            world.postgres.mended = None
         left = {seq for seq, e in world.postgres.ledger.parked.entries.items() if e.thread_id == thread_id}
         if before != left:
             self._happened(thread_id, replayed=sorted(before - left))
