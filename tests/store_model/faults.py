@@ -120,8 +120,8 @@ class FaultyLog(MemoryLog):
                 except Conflict:
                     pass
                 raise AppendUnknown("no answer")
-            case "late":
-                self._be_late(stream, messages)
+            case "late" | "very late":
+                self._be_late(stream, messages, (0.05, 0.5, 3, 12, 45) if fault == "late" else (60,))
                 raise AppendUnknown("no answer")
             case "slow":
                 await asyncio.sleep(2)
@@ -129,9 +129,9 @@ class FaultyLog(MemoryLog):
         await self._weather.delay()
         return seq
 
-    def _be_late(self, stream: MemoryStream, messages: Sequence[Outgoing]) -> None:
+    def _be_late(self, stream: MemoryStream, messages: Sequence[Outgoing], delays: Sequence[float]) -> None:
         loop = asyncio.get_running_loop()
-        after = self._weather.chance.choice((0.05, 0.5, 3, 12, 45))
+        after = self._weather.chance.choice(delays)
         self._weather.late_until = max(self._weather.late_until, loop.time() + after)
 
         def arrive() -> None:

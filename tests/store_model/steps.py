@@ -371,6 +371,14 @@ class Steps:
         self._fault("log faults")
         await self.write(chance)
 
+    async def come_late(self, chance: random.Random) -> None:
+        """A thread's entries are purged, and a write to it goes two ways: one of them takes very long."""
+        await asyncio.sleep(50)
+        self.world.weather.log.append("very late")
+        self._fault("very late")
+        await self._make(chance, self._call(chance, chance.choice(THREADS)))
+        await asyncio.sleep(chance.choice((0, 20, 55)))
+
     async def store_faults(self, chance: random.Random) -> None:
         """The next calls of Postgres fail, before or after they took effect."""
         self.world.weather.store.extend(chance.choice((*STORE_FAULTS, "")) for _ in range(chance.choice((1, 2, 4))))
@@ -427,8 +435,15 @@ class Steps:
         self._fault("garbage", 5)
 
     async def poison(self, chance: random.Random) -> None:
-        """A checkpoint that the store refuses."""
+        """A checkpoint that the store refuses, and what comes behind it."""
         thread_id = chance.choice(THREADS[:2])
+        await self._refused(chance, thread_id)
+        for _ in range(chance.choice((0, 0, 1, 2))):
+            if chance.random() < 0.5:
+                self.world.nats.stream.store([Outgoing(SUBJECTS.of(thread_id), b"garbage")])
+            await self._make(chance, self._call(chance, thread_id))
+
+    async def _refused(self, chance: random.Random, thread_id: str) -> None:
         self._number += 1
         run = Run(run_id=f"{BAD_RUN}-{self._number}", thread_id=thread_id)
         messages = self._messages(chance, 1)
@@ -442,7 +457,9 @@ class Steps:
 
     async def quarantine(self, chance: random.Random) -> None:
         """An operator replays a thread, after he mended the cause, or gives entries up."""
-        world, thread_id = self.world, chance.choice(THREADS[:2])
+        world = self.world
+        parked = sorted({e.thread_id for e in world.postgres.ledger.parked.entries.values() if e.thread_id})
+        thread_id = chance.choice(parked or THREADS[:2])
         instance = self._instance(chance)
         if instance.store is None or world.loop.time() < world.weather.late_until:
             return
