@@ -12,7 +12,6 @@ import pytest
 from bufstore import (
     Consistency,
     LogFull,
-    LogRolledBack,
     LogUnavailable,
     OutcomeUnknown,
     ReadNotFresh,
@@ -20,7 +19,7 @@ from bufstore import (
 )
 from bufstore.embedded import Servers
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, run_of, said
 
 
 async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -> None:
