@@ -266,7 +266,7 @@ class Move:
 class Decision:
     """What one flush transaction writes, decided while the rows are locked."""
 
-    #: The domain's changes, one per thread, each with its `thread_id`.
+    #: The domain's changes, one per thread, each with its `thread_id`, and `gone` if nothing of the thread is left.
     batch: Sequence[Any] = ()
     rows: Mapping[str, Row] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
@@ -409,6 +409,14 @@ class Ledger(Protocol):
         that cannot be written (FlushFailed.culprits), if the ledger can. An exception of `decide` rolls back and passes
         through.
         """
+        ...
+
+    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
+        """Watermark and id of threads that are gone and whose watermark is below a position; those behind `after`."""
+        ...
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        """Remove these rows, but not of a thread that was written again meanwhile or that quarantine names."""
         ...
 
     async def quarantined(self) -> int:

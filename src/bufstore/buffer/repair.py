@@ -234,7 +234,8 @@ class Repair:
             if thread_id is None:
                 return Decision(parked=parked)
             batch = [self._coalesce(thread_id, row.version, planned.apply)] if planned.apply else []
-            return Decision(batch=batch, rows={thread_id: planned.row}, parked=parked)
+            after = msgspec.structs.replace(planned.row, gone=batch[0].gone) if batch else planned.row
+            return Decision(batch=batch, rows={thread_id: after}, parked=parked)
 
         try:
             await self._ledger.flush([], [thread_id] if thread_id is not None else [], decide)
