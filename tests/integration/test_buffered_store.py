@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import thread_store_contract as contract
 from bufstore import (
     AlreadyExists,
     BlockingBufferedStore,
@@ -26,14 +25,15 @@ from bufstore import (
 )
 from bufstore.embedded import Servers
 from bufstore.nats import frames
+from bufstore.testing import CHECKS, Check
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from transaction_pooler import TransactionPooler
 
 
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=str)
 @pytest.mark.parametrize("inner", ["postgres", "memory"])
-async def test_it_keeps_the_contract(deployment: Deployment, check: contract.Check, inner: str) -> None:
+async def test_it_keeps_the_contract(deployment: Deployment, check: Check, inner: str) -> None:
     async with deployment.store(MemoryThreadStore() if inner == "memory" else None) as store:
         await check(store)
 
