@@ -89,6 +89,7 @@ async def metadata_that_cannot_be_stored_are_refused(store: ThreadRunStore) -> N
     with raises(InvalidId):
         await store.save_thread("nul\0")
     assert await store.load_thread(thread_id) is None
+    await store.save_thread(thread_id, ThreadMetadata(title="t", resource_id="x" * 1024))
 
 
 @_check(Capability.EDITS, Capability.ANY_VALUE)
