@@ -38,6 +38,12 @@ async def test_it_keeps_the_contract(deployment: Deployment, check: Check, inner
         await check(store)
 
 
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_strong_reads_keep_the_contract(deployment: Deployment, check: Check) -> None:
+    async with deployment.store(consistency=Consistency.STRONG) as store:
+        await check(store)
+
+
 async def test_a_blocking_store_does_the_same(deployment: Deployment) -> None:
     def work() -> None:
         url, config = deployment.servers.nats.url, deployment.config()

@@ -40,7 +40,9 @@ async def test_edits_are_read_before_they_are_flushed(deployment: Deployment) ->
             found = await reader.load_checkpoint(thread_id)
             assert found is not None
             assert (found.messages, found.state, found.thread.metadata.title) == ([said(1)], [1], "t")
+            assert await reader.load_run(run.run_id) == run
             assert await reader.load_checkpoint(thread_id, consistency=Consistency.EVENTUAL) is None
+            assert await reader.load_run(run.run_id, consistency=Consistency.EVENTUAL) is None
         await store.delete_thread(thread_id)
         for reader in (store, other):
             assert await reader.load_checkpoint(thread_id) is None
@@ -88,6 +90,18 @@ async def test_a_deletion_stays_when_everything_is_delivered_again(deployment: D
         await store.force_flush_all()
         assert await store.load_thread(thread_id, consistency=Consistency.EVENTUAL) is None
         assert await store.load_thread(thread_id) is None
+
+
+async def test_parents_are_checked_on_what_is_written_and_not_on_what_is_flushed(deployment: Deployment) -> None:
+    async with deployment.store(flush_interval_s=600, consistency=Consistency.EVENTUAL) as store:
+        parent, child = fresh(), fresh()
+        await store.checkpoint(parent, [], run_of(parent))
+        await store.checkpoint(child, [], run_of(child, parent_thread_id=parent))
+        assert await store.load_thread(child) is None, "not flushed"
+        with pytest.raises(LineageError):
+            await store.checkpoint(parent, [], run_of(parent, 1, parent_thread_id=child))
+        with pytest.raises(LineageError):
+            await store.set_parent(parent, child)
 
 
 async def test_lineage_holds_across_instances(deployment: Deployment) -> None:

@@ -243,6 +243,37 @@ async def test_a_thread_that_was_healed_is_not_touched_by_a_replay(deployment: D
         assert await store.load_messages(thread_id) == [said(7)]
 
 
+async def test_equal_garbage_is_kept_each_time_it_comes(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        threads = [fresh(), fresh()]
+        for n in range(6):
+            await store._connection.request(store._subjects.of(threads[n % 2]), b"garbage", 5)
+        await store.force_flush_all()
+        page = await store.quarantine.page()
+        assert [p.thread_id for p in page] == threads * 3
+        assert len({p.seq for p in page}) == 6
+        assert len({p.hash for p in page}) == 6, "of where it stood, too"
+        lag = await store.lag()
+        assert set(lag.values()) == {0}, "nothing of it comes again"
+
+
+async def test_poison_is_parked_without_the_hot_bucket(deployment: Deployment) -> None:
+    deployment.verified = False
+    async with deployment.store(picky(deployment)) as store:
+        bad, good = fresh(), fresh()
+        await store.checkpoint(bad, [said(0)], run_of(bad))
+        await store.checkpoint(good, [said(0)], run_of(good))
+        await store._log.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store.checkpoint_append(bad, [{"content": "poison"}], run_of(bad))
+        await store.checkpoint_append(good, [said(1)], run_of(good))
+        await store.force_flush_all()
+        assert [p.thread_id for p in await store.quarantine.page()] == [bad]
+        assert set((await store.lag()).values()) == {0}
+        assert await store.load_messages(good, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+        with pytest.raises(ThreadQuarantined):
+            await store.load_messages(bad)
+
+
 async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deployment: Deployment) -> None:
     inner = picky(deployment)
     async with deployment.store(inner, flush_interval_s=600) as store:
