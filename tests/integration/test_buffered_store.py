@@ -109,6 +109,17 @@ async def test_all_three_levels_show_what_they_promise(deployment: Deployment) -
         assert (await store.statistics()).flusher.transactions == 1
 
 
+async def test_what_is_written_is_flushed_by_itself_in_time(deployment: Deployment) -> None:
+    async with deployment.store(flush_interval_s=0.2) as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+
+        async def there() -> bool:
+            return await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
+
+        await eventually(there, 3)
+
+
 async def test_a_tail_in_the_middle_of_a_thread_is_overlaid(deployment: Deployment) -> None:
     async with deployment.store(flush_interval_s=600) as store:
         thread_id = fresh()

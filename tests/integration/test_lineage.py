@@ -120,6 +120,22 @@ async def test_lineage_holds_across_instances(deployment: Deployment) -> None:
             assert found[1] is None or found[1].parent_thread_id is None
 
 
+async def test_parents_named_on_two_instances_at_once_make_no_cycle(deployment: Deployment) -> None:
+    async with deployment.store() as a, deployment.store() as b:
+        for _ in range(5):
+            x, y = fresh(), fresh()
+            for thread_id in (x, y):
+                await a.checkpoint(thread_id, [], run_of(thread_id))
+            outcomes = await asyncio.gather(
+                a.checkpoint(x, [1], run_of(x, 1, parent_thread_id=y)),
+                b.checkpoint(y, [1], run_of(y, 1, parent_thread_id=x)),
+                return_exceptions=True,
+            )
+            assert sorted(type(o).__name__ for o in outcomes) == ["LineageError", "Receipt"]
+            threads = [await b.load_thread(t) for t in (x, y)]
+            assert [t.parent_thread_id for t in threads if t is not None].count(None) == 1
+
+
 @pytest.mark.parametrize("kind", ["parent", "detach"])
 async def test_what_another_began_is_finished_first(deployment: Deployment, kind: str) -> None:
     """As if its process had died right behind the record."""
