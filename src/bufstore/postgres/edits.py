@@ -16,8 +16,8 @@ from bufstore.postgres.pool import Pool
 from bufstore.postgres.rows import thread_of, thread_rows
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.edits import Change, Known
-from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
-from bufstore.threads.model import Run, Thread, ThreadChange
+from bufstore.threads.lineage import LineageChange, carry_out, check
+from bufstore.threads.model import Thread, ThreadChange
 from bufstore.types import Receipt
 
 Apply = Callable[[AsyncConnection[Any], Sequence[ThreadChange]], Awaitable[None]]
@@ -55,11 +55,6 @@ class DirectEdits:
                 return await carry_out(family, wanted)
         except NoAnswer as e:
             raise OutcomeUnknown(wanted.thread_id, secrets.token_hex(8)) from e
-
-    async def check_parent(self, connection: AsyncConnection[Any], run: Run) -> None:
-        """Let no change of lineage happen until the transaction ends; raise LineageError as `NamedParents.check`."""
-        await self.run(connection, "lock_lineage", self._schema)
-        await NamedParents(_Family(self, connection).thread).check(run)
 
     async def edit_on(self, connection: AsyncConnection[Any], wanted: Change) -> Receipt:
         """Decide and write in the transaction of the connection."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -134,7 +133,8 @@ class PostgresThreadStore:
         and a second try could not find out what came of the first.
         """
         call = _Call.of(thread_id, messages, run, idempotency_key)
-        return await self._save(call, run, append=False, expected=None)
+        await self._parents.check(run)
+        return await self._save(call, append=False, expected=None)
 
     async def checkpoint_append(
         self,
@@ -153,19 +153,16 @@ class PostgresThreadStore:
         ids = [h for h in call.id_hashes if h is not None]
         if len(set(ids)) < len(ids):
             raise AlreadyExists(f"thread {thread_id!r}: two of the messages to append have the same id")
-        return await self._save(call, run, append=True, expected=expected_version)
+        await self._parents.check(run)
+        return await self._save(call, append=True, expected=expected_version)
 
-    async def _save(self, call: _Call, run: Run, *, append: bool, expected: int | None) -> Receipt:
-        # A run that gives a thread its parent has its turn among the changes of lineage: two round trips more.
-        turn = run if await self._parents.check(run) else None
+    async def _save(self, call: _Call, *, append: bool, expected: int | None) -> Receipt:
         # Without a key of the caller's a random one does: it makes the second try below exactly-once.
         key = call.key if call.key is not None else secrets.token_hex(8)
         entry_id = secrets.randbits(63)
         parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
-        row = await self._exactly_once(call.thread_id, key, parameters, turn)
+        row = await self._exactly_once(call.thread_id, key, parameters)
         outcome, saves, last_id, version = row
-        if outcome in ("stored", "repeated"):
-            self._parents.remember(run)
         if outcome == "repeated" and (last_id == entry_id or call.key is None):
             # The first try had taken effect: it was this call's own.
             return Receipt(thread_id=call.thread_id, thread_seq=saves, id=entry_id, version=version)
@@ -179,15 +176,13 @@ class PostgresThreadStore:
             )
         raise _refusal(outcome, call, expected, version)
 
-    async def _exactly_once(
-        self, thread_id: str, key: str, parameters: Sequence[Any], turn: Run | None
-    ) -> tuple[Any, ...]:
+    async def _exactly_once(self, thread_id: str, key: str, parameters: Sequence[Any]) -> tuple[Any, ...]:
         """Run the checkpoint function; when no answer comes, once more with the same key."""
         deadline = asyncio.get_running_loop().time() + self._timeout_s
         unanswered = False
         while True:
             try:
-                rows = await self._fetch("checkpoint", parameters, deadline=deadline, turn=turn)
+                rows = await self._fetch("checkpoint", parameters, deadline=deadline)
             except NoAnswer as e:
                 if unanswered or asyncio.get_running_loop().time() >= deadline:
                     raise OutcomeUnknown(thread_id, key) from e
@@ -354,14 +349,9 @@ class PostgresThreadStore:
                 raise
             return await self._fetch(name, parameters, deadline=deadline)
 
-    async def _fetch(
-        self, name: str, parameters: Sequence[Any], *, deadline: float, turn: Run | None = None
-    ) -> list[tuple[Any, ...]]:
+    async def _fetch(self, name: str, parameters: Sequence[Any], *, deadline: float) -> list[tuple[Any, ...]]:
         left = deadline - asyncio.get_running_loop().time()
-        async with self.pool.lend(left) as connection, contextlib.AsyncExitStack() as stack:
-            if turn is not None:
-                await stack.enter_async_context(connection.transaction())
-                await self._edits.check_parent(connection, turn)
+        async with self.pool.lend(left) as connection:
             cursor = columns.Cursor(connection)
             await cursor.execute(self._sql[name], parameters, binary=True)
             return await cursor.fetchall()

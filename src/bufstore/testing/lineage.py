@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bufstore.errors import AlreadyExists, InvalidId, InvalidQuery, LineageError, NotFound, VersionConflict
+from bufstore.errors import InvalidId, InvalidQuery, LineageError, NotFound
 from bufstore.testing.basics import Capability, Check, at_once, count, fresh, raises, registrar, run_of
 from bufstore.threads.lineage import Children
 from bufstore.threads.model import Thread, ThreadMetadata
@@ -86,37 +86,6 @@ async def two_threads_do_not_become_each_others_parents(store: ThreadRunStore) -
     )
     assert count(outcomes, LineageError) == 1
     assert [await _parent(store, t) for t in (a, b, c)].count(None) == 1
-
-
-@_check(Capability.LINEAGE)
-async def parents_that_runs_name_at_once_make_no_cycle(store: ThreadRunStore) -> None:
-    for _ in range(3):
-        _, *threads = await _family(store, None, 0, 0, 0)
-        for t in threads:
-            await store.set_parent(t, None)
-        outcomes = await at_once(
-            *(
-                store.checkpoint(t, ["new"], run_of(t, "second-" + t, parent_thread_id=threads[(n + 1) % 3]))
-                for n, t in enumerate(threads)
-            ),
-            refused=LineageError,
-        )
-        assert count(outcomes, LineageError) == 1
-        assert [await _parent(store, t) for t in threads].count(None) == 1
-        found = [await store.load_messages(t) for t in threads]
-        assert found.count(["new"]) == 2, "what was refused is not stored"
-
-
-@_check()
-async def a_checkpoint_that_is_refused_gives_no_parent(store: ThreadRunStore) -> None:
-    a, b = await _family(store, None, None)
-    with raises(VersionConflict):
-        await store.checkpoint_append(a, [1], run_of(a, parent_thread_id=b), expected_version=7)
-    with raises(AlreadyExists):
-        await store.checkpoint(a, [1], run_of(a, run_of(b).run_id, parent_thread_id=b))
-    assert await _parent(store, a) is None
-    await store.checkpoint_append(a, [1], run_of(a, parent_thread_id=b), expected_version=1)
-    assert await _parent(store, a) == b
 
 
 @_check(Capability.LINEAGE, Capability.EDITS, Capability.LISTS, Capability.MESSAGE_PAGES)

@@ -23,7 +23,6 @@ from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import Ledger
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
-from bufstore.buffer.tip import Prepare
 from bufstore.buffer.verify import Verifier
 from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.errors import AlreadyExists, BufstoreError, ConfigError
@@ -218,7 +217,11 @@ class BufferedThreadStore:
         Needs Postgres only with an idempotency key on a thread that the log does not know: then StoreUnavailable.
         """
         call = self._call(thread_id, messages, run, idempotency_key)
-        return await self._save(call, run, call.whole_list, idempotency_key, "whole")
+        await self._lineage.check_run(run)
+        await self._writer.claim(run)
+        return await self._appender.append(
+            thread_id, call.whole_list, key=idempotency_key, content=_content("whole", call, idempotency_key)
+        )
 
     async def checkpoint_append(
         self,
@@ -237,7 +240,14 @@ class BufferedThreadStore:
         present = [i for i in call.ids if i]
         if len(set(present)) < len(present):
             raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
-        return await self._save(call, run, call.appending(expected_version), idempotency_key, "append")
+        await self._lineage.check_run(run)
+        await self._writer.claim(run)
+        return await self._appender.append(
+            thread_id,
+            call.appending(expected_version),
+            key=idempotency_key,
+            content=_content("append", call, idempotency_key),
+        )
 
     async def create_run(self, run: Run) -> Receipt:
         """See `ThreadRunStore.create_run`; for the errors of all edits, `bufstore.threads.buffered_edits`."""
@@ -272,14 +282,6 @@ class BufferedThreadStore:
     async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
         """See `ThreadRunStore.delete_thread`."""
         return await self._lineage.change(lineage.deletion(thread_id, children))
-
-    async def _save(self, call: Call, run: Run, draft: Prepare[MessageMemory], key: str | None, kind: str) -> Receipt:
-        async def append() -> Receipt:
-            await self._writer.claim(run)
-            content = content_hash(kind, call.encoded, call.run) if key is not None else b""
-            return await self._appender.append(call.thread_id, draft, key=key, content=content)
-
-        return await self._lineage.saving(run, append)
 
     def _call(self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> Call:
         """Check and encode everything before any I/O; afterwards the caller may change his objects."""
@@ -492,3 +494,7 @@ class BufferedThreadStore:
             self._log.ends(filters, self._config.read_timeout_s), self._ledger.cursors()
         )
         return {p: max(0, end - (cursors[p].seq if p in cursors else 0)) for p, end in enumerate(ends)}
+
+
+def _content(kind: str, call: Call, key: str | None) -> bytes:
+    return content_hash(kind, call.encoded, call.run) if key is not None else b""

@@ -76,8 +76,8 @@ def deletion(thread_id: str, children: Children) -> LineageChange:
 class NamedParents:
     """Checks the parent that a run names, before its first checkpoint; the ones behind it pay nothing.
 
-    A parent is sticky, so once a thread has one, what later runs name is of no account. Threads that have one are
-    remembered for this process's life, or until this process changes the lineage of any.
+    A parent is sticky, so once a thread has one, what later runs name is of no account. What was found to be good is
+    remembered for this process's life, or until this process changes the thread's lineage.
     """
 
     def __init__(self, thread: Callable[[str], Awaitable[Thread | None]], *, remembered: int = 10_000) -> None:
@@ -85,26 +85,15 @@ class NamedParents:
         self._remembered = remembered
         self._good: OrderedDict[str, str] = OrderedDict()
 
-    async def check(self, run: Run) -> bool:
-        """Raise LineageError unless the run's thread may have, or need not have, the parent that the run names.
-
-        True when a checkpoint with the run changes the lineage of a thread that is there already: it must take its turn
-        among such changes. A new thread need not: it is nobody's ancestor.
-        """
+    async def check(self, run: Run) -> None:
+        """Raise LineageError unless the run's thread may have, or need not have, the parent that the run names."""
         parent = run.parent_thread_id
         if parent is None or self._good.get(run.thread_id) == parent:
-            return False
-        thread = await self._thread(run.thread_id)
-        if thread is not None and thread.parent_thread_id is not None:
-            return False
-        await check_parent(self._thread, run.thread_id, parent)
-        return thread is not None
-
-    def remember(self, run: Run) -> None:
-        """A checkpoint with the run is stored: its thread has a parent, if the run names one."""
-        if run.parent_thread_id is None:
             return
-        self._good[run.thread_id] = run.parent_thread_id
+        thread = await self._thread(run.thread_id)
+        if thread is None or thread.parent_thread_id is None:
+            await check_parent(self._thread, run.thread_id, parent)
+        self._good[run.thread_id] = parent
         while len(self._good) > self._remembered:
             self._good.popitem(last=False)
 
