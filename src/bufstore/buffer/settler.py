@@ -311,7 +311,8 @@ class Settler:
                 except Inapplicable as e:
                     self._poison[e.entry_id] = str(e)
                     continue
-                new_rows[thread_id] = todo.row
+                gone = batch[-1].gone if todo.apply else todo.row.gone
+                new_rows[thread_id] = msgspec.structs.replace(todo.row, gone=gone)
                 parked += map(self._with_cause, todo.park)
                 break
         if gaps:

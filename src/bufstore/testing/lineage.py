@@ -172,6 +172,27 @@ async def children_are_deleted_too(store: ThreadRunStore) -> None:
 
 
 @_check(Capability.LINEAGE)
+async def runs_that_name_each_others_threads_close_no_circle(store: ThreadRunStore) -> None:
+    for _ in range(3):
+        _, *ring = await _family(store, None, 0, 0, 0)
+        for t in ring:
+            await store.set_parent(t, None)
+        outcomes = await at_once(
+            *(
+                store.checkpoint(t, ["new"], run_of(t, f"named-{t}", parent_thread_id=ring[n - 1]))
+                for n, t in enumerate(ring)
+            ),
+            refused=LineageError,
+        )
+        assert count(outcomes, LineageError) == 1
+        parents = {t: await _parent(store, t) for t in ring}
+        assert sum(p is None for p in parents.values()) == 1
+        assert all(parents[t] in (None, ring[n - 1]) for n, t in enumerate(ring))
+        found = [await store.load_messages(t) for t in ring]
+        assert found.count(["new"]) == 2, "what was refused is not stored"
+
+
+@_check(Capability.LINEAGE)
 async def a_parent_is_not_deleted_from_under_a_new_child(store: ThreadRunStore) -> None:
     a, b = await _family(store, None, None)
     outcomes = await at_once(store.delete_thread(a), store.set_parent(b, a), refused=LineageError)
