@@ -47,7 +47,8 @@ class ThreadReader(Protocol):
 
 @runtime_checkable
 class Queryable(Protocol):
-    """The reads over many rows. A wrapped store that has them answers the buffered store's lists.
+    """The reads over many rows. A wrapped store that has them answers the buffered store's lists. For its own pages and
+    cursors, `bufstore.threads.queries` and `bufstore.threads.message_pages` have what is the same for all tables.
 
     A page of a buffered store shows what is flushed of a thread in quarantine, and marks it: `Page.quarantined`. Any
     other store leaves that empty.
