@@ -148,6 +148,7 @@ class Two:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.slow.go.set()
         for part in (self.slow, self.plain, self.first, self.second):
             await part.aclose()
 
@@ -158,7 +159,7 @@ async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str, seq: in
 
     def decide(rows: Mapping[str, Row]) -> Decision:
         found.update(rows)
-        before = rows[thread_id]
+        before = rows.get(thread_id, Row())
         batch = [change(thread_id, before.version, [seq], run_of(thread_id))]
         return Decision(batch, {thread_id: Row(seq, seq, before.version + 1, b"")})
 
@@ -173,12 +174,12 @@ async def test_two_flushes_of_one_new_thread_take_turns(deployment: Deployment) 
         thread_id = fresh()
         (one,), (other,) = await two.first.take([0], "a"), await two.second.take([1], "b")
         held = asyncio.create_task(_flush(two.first, one, thread_id, 5))
-        await two.slow.entered.wait()
+        await asyncio.wait_for(two.slow.entered.wait(), 10)
         with pytest.raises(FlushFailed) as waits:
             await _flush(two.second, other, thread_id, 6)
         assert waits.value.verdict is Verdict.ISOLATE
         two.slow.go.set()
-        assert (await held)[thread_id] == Row()
+        assert (await held).get(thread_id) == Row()
         assert (await _flush(two.second, other, thread_id, 6))[thread_id] == Row(5, 5, 1, b"")
         assert await two.plain.load_messages(thread_id) == [5, 6]
 
@@ -206,7 +207,7 @@ async def test_an_owner_that_stops_inside_its_transaction_is_not_overtaken(deplo
         thread_id = fresh()
         (old,) = await two.first.take([0], "a")
         held = asyncio.create_task(_flush(two.first, old, thread_id, 5))
-        await two.slow.entered.wait()
+        await asyncio.wait_for(two.slow.entered.wait(), 10)
         taking = asyncio.create_task(two.second.take([0], "b"))
         done, _ = await asyncio.wait([taking], timeout=0.3)
         assert not done
