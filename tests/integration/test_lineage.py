@@ -40,7 +40,9 @@ async def test_edits_are_read_before_they_are_flushed(deployment: Deployment) ->
             found = await reader.load_checkpoint(thread_id)
             assert found is not None
             assert (found.messages, found.state, found.thread.metadata.title) == ([said(1)], [1], "t")
+            assert await reader.load_run(run.run_id) == run
             assert await reader.load_checkpoint(thread_id, consistency=Consistency.EVENTUAL) is None
+            assert await reader.load_run(run.run_id, consistency=Consistency.EVENTUAL) is None
         await store.delete_thread(thread_id)
         for reader in (store, other):
             assert await reader.load_checkpoint(thread_id) is None
@@ -88,6 +90,18 @@ async def test_a_deletion_stays_when_everything_is_delivered_again(deployment: D
         await store.force_flush_all()
         assert await store.load_thread(thread_id, consistency=Consistency.EVENTUAL) is None
         assert await store.load_thread(thread_id) is None
+
+
+async def test_parents_are_checked_on_what_is_written_and_not_on_what_is_flushed(deployment: Deployment) -> None:
+    async with deployment.store(flush_interval_s=600, consistency=Consistency.EVENTUAL) as store:
+        parent, child = fresh(), fresh()
+        await store.checkpoint(parent, [], run_of(parent))
+        await store.checkpoint(child, [], run_of(child, parent_thread_id=parent))
+        assert await store.load_thread(child) is None, "not flushed"
+        with pytest.raises(LineageError):
+            await store.checkpoint(parent, [], run_of(parent, 1, parent_thread_id=child))
+        with pytest.raises(LineageError):
+            await store.set_parent(parent, child)
 
 
 async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deployment: Deployment) -> None:
@@ -140,6 +154,22 @@ async def test_lineage_holds_across_instances(deployment: Deployment) -> None:
             found = [await a.load_thread(t) for t in (x, y)]
             assert found[0] is None
             assert found[1] is None or found[1].parent_thread_id is None
+
+
+async def test_parents_named_on_two_instances_at_once_make_no_cycle(deployment: Deployment) -> None:
+    async with deployment.store() as a, deployment.store() as b:
+        for _ in range(5):
+            x, y = fresh(), fresh()
+            for thread_id in (x, y):
+                await a.checkpoint(thread_id, [], run_of(thread_id))
+            outcomes = await asyncio.gather(
+                a.checkpoint(x, [1], run_of(x, 1, parent_thread_id=y)),
+                b.checkpoint(y, [1], run_of(y, 1, parent_thread_id=x)),
+                return_exceptions=True,
+            )
+            assert sorted(type(o).__name__ for o in outcomes) == ["LineageError", "Receipt"]
+            threads = [await b.load_thread(t) for t in (x, y)]
+            assert [t.parent_thread_id for t in threads if t is not None].count(None) == 1
 
 
 @pytest.mark.parametrize("kind", ["parent", "detach"])

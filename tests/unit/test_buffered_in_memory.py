@@ -28,8 +28,8 @@ from bufstore.buffer.ports import BatchRefused, Conflict, Outgoing
 from bufstore.memory import MemoryNats, MemoryThreadStore
 from bufstore.memory.hot import MemoryBucket, MemoryHotState
 from bufstore.memory.log import MemoryLog, MemoryStream
-from thread_store_basics import fresh, run_of
-from thread_store_contract import CHECKS, Check
+from bufstore.testing import CHECKS, Check
+from helpers import fresh, run_of
 from unit.fake_log import run
 
 CONFIG = BufferConfig(flush_interval_s=0.05, lease_s=2)
@@ -52,7 +52,7 @@ def alone(main: Callable[[BufferedThreadStore], Awaitable[None]], **config: Any)
     run(whole())
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=str)
 def test_it_keeps_the_contract(check: Check) -> None:
     alone(check)
 

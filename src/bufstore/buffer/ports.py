@@ -428,6 +428,10 @@ class Ledger(Protocol):
         """The threads' rows, and up to where entries of them were discarded; threads without one are left out."""
         ...
 
+    async def broken(self) -> frozenset[str]:
+        """The threads whose chain is broken: no more than entries wait in quarantine."""
+        ...
+
     async def flush(
         self,
         moves: Sequence[Move],

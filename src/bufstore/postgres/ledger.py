@@ -89,6 +89,9 @@ class PostgresLedger:
         found = await self._fetch("rows", columns.texts(thread_ids))
         return {thread_id: (Row(*row), given_up) for thread_id, given_up, *row in found}
 
+    async def broken(self) -> frozenset[str]:
+        return frozenset(row[0] for row in await self._fetch("broken"))
+
     async def has_threads(self) -> bool:
         """Whether a PostgresThreadStore has its tables in the same schema."""
         return bool((await self._fetch("has_threads", self.schema))[0][0])

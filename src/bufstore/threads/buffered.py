@@ -104,10 +104,8 @@ class BufferedThreadStore:
             self._log, self._hot, self._subjects, reader_for(store, ledger), self._waiter, config, own_seq=self._own_seq
         )
         self._writer = ThreadWriter(self._reads, ledger, self._hot, config)
-        self._appender: Appender[MessageMemory] = Appender(
-            self._log, self._subjects, config, self._writer, self._writer.row
-        )
-        self._lists = BufferedLists(store, self._reads, config)
+        self._appender = Appender[MessageMemory](self._log, self._subjects, config, self._writer, self._writer.row)
+        self._lists = BufferedLists(store, ledger, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
         self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
         self._closing: asyncio.Task[None] | None = None
