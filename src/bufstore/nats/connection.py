@@ -160,7 +160,7 @@ class Connection:
     async def _connect(self) -> None:
         error: Exception | None = None
         for url in self._config.servers:
-            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else Client()
+            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else _Client()
             errors: list[Exception] = []
             try:
                 async with asyncio.timeout(2 * self._config.connect_timeout_s):
@@ -264,7 +264,19 @@ class Connection:
         return ", ".join(mask_url(u) for u in self._config.servers)
 
 
-class _TlsClient(Client):
+class _Client(Client):
+    """Reads on whatever others have published: headers that are none would end nats-py's reading task."""
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            found: dict[str, str] | None = await super()._process_headers(headers)
+        except Exception as e:  # an IndexError for a block without a line, for one
+            _log.debug("headers that are none: %s", type(e).__name__, extra={"action": "nats_headers"})
+            return None
+        return found
+
+
+class _TlsClient(_Client):
     """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it."""
 
     def _connect_command(self) -> bytes:

@@ -192,12 +192,13 @@ class _Get:
 
     def add(self, msg: Msg) -> None:
         headers = msg.headers or {}
-        status = headers.get("Status")
-        if status is None:
+        # What was stored may have a status of its own: anybody may publish. Only the server adds a sequence.
+        if "Nats-Sequence" in headers:
             self._messages.append(
                 StoredMessage(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers.get(HEADER), msg.data)
             )
         elif not self.done.done():
+            status = headers.get("Status")
             if status in ("204", "404"):
                 self.done.set_result((self._messages, int(headers.get("Nats-Num-Pending", "0"))))
             else:
