@@ -34,6 +34,7 @@ _REFUSED = re.compile(
     r"does not match host name",
     re.IGNORECASE | re.DOTALL,
 )
+_PORT = re.compile(r"\s*[0-9]{1,5}\s*")
 _REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
 
 
@@ -167,10 +168,18 @@ def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -
 
 def _parsed(conninfo: str) -> dict[str, Any]:
     try:
-        return dict(conninfo_to_dict(conninfo))
-    except psycopg.ProgrammingError:
+        found = dict(conninfo_to_dict(conninfo))
+    except (psycopg.ProgrammingError, UnicodeEncodeError):
         # libpq's message quotes the string, password and all.
         raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)") from None
+    # Of a password with an unescaped "/", "@" or "#" libpq takes a part for the address, and would say it in errors.
+    hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
+    if "@" in hosts or not all(p == "" or _PORT.fullmatch(p) for p in ports.split(",")):
+        raise ConfigError(
+            "the Postgres connection string names no usable host and port; "
+            "special characters of user and password in a URL are written as %XX"
+        )
+    return found
 
 
 def _is_alive(connection: AsyncConnection[Any]) -> bool:

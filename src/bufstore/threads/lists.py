@@ -20,8 +20,11 @@ from bufstore.threads.queries import (
     RunQuery,
     ThreadPage,
     ThreadQuery,
+    check_limit,
     check_message_id,
     check_query,
+    read_cursor,
+    read_position,
     record_of,
 )
 from bufstore.threads.read import ThreadReads
@@ -40,10 +43,15 @@ class BufferedLists:
         self, thread_id: str, query: MessageQuery, limit: int, cursor: str | None, level: Consistency
     ) -> MessagePage:
         """See `Queryable.query_messages`. Raises ReadNotFresh, and what the wrapped store raises."""
+        check_id(thread_id, "thread_id")
+        check_query(query)
+        check_limit(limit)
+        if cursor is not None:
+            read_cursor(cursor, query, thread_id, int)
         if self._store is not None:
-            await self._barrier(level, check_id(thread_id, "thread_id"))
+            await self._barrier(level, thread_id)
             return await self._store.query_messages(thread_id, query, limit=limit, cursor=cursor)
-        state = await self._reads.thread(check_id(thread_id, "thread_id"), level)
+        state = await self._reads.thread(thread_id, level)
 
         async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
             found = list(enumerate(state.messages, 1))[low - 1 : high]
@@ -80,6 +88,8 @@ class BufferedLists:
         """See `Queryable.query_threads`. Raises ConfigError if the wrapped store has no queries."""
         store = self._queryable
         check_query(query)
+        check_limit(limit)
+        read_position(cursor, query)
         await self._barrier(level)
         return await store.query_threads(query, limit=limit, cursor=cursor)
 
