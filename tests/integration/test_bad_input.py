@@ -39,8 +39,8 @@ HOSTILE = [
     "\r\n", "\r\nPUB x 1\r\nx\r\n", "$JS.API.STREAM.DELETE.x", "_INBOX.x", "'; DROP TABLE threads; --", '"', "%s",
     "%(x)s", "{}", "{schema}", "$1", "\\x00", "\x01", "\x1b[2J", "\x7f", "\u2028", "\u202e", "\ufeff", "[red]x[/]", "=",
     "==", "-", "_", "é", unicodedata.normalize("NFD", "é"), "É", "ﬁ", "fi", "ß", "ss", "ẞ", "İ", "i", "I", "ı", "A",
-    "a", "Ａ", "🧵", "\U0010ffff", "\ue000", "0", "00", "1", "-1", "null", "None", "true", "NaN", "t" * 1024, "t" * 1023,
-    LONGEST,
+    "a", "Ａ", "🧵", "\U0010ffff", "\ue000", "0", "00", "1", "-1", "null", "None", "true", "NaN", "t" * 1024,
+    "t" * 1023, LONGEST,
 ]  # fmt: skip
 UNUSABLE = ["", "\0", "a\0b", "t" * 1025, "é" * 512 + "t", "\ud800", "a\udfffb", None, 5, b"bytes", ["list"], 1.5, True]
 
@@ -137,7 +137,7 @@ async def test_what_is_no_run_no_list_or_no_query_is_refused_before_any_io(deplo
         for call in calls:
             with pytest.raises(Rejected):
                 await call
-        assert store._connection.traffic == traffic
+            assert store._connection.traffic == traffic, call
 
 
 async def test_a_thread_of_no_one_and_ten_thousand_messages(deployment: Deployment) -> None:

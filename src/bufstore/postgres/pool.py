@@ -112,6 +112,11 @@ class Pool(AsyncConnectionPool[_Connection]):
                 # The alarm ends the statement; the timeout is for what else the block may wait for.
                 async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
                     yield connection
+            except Exception as e:
+                if _is_read_only(e):
+                    # A session may stay so after the server is not, and the address may lead to another one by now.
+                    await connection.close()
+                raise
             finally:
                 if alarm.off():
                     # The cancel request may still be under way: it must not hit the next one's statement.
@@ -185,10 +190,16 @@ def _parsed(conninfo: str) -> dict[str, Any]:
 def _is_alive(connection: AsyncConnection[Any]) -> bool:
     """False when the server has closed this idle connection: read what has arrived, without waiting."""
     try:
+        # Twice: a server that ends a session says so first, and libpq sees the end only when it reads on.
+        connection.pgconn.consume_input()
         connection.pgconn.consume_input()
     except psycopg.Error:
         return False
     return not connection.closed
+
+
+def _is_read_only(error: BaseException) -> bool:
+    return any(isinstance(e, psycopg.errors.ReadOnlySqlTransaction) for e in (error, error.__cause__))
 
 
 class _Alarm:

@@ -81,6 +81,8 @@ class BufferedLists:
         """See `Queryable.query_runs`. Raises ConfigError if the wrapped store has no queries."""
         store = self._queryable
         check_query(query)
+        check_limit(limit)
+        read_position(cursor, query)
         await self._barrier(level, query.thread_id)
         return await store.query_runs(query, limit=limit, cursor=cursor)
 
