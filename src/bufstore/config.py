@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from ssl import SSLContext
@@ -54,11 +55,11 @@ def split_url(url: str) -> tuple[str, str | None, str | None]:
     # Up to the last "@": a password may hold any character.
     login, has_login, address = url[len(scheme) :].rpartition("@")
     bare = scheme + address
-    try:
+    usable = False
+    with suppress(ValueError):  # a port that is no number
         parts = urlsplit(scheme + address if scheme else f"nats://{address}")
         usable = bool(parts.hostname) and parts.port != 0 and _ADDRESS.fullmatch(address) is not None
-    except ValueError:  # a port that is no number
-        usable = False
+        usable = usable and (scheme.startswith("ws") or parts.path in ("", "/"))
     if not usable:
         raise ConfigError(
             "a NATS URL cannot be read: nats://[user:password@]host[:port] is needed, with %XX for special characters"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import psycopg
 from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
@@ -24,6 +23,7 @@ from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.stream import NatsStream
 from bufstore.postgres.migrate import check_schema
+from bufstore.postgres.pool import check_conninfo
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
 
@@ -87,11 +87,8 @@ class Target:
 
     def plain(self, *, pool_size: int = 8) -> PostgresThreadStore:
         """The Postgres store alone, without buffer: what it reads is what Postgres holds."""
-        try:
-            conninfo = make_conninfo(self.postgres, application_name=self.session)
-        except (psycopg.ProgrammingError, UnicodeEncodeError):
-            # libpq's message quotes the string, password and all.
-            raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)") from None
+        check_conninfo(self.postgres)
+        conninfo = make_conninfo(self.postgres, application_name=self.session)
         return PostgresThreadStore(conninfo, schema=self.schema, pool_size=pool_size)
 
     async def find_log(self) -> LogConfig | None:

@@ -84,7 +84,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             "application_name": "bufstore",
         }
         super().__init__(
-            make_conninfo(**(defaults | _parsed(conninfo))),
+            make_conninfo(**(defaults | check_conninfo(conninfo))),
             connection_class=_Connection,
             kwargs={"autocommit": True, "prepare_threshold": None, "failure": self._failure},
             min_size=min(2, size),
@@ -171,12 +171,14 @@ def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -
     return Pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
 
 
-def _parsed(conninfo: str) -> dict[str, Any]:
-    try:
+def check_conninfo(conninfo: str) -> dict[str, Any]:
+    """The parameters of a connection string. Raises ConfigError, which shows nothing of it."""
+    found: dict[str, Any] | None = None
+    with suppress(psycopg.ProgrammingError, UnicodeError):
         found = dict(conninfo_to_dict(conninfo))
-    except (psycopg.ProgrammingError, UnicodeEncodeError):
-        # libpq's message quotes the string, password and all.
-        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)") from None
+    if found is None:
+        # Not within an except: libpq's message quotes the string, password and all, and would be our context.
+        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)")
     # Of a password with an unescaped "/", "@" or "#" libpq takes a part for the address, and would say it in errors.
     hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
     if "@" in hosts or not all(p == "" or _PORT.fullmatch(p) for p in ports.split(",")):
