@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import unicodedata
-import zlib
-from base64 import b64encode
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from nats.aio.client import Client
+from click.testing import CliRunner
 
 from bufstore import (
-    BufferedThreadStore,
     Consistency,
     InvalidId,
     InvalidQuery,
@@ -27,11 +26,14 @@ from bufstore import (
     ThreadQuarantined,
     ThreadQuery,
 )
-from bufstore.buffer.entry import Base, Entry, encode
-from bufstore.threads.model import RunSave, encode_run
+from bufstore.buffer.entry import Base
+from bufstore.cli.app import app
+from bufstore.embedded import Servers
+from bufstore.threads.model import encode_run
 from bufstore.threads.payload import Payload, encode_payload
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
+from hostile import RUN, forged, publish_raw, saved, sealed
 
 LONGEST = "é" * 512
 HOSTILE = [
@@ -168,7 +170,7 @@ async def test_an_entry_around_max_payload_with_its_headers(deployment: Deployme
     """One byte too many would not fail: the server closes the connection."""
     async with deployment.store() as store:
         most = store._log.message_bytes_max
-        empty = len(encode_payload(Payload(0, [b"\xc4\x00"], encode_run(run_of("t" * 39)), _save("r"))))
+        empty = len(encode_payload(Payload(0, [b"\xc4\x00"], encode_run(run_of("t" * 39)), saved("r"))))
         sizes = sorted(
             {most + d for d in (-2100, -1025, -1024, -1023, -1, 0, 1)} | {most - empty - 1024 + d for d in range(-3, 4)}
         )
@@ -258,20 +260,6 @@ async def test_what_a_caller_changes_in_what_he_was_given_changes_nothing(deploy
 # --- what others publish ----------------------------------------------------------------------------------------
 
 
-async def publish_raw(store: BufferedThreadStore, subject: str, headers: bytes | None, body: bytes) -> None:
-    """Publish what no client would; return once the stream has it."""
-    client: Client = store._connection.client()
-    inbox = client.new_inbox()
-    answer = await client.subscribe(inbox, max_msgs=1)
-    if headers is None:
-        head = f"PUB {subject} {inbox} {len(body)}\r\n".encode()
-    else:
-        head = f"HPUB {subject} {inbox} {len(headers)} {len(headers) + len(body)}\r\n".encode() + headers
-    await client._send_command(head + body + b"\r\n")
-    await client.flush()
-    assert b'"seq"' in (await answer.next_msg(timeout=5)).data
-
-
 HEADERS = [
     b"NATS/1.0 404 No Messages\r\n\r\n", b"NATS/1.0 204 EOB\r\n\r\n", b"NATS/1.0 409 MaxRequestMaxBytes\r\n\r\n",
     b"NATS/1.0 100 Idle Heartbeat\r\n\r\n", b"NATS/1.0 503\r\n\r\n", b"NATS/1.0\r\nStatus: 404\r\n\r\n",
@@ -319,34 +307,7 @@ async def test_what_was_acknowledged_behind_garbage_is_read(deployment: Deployme
             receipt = await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id))
 
 
-def _save(run_id: str, **fields: Any) -> RunSave:
-    return RunSave(run_id, fields.get("status", RunStatus.DONE), fields.get("parent"))
-
-
-def _sealed(meta: Any, body: bytes, version: object = 1) -> bytes:
-    text = b64encode(msgspec.msgpack.encode(meta))
-    checksum = zlib.crc32(body, zlib.crc32(text))
-    return f"NATS/1.0\r\nBufstore-Entry: {version}.{checksum:08x}.{text.decode()}\r\n\r\n".encode()
-
-
-def _forged(payload: bytes, *, version: int = 1, self_contained: bool = True) -> bytes:
-    """The headers of an entry like ours, its checksum right, that says it is a whole thread."""
-    entry = Entry(
-        id=random.getrandbits(62),
-        prev_id=0,
-        base=Base.UNKNOWN,
-        seen=0,
-        version=version,
-        self_contained=self_contained,
-        ring=b"",
-        payload=payload,
-    )
-    ((header, _),) = encode(entry, 1 << 20)
-    return f"NATS/1.0\r\nBufstore-Entry: {header}\r\n\r\n".encode()
-
-
 DEEP = b"\x91" * 100_000
-RUN = encode_run(Run(run_id="run", thread_id="t", status=RunStatus.DONE))
 PAYLOADS = {
     "nothing": b"",
     "garbage": b"\xc1\xff garbage",
@@ -355,17 +316,17 @@ PAYLOADS = {
     "bomb of bytes": b"\xc6\xff\xff\xff\xff",
     "bomb in a payload": b"\x95\xaacheckpoint\x00" + DEEP,
     "another kind": msgspec.msgpack.encode(["a kind of the future", 0, []]),
-    "kept more than there is": encode_payload(Payload(5, [], RUN, _save("run"))),
+    "kept more than there is": encode_payload(Payload(5, [], RUN, saved("run"))),
     "negative keep": msgspec.msgpack.encode(["checkpoint", -1, [], RUN, ["run", "done", None]]),
     "no such status": msgspec.msgpack.encode(["checkpoint", 0, [], RUN, ["run", "gone", None]]),
-    "not its version": encode_payload(Payload(0, [b"\x01", b"\x02"], RUN, _save("run"))),
-    "a message that is none": encode_payload(Payload(0, [b"\xc1"], RUN, _save("run"))),
-    "a message cut short": encode_payload(Payload(0, [b"\x81\xa2id"], RUN, _save("run"))),
-    "a message and more": encode_payload(Payload(0, [b"\x01\x02"], RUN, _save("run"))),
-    "a deep message": encode_payload(Payload(0, [DEEP], RUN, _save("run"))),
-    "a run that is none": encode_payload(Payload(0, [b"\x01"], b"\xc1", _save("run"))),
-    "a run id with a NUL": encode_payload(Payload(0, [b"\x01"], RUN, _save("a\0b"))),
-    "a parent with a NUL": encode_payload(Payload(0, [b"\x01"], RUN, _save("run", parent="a\0b"))),
+    "not its version": encode_payload(Payload(0, [b"\x01", b"\x02"], RUN, saved("run"))),
+    "a message that is none": encode_payload(Payload(0, [b"\xc1"], RUN, saved("run"))),
+    "a message cut short": encode_payload(Payload(0, [b"\x81\xa2id"], RUN, saved("run"))),
+    "a message and more": encode_payload(Payload(0, [b"\x01\x02"], RUN, saved("run"))),
+    "a deep message": encode_payload(Payload(0, [DEEP], RUN, saved("run"))),
+    "a run that is none": encode_payload(Payload(0, [b"\x01"], b"\xc1", saved("run"))),
+    "a run id with a NUL": encode_payload(Payload(0, [b"\x01"], RUN, saved("a\0b"))),
+    "a parent with a NUL": encode_payload(Payload(0, [b"\x01"], RUN, saved("run", parent="a\0b"))),
 }
 
 
@@ -375,11 +336,11 @@ async def test_sealed_entries_with_hostile_contents_are_quarantined(deployment: 
     async with deployment.store() as store:
         threads = {what: fresh() for what in PAYLOADS}
         for what, payload in PAYLOADS.items():
-            await publish_raw(store, store._subjects.of(threads[what]), _forged(payload), payload)
+            await publish_raw(store, store._subjects.of(threads[what]), forged(payload), payload)
         huge = fresh()
-        body = encode_payload(Payload(2**40, [], RUN, _save("run")))
+        body = encode_payload(Payload(2**40, [], RUN, saved("run")))
         meta = [1, 0, Base.NONE, 0, 2**40, False, b"", 0, 1, True]
-        await publish_raw(store, store._subjects.of(huge), _sealed(meta, body), body)
+        await publish_raw(store, store._subjects.of(huge), sealed(meta, body), body)
         good = fresh("good")
         await store.checkpoint(good, [said(0)], run_of(good))
         await store.force_flush(good, timeout_s=10)
@@ -395,19 +356,19 @@ async def test_sealed_entries_with_hostile_contents_are_quarantined(deployment: 
 
 
 async def test_entries_of_another_version_cut_or_changed_are_quarantined_byte_for_byte(deployment: Deployment) -> None:
-    body = encode_payload(Payload(0, [b"\x01"], RUN, _save("run")))
-    sound = _forged(body)
+    body = encode_payload(Payload(0, [b"\x01"], RUN, saved("run")))
+    sound = forged(body)
     meta = [7, 0, Base.UNKNOWN, 0, 1, True, b"", 0, 1, True]
     variants = {
-        "future version": (_sealed(meta, body, version=2), body),
-        "version of nothing": (_sealed(meta, body, version=""), body),
+        "future version": (sealed(meta, body, version=2), body),
+        "version of nothing": (sealed(meta, body, version=""), body),
         "body cut": (sound, body[:-1]),
         "body longer": (sound, body + b"\0"),
         "body changed": (sound, body[:-1] + bytes([body[-1] ^ 1])),
         "header cut": (sound[:-20] + b"\r\n\r\n", body),
-        "end of chunks missing": (_sealed([*meta[:7], 0, 3, True], body), body),
-        "middle alone": (_sealed([*meta[:7], 1, 3, True], body), body),
-        "more chunks than any": (_sealed([*meta[:7], 0, 2**40, True], body), body),
+        "end of chunks missing": (sealed([*meta[:7], 0, 3, True], body), body),
+        "middle alone": (sealed([*meta[:7], 1, 3, True], body), body),
+        "more chunks than any": (sealed([*meta[:7], 0, 2**40, True], body), body),
         "no header": (None, body),
         "empty": (None, b""),
         "a message of the most there is": (None, b"x" * ((1 << 20) - 100)),
@@ -471,3 +432,48 @@ async def test_a_message_that_postgres_would_not_take_is_refused_by_the_direct_s
                 await store.checkpoint("t", [], bad)
         with pytest.raises(InvalidQuery):
             await store.query_threads(cursor="garbage")
+
+
+def test_hostile_arguments_of_the_command_line_end_in_one_line(servers: Servers, tmp_path: Path) -> None:
+    """On real servers: what gets as far as them must be refused by them, or by us, with a word."""
+    name = fresh("c").replace("-", "_")
+    there = {
+        "BUFSTORE_NATS": servers.nats.url,
+        "BUFSTORE_POSTGRES": servers.postgres.dsn,
+        "BUFSTORE_STREAM": name,
+        "BUFSTORE_BUCKET": name,
+        "BUFSTORE_SCHEMA": name,
+    }
+    handlers, level = logging.getLogger().handlers[:], logging.getLogger().level
+    runner = CliRunner(env=there)
+    lines = tmp_path / "one.jsonl"
+    lines.write_text('{"thread_id": "t", "messages": [1]}\n')
+    huge, ids = 2**64, ["", "\udcff", "t" * 1025, "\x1b[2J", "[red]x[/]", "a\nb", "'; DROP TABLE x; --"]
+    tries = [
+        *(["quarantine", "show", str(n)] for n in (0, 2**63, huge)),
+        ["quarantine", "discard", str(huge)],
+        ["quarantine", "list", "--after", str(huge)],
+        ["quarantine", "list", "--after", "-5"],
+        ["quarantine", "list", "--limit", str(huge)],
+        ["quarantine", "replay", str(huge)],
+        ["quarantine", "replay", "\u0663"],
+        *(["quarantine", "list", "--thread", id_] for id_ in ids),
+        *(["quarantine", "replay", "--thread", id_] for id_ in ids),
+        *(["flush", id_] for id_ in ids),
+        ["flush", "t", "--timeout", "nan"],
+        *(["status", "--stream", text] for text in ("", "a b", "a.b", "*", "a\r\nPUB x 0\r\n")),
+        *(["status", "--schema", text] for text in ("", "\udcff", "pg_x", "x" * 64)),
+        ["doctor", "--nats-monitor", "http://x y"],
+        ["doctor", "--nats-monitor", "file:///etc/passwd"],
+    ]
+    try:
+        assert runner.invoke(app, ["import", str(lines)]).exit_code == 0
+        for arguments in tries:
+            result = runner.invoke(app, arguments)
+            assert result.exception is None or isinstance(result.exception, SystemExit), arguments
+            assert result.exit_code in (0, 1, 2), arguments
+            assert "\x1b" not in result.output, arguments
+            assert result.exit_code != 2 or "Error: " in result.output or arguments[0] == "doctor", arguments
+        assert runner.invoke(app, ["verify"]).exit_code == 0
+    finally:
+        logging.getLogger().handlers[:], logging.getLogger().level = handlers, level
