@@ -182,6 +182,23 @@ async def children_are_deleted_too(store: ThreadRunStore) -> None:
 
 
 @_check
+async def runs_that_name_each_others_threads_close_no_circle(store: ThreadRunStore) -> None:
+    for _ in range(3):
+        ring = await _family(store, None, None, None)
+        outcomes = await asyncio.gather(
+            *(
+                store.checkpoint(t, [n], run_of(t, f"named-{t}", parent_thread_id=ring[n - 1]))
+                for n, t in enumerate(ring)
+            ),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(o, LineageError) for o in outcomes) == 1
+        parents = {t: await _parent(store, t) for t in ring}
+        assert sum(p is None for p in parents.values()) == 1
+        assert all(parents[t] in (None, ring[n - 1]) for n, t in enumerate(ring))
+
+
+@_check
 async def a_parent_is_not_deleted_from_under_a_new_child(store: ThreadRunStore) -> None:
     a, b = await _family(store, None, None)
     deleted, adopted = await asyncio.gather(store.delete_thread(a), store.set_parent(b, a), return_exceptions=True)

@@ -90,6 +90,42 @@ async def test_a_deletion_stays_when_everything_is_delivered_again(deployment: D
         assert await store.load_thread(thread_id) is None
 
 
+async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deployment: Deployment) -> None:
+    """And not before, nor of a thread that was written again, nor of one that quarantine names."""
+    short = {"failover_window_s": 1, "retain_after_flush_s": 1, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
+    names = f"SELECT thread_id FROM {deployment.name}.buffer_threads ORDER BY thread_id"
+
+    async def rows() -> list[str]:
+        return [t for (t,) in await query(deployment.servers.postgres.dsn, names)]
+
+    async with deployment.store(**short) as store:
+        dead, parked, back = "a dead", "b parked", "c back"
+        for thread_id in (dead, parked, back):
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.delete_thread(thread_id)
+        await store.checkpoint(back, [2], run_of(back))
+        await store.force_flush_all()
+        assert await rows() == [dead, parked, back]
+        await query(
+            deployment.servers.postgres.dsn,
+            f"INSERT INTO {deployment.name}.buffer_quarantine (seq, hash, thread_id, cause, messages) "
+            f"VALUES (1, '', '{parked}', '', '')",
+        )
+        # The entry at a cursor stays: every partition gets one behind them.
+        for n in range(40):
+            await store.checkpoint(f"d{n:02}", [n], run_of(f"d{n:02}"))
+
+        async def buried() -> bool:
+            return dead not in await rows()
+
+        await eventually(buried)
+        assert (await rows())[:2] == [parked, back]
+        await store.checkpoint(dead, [3], run_of(dead))
+        await store.force_flush_all()
+        assert await store.load_messages(dead, consistency=Consistency.EVENTUAL) == [3]
+        await query(deployment.servers.postgres.dsn, f"DELETE FROM {deployment.name}.buffer_quarantine")
+
+
 async def test_lineage_holds_across_instances(deployment: Deployment) -> None:
     async with deployment.store() as a, deployment.store() as b:
         for _ in range(3):

@@ -40,6 +40,8 @@ class FakeHot:
 
     async def report(self, progress: Mapping[int, int]) -> None: ...
 
+    async def tell_parked(self, thread_id: str) -> None: ...
+
     async def on_call(self, callback: Callable[[int], None]) -> None: ...
 
 
@@ -196,6 +198,23 @@ def test_several_holes_in_one_delivery_are_all_filled() -> None:
         assert await it.flushed("t")
         assert await it.stored() == list(range(8))
         assert it.ledger.parked.entries == {}
+
+    bench(main)
+
+
+def test_poison_among_what_fills_a_hole_is_found_and_parked_alone() -> None:
+    async def main(it: Bench) -> None:
+        failing(it, lambda c: FlushFailed("22021", Verdict.POISON) if b"\xa6poison" in c.messages else None)
+        for n in range(8):
+            await it.writer.append(["poison" if n == 4 else f"m{n}"])
+        it.log.hidden = {3, 4, 5, 6, 7}
+        await it.start()
+        assert await it.flushed("t")
+        parked = sorted(it.ledger.parked.entries.values(), key=lambda e: e.seq)
+        assert [e.seq for e in parked] == [5, 6, 7, 8]
+        assert "22021" in parked[0].cause
+        assert "predecessor" in parked[1].cause
+        assert await it.stored() == ["m0", "m1", "m2", "m3"]
 
     bench(main)
 

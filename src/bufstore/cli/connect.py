@@ -21,6 +21,7 @@ from bufstore.embedded import Servers
 from bufstore.errors import ConfigError
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
+from bufstore.nats.setup import WITHDRAWN
 from bufstore.nats.stream import NatsStream
 from bufstore.postgres.migrate import check_schema
 from bufstore.postgres.pool import check_conninfo
@@ -115,7 +116,7 @@ def _log_config(found: dict[str, Any], bucket: str) -> LogConfig:
     return LogConfig(
         stream=found["name"],
         bucket=bucket,
-        subject=found["subjects"][0].partition(".")[0],
+        subject=found["subjects"][0].partition(".")[0].removesuffix(WITHDRAWN),
         partitions=int(metadata["bufstore.partitions"]),
         replicas=found["num_replicas"],
         placement_tags=tuple(placement.get("tags") or ()),

@@ -86,5 +86,16 @@ class MemoryLedger:
         self.parked.park(decision.parked)
         return decision
 
+    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
+        found = sorted((r.flushed_seq, t) for t, r in self._rows.items() if r.gone and r.flushed_seq < below)
+        return [row for row in found if row > after][:limit]
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        parked = {e.thread_id for e in self.parked.entries.values()}
+        for seq, thread_id in tombstones:
+            row = self._rows.get(thread_id, Row())
+            if row.gone and row.flushed_seq == seq and thread_id not in parked:
+                del self._rows[thread_id]
+
     async def quarantined(self) -> int:
         return len(self.parked.entries)

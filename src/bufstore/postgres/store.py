@@ -92,8 +92,8 @@ class PostgresThreadStore:
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
         self._lists = Lists(self._read)
-        self._parents = NamedParents(self.load_thread)
         self._edits = DirectEdits(self.pool, self._sql, schema, timeout_s, self.apply)
+        self._parents = NamedParents(self.load_thread, self._edits.change)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
