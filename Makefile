@@ -39,6 +39,10 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 model: $(READY) ## The model test for SECONDS (60), from SEED (1) on: one world after the other, each from its own seed
 	PYTHONPATH=tests PYTHONHASHSEED=0 $(BIN)/python tests/store_model/run.py $(or $(SECONDS),60) $(or $(SEED),1)
 
+.PHONY: storm
+storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
+	BUFSTORE_STORM=1 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
+
 .PHONY: bench-quick
 bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
 	$(BIN)/python bench/append.py

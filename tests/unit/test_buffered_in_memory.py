@@ -28,8 +28,8 @@ from bufstore.buffer.ports import BatchRefused, Conflict, Outgoing
 from bufstore.memory import MemoryNats, MemoryThreadStore
 from bufstore.memory.hot import MemoryBucket, MemoryHotState
 from bufstore.memory.log import MemoryLog, MemoryStream
-from thread_store_basics import fresh, run_of
-from thread_store_contract import CHECKS, Check
+from bufstore.testing import CHECKS, Check
+from helpers import fresh, run_of
 from unit.fake_log import run
 
 CONFIG = BufferConfig(flush_interval_s=0.05, lease_s=2)
@@ -52,7 +52,7 @@ def alone(main: Callable[[BufferedThreadStore], Awaitable[None]], **config: Any)
     run(whole())
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=str)
 def test_it_keeps_the_contract(check: Check) -> None:
     alone(check)
 
@@ -235,7 +235,7 @@ def test_a_batch_is_stored_whole_or_not_at_all() -> None:
         assert [m.seq for m in await log.after("thread.0.a", 1, 1)] == [2, 3]
         assert await log.subjects("thread.*.*", 1) == ["thread.1.c"]
         await log.purge(0, 3)
-        found = await log.identity(2), await log.identity(3), await log.first()
+        found = await log.identity(2), await log.identity(3), (await log.bounds())[0]
         assert (found[0], found[1] and found[1].body, found[2]) == (None, b"3", 3)
 
     run(main())
@@ -244,7 +244,7 @@ def test_a_batch_is_stored_whole_or_not_at_all() -> None:
 def test_positions_begin_with_the_epoch() -> None:
     async def main() -> None:
         log, _ = log_of(epoch=3)
-        assert (await log.first(), log.generation_start, await log.end(1)) == (3 << 40, 3 << 40, (3 << 40) - 1)
+        assert ((await log.bounds())[0], log.generation_start, await log.end(1)) == (3 << 40, 3 << 40, (3 << 40) - 1)
         assert await log.publish(Outgoing("thread.0.a", b""), 1) == 3 << 40
 
     run(main())

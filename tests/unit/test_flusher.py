@@ -224,6 +224,23 @@ def test_several_holes_in_one_delivery_are_all_filled() -> None:
     bench(main)
 
 
+def test_poison_among_what_fills_a_hole_is_found_and_parked_alone() -> None:
+    async def main(it: Bench) -> None:
+        failing(it, lambda c: FlushFailed("22021", Verdict.POISON) if b"\xa6poison" in c.messages else None)
+        for n in range(8):
+            await it.writer.append(["poison" if n == 4 else f"m{n}"])
+        it.log.hidden = {3, 4, 5, 6, 7}
+        await it.start()
+        assert await it.flushed("t")
+        parked = sorted(it.ledger.parked.entries.values(), key=lambda e: e.seq)
+        assert [e.seq for e in parked] == [5, 6, 7, 8]
+        assert "22021" in parked[0].cause
+        assert "predecessor" in parked[1].cause
+        assert await it.stored() == ["m0", "m1", "m2", "m3"]
+
+    bench(main)
+
+
 def other_partition(thread_id: str) -> str:
     return next(t for t in (f"o{n}" for n in range(99)) if SUBJECTS.partition(t) != SUBJECTS.partition(thread_id))
 
@@ -387,5 +404,116 @@ def test_a_thread_that_the_wrapped_store_held_before_is_flushed_on_top() -> None
         assert await it.flushed("t")
         assert await it.stored() == ["old", "new"]
         assert (await it.ledger.row("t")) != Row()
+
+    bench(main)
+
+
+def test_a_log_that_runs_full_gives_up_what_it_wishes_to_retain_but_not_the_failover_window() -> None:
+    async def main(it: Bench) -> None:
+        fill = 0.6
+
+        async def filled() -> tuple[int, int]:
+            return int(fill * 1000), 1000
+
+        it.log.fill = filled  # type: ignore[method-assign]
+        await it.start()
+        for n in range(5):
+            await it.writer.append([n])
+        assert await it.flushed("t")
+        await asyncio.sleep(3600)
+        assert len(it.log.messages) == 5, "there is room"
+        fill = 0.8
+        for n in range(5):
+            await it.writer.append([n])
+        assert await it.flushed("t")
+        flushed_before = [m.seq for m in it.log.messages][:4]
+        await asyncio.sleep(20)
+        assert not set(flushed_before) & {m.seq for m in it.log.messages}, "flushed long ago: gone"
+        assert len(it.log.messages) == 6, "flushed just now: a failover may still need it"
+        await asyncio.sleep(100)
+        assert [m.seq for m in it.log.messages] == [10]
+
+    bench(main, failover_window_s=60.0, retain_after_flush_s=24 * 3600.0)
+
+
+def test_partitions_that_are_idle_or_stuck_hold_no_purge_up() -> None:
+    async def main(it: Bench) -> None:
+        other = other_partition("t")
+        failing(it, lambda c: FlushFailed("55P03", Verdict.ISOLATE) if c.thread_id == other else None)
+        await it.start()
+        await it.writer.append(["stuck"], other)
+        for n in range(5):
+            await it.writer.append([n])
+        await asyncio.sleep(600)
+        assert [m.seq for m in it.log.messages] == [1, 6]
+        assert await it.stored(other) is None
+
+    bench(main, failover_window_s=20.0, retain_after_flush_s=100.0)
+
+
+def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
+    async def main(it: Bench) -> None:
+        acks = []
+
+        def look(partition: int, seq: int) -> None:
+            for m in it.log.messages:
+                if m.seq <= seq and int(m.subject.split(".")[1]) == partition:
+                    thread_id = "t" if m.subject == SUBJECTS.of("t") else "u"
+                    row = it.ledger._rows[thread_id]
+                    assert row.flushed_seq >= m.seq, "acknowledged, and Postgres knows nothing of it"
+                    assert m.seq in it.ledger.parked.entries or row.broken_since is None or m.seq < row.broken_since
+            acks.append(seq)
+
+        feed = it.log.feed
+
+        async def watched(partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
+            made = await feed(partition, term, start, wake)
+            acknowledge = made.ack
+
+            async def ack(seq: int) -> None:
+                look(partition, seq)
+                await acknowledge(seq)
+
+            made.ack = ack  # type: ignore[method-assign]
+            return made
+
+        it.log.feed = watched  # type: ignore[method-assign]
+        failing(it, lambda c: FlushFailed("22021", Verdict.POISON) if b"\xa6poison" in c.messages else None)
+        await it.start()
+        for message in ("good", "poison", "behind it"):
+            await it.writer.append([message], "t")
+            await it.writer.append(["good"], "u")
+        assert await it.flushed("t", "u")
+        await asyncio.sleep(5)
+        assert it.ledger.parked.entries.keys() == {3, 5}
+        assert max(acks) == 6
+
+    bench(main)
+
+
+def test_an_error_nobody_thought_of_is_told_and_tried_again() -> None:
+    async def main(it: Bench) -> None:
+        flush, fails = it.ledger.flush, 3
+
+        async def sometimes(*args: Any, **options: Any) -> Any:
+            nonlocal fails
+            fails -= 1
+            if fails >= 0:
+                raise RuntimeError("nobody thought of it")
+            return await flush(*args, **options)
+
+        it.ledger.flush = sometimes  # type: ignore[method-assign]
+        await it.start()
+        await it.writer.append([1])
+        troubles = set()
+        while fails >= 0:
+            await asyncio.sleep(0.1)
+            assert it.flusher is not None
+            troubles.add(it.flusher.state.trouble)
+        assert any(troubles), "health() must show it"
+        assert await it.flushed("t", within_s=10.0)
+        assert await it.stored() == [1]
+        await asyncio.sleep(2)
+        assert it.flusher.state.trouble == ""
 
     bench(main)

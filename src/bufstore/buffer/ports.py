@@ -101,24 +101,42 @@ class Feed(Protocol):
         ...
 
 
-class Log(Stream, Protocol):
-    """The stream of entries."""
+class Generations(Protocol):
+    """The log as something that is made, looked at and taken out of service, one generation (epoch) at a time.
 
-    @property
-    def generation_start(self) -> int:
-        """The first position of this generation of the stream; cursors below it speak of an earlier one."""
+    Raises ConfigDrift when it is not as configured, LogUnavailable.
+    """
+
+    async def epoch(self, *, checked: bool = True) -> int | None:
+        """The stream's epoch; None if there is no stream. `checked`: it must be as it is configured, and in service."""
         ...
 
-    async def epoch(self) -> int | None:
-        """The generation of the stream, after checking its configuration; None if there is no stream."""
+    async def bounds(self) -> tuple[int, int]:
+        """The first sequence that is (or will be) in the log, and the last."""
         ...
 
     async def create(self, epoch: int) -> None:
         """Create the stream as generation `epoch`; a no-op if another process was faster."""
         ...
 
-    async def first(self) -> int:
-        """The first sequence that is (or will be) in the log."""
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        """Take the stream out of service: it can be read, and takes no more entries.
+
+        Remembers `common`, a position per partition; if it was taken out of service before, those of then are returned.
+        """
+        ...
+
+    async def remove(self) -> None:
+        """Delete the stream and all that is in it; a no-op if it is gone."""
+        ...
+
+
+class Log(Stream, Generations, Protocol):
+    """The stream of entries."""
+
+    @property
+    def generation_start(self) -> int:
+        """The first position of this generation of the stream; cursors below it speak of an earlier one."""
         ...
 
     async def end(self, timeout_s: float) -> int:
@@ -158,6 +176,10 @@ class Log(Stream, Protocol):
 
     async def identity(self, seq: int) -> StoredMessage | None:
         """The message at exactly this sequence, if it is still there."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """From now on every call of this process raises LogRolledBack: this is not the log that Postgres speaks of."""
         ...
 
 
@@ -278,7 +300,7 @@ class Move:
 class Decision:
     """What one flush transaction writes, decided while the rows are locked."""
 
-    #: The domain's changes, one per thread, each with its `thread_id`.
+    #: The domain's changes, one per thread, each with its `thread_id`, and `gone` if nothing of the thread is left.
     batch: Sequence[Any] = ()
     rows: Mapping[str, Row] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
@@ -406,6 +428,10 @@ class Ledger(Protocol):
         """The threads' rows, and up to where entries of them were discarded; threads without one are left out."""
         ...
 
+    async def broken(self) -> frozenset[str]:
+        """The threads whose chain is broken: no more than entries wait in quarantine."""
+        ...
+
     async def flush(
         self,
         moves: Sequence[Move],
@@ -421,6 +447,14 @@ class Ledger(Protocol):
         that cannot be written (FlushFailed.culprits), if the ledger can. An exception of `decide` rolls back and passes
         through.
         """
+        ...
+
+    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
+        """Watermark and id of threads that are gone and whose watermark is below a position; those behind `after`."""
+        ...
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        """Remove these rows, but not of a thread that was written again meanwhile or that quarantine names."""
         ...
 
     async def quarantined(self) -> int:

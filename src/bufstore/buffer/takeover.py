@@ -27,6 +27,20 @@ _COMPARE_S = 0.5
 _AT_ONCE = 16
 
 
+async def mismatch(log: Log, cursor: Cursor) -> str | None:
+    """Why the log is not the one that the cursor speaks of; None when it is. Raises LogUnavailable."""
+    end = await log.end(5.0)
+    if end < cursor.seq:
+        return f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
+    if cursor.id and cursor.seq >= log.generation_start:
+        # The entry at the cursor is never purged: if it is not there, the log was purged further than this Postgres
+        # has got, or it is not the same log.
+        found = await log.identity(cursor.seq)
+        if found is None or entry_id(found) != cursor.id:
+            return f"position {cursor.seq} no longer holds the entry at the cursor of partition {cursor.partition}"
+    return None
+
+
 class Takeover:
     """The partitions of one owner: `shares` holds those it follows, and changes in `adjust` and `drop` only."""
 
@@ -105,20 +119,10 @@ class Takeover:
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log still is the one that the cursor speaks of, and follow it from there."""
-        end = await self._log.end(5.0)
-        if end < cursor.seq:
-            raise LogRolledBack(
-                f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
-            )
-        if cursor.id and cursor.seq >= self._log.generation_start:
-            # The entry at the cursor is never purged: if it is not there, the log was purged further than this
-            # Postgres has got, or it is not the same log.
-            found = await self._log.identity(cursor.seq)
-            if found is None or entry_id(found) != cursor.id:
-                raise LogRolledBack(
-                    f"position {cursor.seq} of the log no longer holds the entry at the cursor of partition "
-                    f"{cursor.partition}; set its cursor_id to 0 in buffer_partitions to go on without a check"
-                )
+        trouble = await mismatch(self._log, cursor)
+        if trouble is not None:
+            self._log.refuse(trouble)
+            raise LogRolledBack(trouble)
         feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake)
         share = self.shares[cursor.partition] = Share(cursor, feed, self._subjects)
         if cursor.seq:

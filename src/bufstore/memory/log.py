@@ -25,6 +25,8 @@ class MemoryStream:
     def __init__(self, config: LogConfig, epoch: int = 0) -> None:
         self.config = config
         self.epoch = epoch
+        #: What it remembers while it is out of service.
+        self.withdrawn: Sequence[int] | None = None
         self.end = first_position(epoch) - 1
         self.bytes = 0
         #: In order of their sequences.
@@ -156,6 +158,7 @@ class MemoryLog:
         self._feeds: list[MemoryFeed] = []
         #: The highest position that this instance knows to be in the log.
         self._highest = 0
+        self._refused: str | None = None
         self._closed = False
         self.calls = 0
 
@@ -168,7 +171,10 @@ class MemoryLog:
         return await self._write(messages)
 
     async def _write(self, messages: Sequence[Outgoing]) -> int:
-        return (await self._turn()).store(messages)
+        stream = await self._turn()
+        if stream.withdrawn is not None:
+            raise LogUnavailable(f"stream {self._config.log.stream} is out of service")
+        return stream.store(messages)
 
     async def _turn(self) -> MemoryStream:
         """The stream, a turn of the event loop later: whoever calls a log must not count on being alone."""
@@ -178,7 +184,9 @@ class MemoryLog:
         if stream is None:
             raise LogUnavailable(f"there is no stream {self._config.log.stream}")
         if stream.end < self._highest:
-            raise LogRolledBack(f"the log ends at {stream.end}, this process has seen {self._highest} in it")
+            self.refuse(f"the log ends at {stream.end}, this process has seen {self._highest} in it")
+        if self._refused is not None:
+            raise LogRolledBack(self._refused)
         self._highest = stream.end
         return stream
 
@@ -200,10 +208,15 @@ class MemoryLog:
         stream = self._stream
         return first_position(stream.epoch if stream is not None else 0)
 
-    async def epoch(self) -> int | None:
+    def refuse(self, reason: str) -> None:
+        self._refused = self._refused or reason
+
+    async def epoch(self, *, checked: bool = True) -> int | None:
         stream, ours = self._stream, self._config.log
-        if stream is None:
-            return None
+        if stream is None or not checked:
+            return stream.epoch if stream is not None else None
+        if stream.withdrawn is not None:
+            raise LogRolledBack(f"a repair of stream {ours.stream} was begun and not finished")
         if stream.config != ours:
             raise ConfigDrift(
                 f"stream {ours.stream}", "config", expected=ours, found=stream.config, way_out="Make them the same."
@@ -213,9 +226,20 @@ class MemoryLog:
     async def create(self, epoch: int) -> None:
         self._streams.setdefault(self._config.log.stream, MemoryStream(self._config.log, epoch))
 
-    async def first(self) -> int:
+    async def bounds(self) -> tuple[int, int]:
         stream = await self._turn()
-        return stream.messages[0].seq if stream.messages else stream.end + 1
+        return stream.messages[0].seq if stream.messages else stream.end + 1, stream.end
+
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        stream = await self._turn()
+        if stream.withdrawn is None:
+            stream.withdrawn = tuple(common)
+        return stream.withdrawn
+
+    async def remove(self) -> None:
+        stream = self._streams.pop(self._config.log.stream, None)
+        for feed in list(stream.feeds.values()) if stream is not None else ():
+            feed.lose("the stream is gone")
 
     async def end(self, timeout_s: float) -> int:
         return (await self._turn()).end

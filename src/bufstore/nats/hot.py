@@ -113,7 +113,10 @@ class NatsHotState:
         await self._tell(self._calls + "members", b"")
 
     async def members(self) -> list[str]:
-        found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
+        try:
+            found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
+        except StreamMissing:
+            return []
         return sorted(s.rpartition(".")[2] for s, message in found.items() if message.body != b"left")
 
     async def announce(self) -> None:

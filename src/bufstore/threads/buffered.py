@@ -43,6 +43,7 @@ from bufstore.threads.model import (
     Run,
     Thread,
     ThreadMetadata,
+    check_run,
     decode_message,
     decode_run,
     encode_messages,
@@ -104,10 +105,8 @@ class BufferedThreadStore:
             self._log, self._hot, self._subjects, reader_for(store, ledger), self._waiter, config, own_seq=self._own_seq
         )
         self._writer = ThreadWriter(self._reads, ledger, self._hot, config)
-        self._appender: Appender[MessageMemory] = Appender(
-            self._log, self._subjects, config, self._writer, self._writer.row
-        )
-        self._lists = BufferedLists(store, self._reads, config)
+        self._appender = Appender[MessageMemory](self._log, self._subjects, config, self._writer, self._writer.row)
+        self._lists = BufferedLists(store, ledger, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
         self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
         self._closing: asyncio.Task[None] | None = None
@@ -277,7 +276,7 @@ class BufferedThreadStore:
     def _call(self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> Call:
         """Check and encode everything before any I/O; afterwards the caller may change his objects."""
         check_id(thread_id, "thread_id")
-        run.check(thread_id)
+        check_run(run, thread_id)
         if key is not None:
             check_id(key, "idempotency_key")
         encoded = encode_messages(messages)

@@ -65,7 +65,7 @@ class BufferedLineage:
         self._edits = edits
         self._hot = hot
         self._config = config
-        self._parents = NamedParents(self.thread)
+        self._parents = NamedParents(self.thread, self.change if edits.taken else None)
         #: Changes whose record may have been stored.
         self._placed: set[int] = set()
 
