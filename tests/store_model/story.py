@@ -165,7 +165,7 @@ class Story:
     def base_of(self, item: StoredEntry) -> Seen:
         """What the writer of the entry took the thread to be."""
         e = item.entry
-        if self.tainted and e.prev_id and e.prev_id in self.views:
+        if self.tainted and not e.self_contained and e.prev_id in self.views:
             return self.views[e.prev_id]
         return next((p.seen for p in reversed(self._points) if p.seq < item.seq), NOTHING)
 
