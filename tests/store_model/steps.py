@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -26,6 +27,7 @@ from bufstore.threads.model import (
     decode_run,
 )
 from bufstore.threads.queries import RunQuery, ThreadQuery
+from bufstore.threads.repairing import repair
 from bufstore.types import Consistency, Receipt
 from store_model.calls import Call, Witness
 from store_model.faults import LOG_FAULTS, STORE_FAULTS
@@ -109,7 +111,7 @@ class Steps:
     def _known(self, thread_id: str) -> list[Any]:
         """The messages of the thread, as far as the archive has been read."""
         story = self.world.archive.story(thread_id)
-        return [decode_message(m) for m in story.shown(0, story.end).seen.messages]
+        return [decode_message(m) for m in story.shown(self.world.flushed(thread_id), story.end).seen.messages]
 
     def _checkpoint(self, chance: random.Random, thread_id: str) -> Call:
         known = self._known(thread_id)
@@ -244,7 +246,7 @@ class Steps:
         story = self.world.archive.story(thread_id)
         lowest, highest = min(flushed), max(flushed)  # a failover may have been between
         if level is Consistency.READ_YOUR_WRITES:
-            watermarks = story.between(lowest, highest) if story.tainted else [0]
+            watermarks = story.between(lowest, highest) if story.tainted else [lowest]
             points = [story.shown(w, e) for w in watermarks for e in story.between(*end)]
             if alone and story.tainted:
                 points += [point for e in story.between(*end) for point in story.alone(e)]
@@ -279,6 +281,7 @@ class Steps:
             return
         kind = chance.choice(("messages", "runs", "threads", "run"))
         store, world, began, end = instance.store, self.world, self.world.loop.time(), self.world.nats.stream.end
+        flushed = {t: world.flushed(t) for t in THREADS}
         run_id = f"run-1-of-{thread_id}"
         work: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             "messages": lambda: store.query_messages(thread_id, limit=200),
@@ -306,7 +309,7 @@ class Steps:
             points = [story.at(s) for s in story.between(first, max(first, world.nats.stream.end))]
             if kind == "run":
                 points = [
-                    story.shown(f, s) for s in story.between(end, world.nats.stream.end) for f in (0, world.flushed(t))
+                    story.shown(f, s) for s in story.between(end, world.nats.stream.end) for f in (flushed[t], world.flushed(t))
                 ]
             if not any(_listed(kind, t, answer, point.seen, run_id) for point in points):
                 raise Violation(f"list of {kind} of {t}: {answer}; expected one of {points}")
@@ -426,6 +429,32 @@ class Steps:
         self._fault("failover", 30)
         self.world.fail_over(chance.choice((1, 2, 5, 20)))
 
+    async def repair(self, chance: random.Random) -> None:
+        """The log loses its end, or all of it, when everything in it is flushed; an operator repairs."""
+        world = self.world
+        if world.loop.time() < world.weather.late_until:
+            return
+        self._fault("repair", 40)
+        world.weather.calm()
+        for instance in world.instances:
+            await instance.stop()
+        self.witness.audit()
+        stream = world.nats.stream
+        if not stream.messages or any(world.flushed(t) < stream.last_of(SUBJECTS.of(t)) for t in THREADS):
+            await world.start()
+            return
+        if chance.random() < 0.5:
+            del world.nats.streams[CONFIG.log.stream]
+        else:
+            stream.lose_end(chance.randint(1, len(stream.messages)))
+        await asyncio.sleep(10)  # whoever was killed is not a member any more
+        repaired = await repair(world.postgres.store, nats=world.nats, config=CONFIG, apply=True)
+        if repaired.reason is not None and not repaired.done:
+            raise Violation(f"not repaired: {repaired}")
+        world.weather.seen["repaired"] += repaired.done
+        world.copies.clear()  # of before: they speak of another log
+        await world.start()
+
     # --- poison -----------------------------------------------------------------------------------------------
 
     async def garbage(self, chance: random.Random) -> None:
@@ -484,7 +513,7 @@ class Steps:
         assert store is not None
         story = world.archive.story(thread_id)
         expected = [(seq, outcome) for seq, outcome in story.replayable() if seq in waiting]
-        before = {seq for seq in waiting}
+        before = set(waiting)
         world.postgres.mended = thread_id
         try:
             outcomes = await instance.call(store.quarantine.replay_thread(thread_id))
@@ -502,10 +531,8 @@ class Steps:
     async def _discard(self, instance: Instance, thread_id: str, gone: list[int]) -> None:
         world, store = self.world, instance.store
         assert store is not None
-        try:
+        with contextlib.suppress(BufstoreError):
             await instance.call(store.quarantine.discard(gone))
-        except BufstoreError:
-            pass
         left = [seq for seq in gone if seq not in world.postgres.ledger.parked.entries]
         if left:
             self._happened(thread_id, discarded=left)
