@@ -245,6 +245,8 @@ class Story:
     def shown(self, flushed: int, end: int) -> Point:
         """What a read makes of it: flushed up to one position, with what the log holds up to another."""
         point = self.at(flushed)
+        if not flushed:  # no row: it was never flushed, or buried
+            point = next((p for p in reversed(self._points) if p.buried), point)
         for item in self.items:
             if point.seq < item.seq <= end:
                 point, _ = point.after(item, self.thread_id, refuses=False)

@@ -58,8 +58,20 @@ class Store(RuleBasedStateMachine):
 
     @rule(
         name=st.sampled_from(
-            ["crash", "restart", "log_faults", "store_faults", "store_outage", "log_outage", "lose_feed"]
-            + ["come_late", "other_owner", "lose_hot_state", "fail_over", "repair"]
+            [
+                "crash",
+                "restart",
+                "log_faults",
+                "store_faults",
+                "store_outage",
+                "log_outage",
+                "lose_feed",
+                "come_late",
+                "other_owner",
+                "lose_hot_state",
+                "fail_over",
+                "repair",
+            ]
         ),
         seed=SEEDS,
     )
