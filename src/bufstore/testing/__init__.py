@@ -23,7 +23,7 @@
 
         await check(Applier(mine, apply))
 
-A store that cannot do all of it says what it can: a check may run if ``check.needs <= MINE``, a set of `Capability`. A
+A store that cannot do all of it says what it can, in a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``. A
 wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what needs
 more ends with ConfigError there, and nothing is stored. With columns that hold JSON only, ANY_VALUE is not there
 either: an entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an
