@@ -202,7 +202,7 @@ async def test_a_thread_in_quarantine_can_be_deleted(deployment: Deployment) -> 
         thread_id = fresh()
         run = run_of(thread_id)
         await store.checkpoint(thread_id, [said(0)], run)
-        await store._connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
+        await store._link.connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
 
         async def parked() -> bool:
             return await store.quarantined() > 0

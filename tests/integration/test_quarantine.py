@@ -279,8 +279,8 @@ async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deploymen
     async with deployment.store(inner, flush_interval_s=600) as store:
         thread_id = fresh()
         await poisoned(store, thread_id, behind=0)
-        await store._connection.request(store._subjects.of(thread_id), b"garbage", 5)
-        await store._connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store._link.connection.request(store._subjects.of(thread_id), b"garbage", 5)
+        await store._link.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == [thread_id, thread_id, None]
@@ -345,7 +345,7 @@ async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deploy
         for thread_id in [*bad, *good]:
             content = {"content": "poison"} if thread_id in bad else said(0)
             await store.checkpoint(thread_id, [content], run_of(thread_id))
-        await store._connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
+        await store._link.connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
         for thread_id in good:
             await store.force_flush(thread_id)
 
@@ -395,7 +395,7 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
             if thread_id in refused:
                 await writer.checkpoint_append(thread_id, [{"content": "poison"}], run_of(thread_id))
             elif thread_id in garbage:
-                await writer._connection.request(writer._subjects.of(thread_id), b"garbage", 10)
+                await writer._link.connection.request(writer._subjects.of(thread_id), b"garbage", 10)
 
         for i in range(0, len(threads), 500):
             await asyncio.gather(*(talk(t, good // len(threads)) for t in threads[i : i + 500]))

@@ -10,13 +10,13 @@ from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import Outgoing
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
-from bufstore.nats.setup import check_stream, epoch_of, start_of, stream_config, withdrawn
+from bufstore.nats.setup import check_stream, epoch_of, stream_config, withdrawn
 from bufstore.nats.stream import NatsStream
 
 
@@ -41,7 +41,7 @@ class NatsLog(NatsStream):
             return None
         self._highest = max(self._highest, int(info["state"]["last_seq"]))
         epoch = check_stream(self._config.log, info["config"]) if checked else epoch_of(info["config"])
-        self._generation_start = start_of(epoch)
+        self._generation_start = first_position(epoch)
         return epoch
 
     @property
