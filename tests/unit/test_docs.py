@@ -51,6 +51,14 @@ def test_every_error_stands_in_the_tree_and_says_what_to_do() -> None:
         assert error.__doc__
 
 
+def test_operations_say_what_to_do_about_every_public_error() -> None:
+    chapter = (_ROOT / "docs" / "OPERATIONS.md").read_text().partition("## What to do about an error")[2]
+    chapter = chapter.partition("\n## ")[0]
+    public = {name for name in vars(errors) if isinstance(vars(errors)[name], type) and not name.startswith("_")}
+    assert len(public) > 20
+    assert not {name for name in public if f"`{name}`" not in chapter}
+
+
 def test_every_file_that_the_architecture_names_exists() -> None:
     text = (_ROOT / "docs" / "ARCHITECTURE.md").read_text()
     named = set(re.findall(r"`((?:buffer|threads|nats|postgres|memory)/\w+\.py)`", text))

@@ -231,7 +231,7 @@ class Settler:
         if what is Verdict.SUSPECT and tries >= _SUSPECT_TRIES:
             return False
         if not tries:
-            _log.warning("thread %s has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
+            _log.warning("thread %r has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
         self.waiting.add(thread_id, str(error), self._loop.time())
         return True
 
@@ -352,7 +352,7 @@ class Settler:
         for parked in decision.parked:
             item = parked.item
             _log.error(
-                "entry %d of thread %s is quarantined: %s",
+                "entry %d of thread %r is quarantined: %s",
                 item.seq,
                 item.thread_id,
                 parked.cause,

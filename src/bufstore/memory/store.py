@@ -22,6 +22,7 @@ from bufstore.threads.model import (
     Thread,
     ThreadChange,
     ThreadMetadata,
+    check_run,
     decode_message,
     decode_run,
     encode_messages,
@@ -350,7 +351,7 @@ class _Family:
 
 def _encoded(thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> tuple[list[bytes], bytes]:
     check_id(thread_id, "thread_id")
-    run.check(thread_id)
+    check_run(run, thread_id)
     if key is not None:
         check_id(key, "idempotency_key")
     return encode_messages(messages), encode_run(run)

@@ -43,6 +43,7 @@ from bufstore.threads.model import (
     Run,
     Thread,
     ThreadMetadata,
+    check_run,
     decode_message,
     decode_run,
     encode_messages,
@@ -275,7 +276,7 @@ class BufferedThreadStore:
     def _call(self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> Call:
         """Check and encode everything before any I/O; afterwards the caller may change his objects."""
         check_id(thread_id, "thread_id")
-        run.check(thread_id)
+        check_run(run, thread_id)
         if key is not None:
             check_id(key, "idempotency_key")
         encoded = encode_messages(messages)

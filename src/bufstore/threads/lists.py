@@ -36,8 +36,11 @@ from bufstore.threads.queries import (
     RunQuery,
     ThreadPage,
     ThreadQuery,
+    check_limit,
     check_message_id,
     check_query,
+    read_cursor,
+    read_position,
     record_of,
 )
 from bufstore.threads.read import ThreadReads
@@ -59,12 +62,17 @@ class BufferedLists:
         self, thread_id: str, query: MessageQuery, limit: int, cursor: str | None, level: Consistency
     ) -> MessagePage:
         """See `Queryable.query_messages`. Raises ReadNotFresh, and what the wrapped store raises."""
+        check_id(thread_id, "thread_id")
+        check_query(query)
+        check_limit(limit)
+        if cursor is not None:
+            read_cursor(cursor, query, thread_id, int)
         if self._store is not None:
-            await self._barrier(level, check_id(thread_id, "thread_id"))
+            await self._barrier(level, thread_id)
             marked = _marked(thread_id, await self._row(thread_id))
             page = await self._store.query_messages(thread_id, query, limit=limit, cursor=cursor)
             return msgspec.structs.replace(page, quarantined=marked)
-        state = await self._reads.thread(check_id(thread_id, "thread_id"), level, quarantined="known")
+        state = await self._reads.thread(thread_id, level, quarantined="known")
 
         async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
             found = list(enumerate(state.messages, 1))[low - 1 : high]
@@ -95,6 +103,8 @@ class BufferedLists:
         """See `Queryable.query_runs`. Raises ConfigError if the wrapped store has no queries."""
         store = self._queryable
         check_query(query)
+        check_limit(limit)
+        read_position(cursor, query)
         await self._barrier(level, query.thread_id)
         if query.thread_id is not None:
             marked = _marked(query.thread_id, await self._row(query.thread_id))
@@ -108,6 +118,8 @@ class BufferedLists:
         """See `Queryable.query_threads`. Raises ConfigError if the wrapped store has no queries."""
         store = self._queryable
         check_query(query)
+        check_limit(limit)
+        read_position(cursor, query)
         await self._barrier(level)
         broken = await self._asked(self._ledger.broken())
         page = await store.query_threads(query, limit=limit, cursor=cursor)
