@@ -23,11 +23,11 @@
 
         await check(Applier(mine, apply))
 
-A store that cannot do all of it says what it can, as a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
-A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what needs
-more is refused there with ConfigError. With columns that hold JSON only, ANY_VALUE is not there either: an entry with
-such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such columns
-keeps to what JSON has.
+A store that cannot do all of it says what it can, a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
+A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what
+needs more is refused there with ConfigError. With columns that hold JSON only, ANY_VALUE is not there either: an
+entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
+columns keeps to what JSON has.
 
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
