@@ -15,6 +15,7 @@ from bufstore.buffer.ports import AppendUnknown, Log
 from bufstore.buffer.share import Share
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -51,5 +52,7 @@ class Retention:
             below = share.purgeable(asyncio.get_running_loop().time() - keep)
             if below is not None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
+                reach(Failpoint.PURGE_BEFORE)
                 await self._log.purge(share.cursor.partition, below)
+                reach(Failpoint.PURGE_DONE)
                 share.purged(below)

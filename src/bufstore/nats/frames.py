@@ -13,6 +13,7 @@ from importlib.metadata import version
 import nats.errors
 from nats.aio.client import Client
 
+from bufstore import failpoints
 from bufstore.buffer.entry import HEADER
 from bufstore.buffer.ports import Outgoing
 
@@ -29,21 +30,32 @@ async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: 
     Raises nats.errors.OutboundBufferLimitError when the client is not connected: nothing was sent then, or a batch
     without its end, which the server never stores.
     """
+    last = len(messages)
     if supported:
         if not client.is_connected:
             raise nats.errors.OutboundBufferLimitError
         data = framed(messages, batch, reply)
-        client.stats["out_msgs"] += len(messages)
+        client.stats["out_msgs"] += last
         client.stats["out_bytes"] += len(data)
+        if last > 1 and failpoints.active is not None:
+            data = await _send_half(client, data)
         await client._send_command(data)
         await client._flush_pending()
         return
-    last = len(messages)
     for number, message in enumerate(messages, 1):
         headers = dict(_headers(message, batch if last > 1 else "", number, number == last))
         await client.publish(
             message.subject, message.body, reply=reply if number == last else "", headers=headers or None
         )
+
+
+async def _send_half(client: Client, data: bytes) -> bytes:
+    """For a crash test: let half of the bytes leave the process; the rest."""
+    half = len(data) // 2
+    await client._send_command(data[:half])
+    await client._flush_pending(force_flush=True)
+    failpoints.reach(failpoints.Failpoint.BATCH_HALF_SENT)
+    return data[half:]
 
 
 def framed(messages: Sequence[Outgoing], batch: str, reply: str) -> bytes:

@@ -13,6 +13,7 @@ from bufstore.buffer.ports import Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
@@ -66,11 +67,17 @@ class NatsLog(NatsStream):
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._check()
-        return self._note(await super().publish(message, timeout_s))
+        reach(Failpoint.PUBLISH_BEFORE)
+        seq = await super().publish(message, timeout_s)
+        reach(Failpoint.PUBLISH_ACKED)
+        return self._note(seq)
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         self._check()
-        return self._note(await super().publish_batch(messages, timeout_s))
+        reach(Failpoint.BATCH_BEFORE)
+        seq = await super().publish_batch(messages, timeout_s)
+        reach(Failpoint.BATCH_ACKED)
+        return self._note(seq)
 
     async def end(self, timeout_s: float) -> int:
         self._check()
@@ -120,6 +127,7 @@ class NatsLog(NatsStream):
         # are lost again and again; where nobody answers for it, nothing waits for it.
         with contextlib.suppress(LogUnavailable):
             await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{consumer}-{term - 1}", timeout_s=1.0)
+        reach(Failpoint.TAKE_OLD_DELETED)
         # One message must always fit, or the feed would never get past it.
         bytes_max = max(self._config.flush_max_bytes // self._config.log.partitions, 2 * self.message_bytes_max)
         return await open_feed(self._connection, self, self._api, self._config.log.stream, config, wake, bytes_max)

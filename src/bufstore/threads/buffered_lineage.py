@@ -21,6 +21,7 @@ import msgspec
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
 from bufstore.errors import LineageError, LogUnavailable, NotFound, OutcomeUnknown, ReadNotFresh, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
 from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
@@ -94,6 +95,7 @@ class BufferedLineage:
                 continue
             await check(_Family(self, None), wanted)
             self._placed.add(mine.id)
+            reach(Failpoint.LINEAGE_BEFORE)
             try:
                 seq = await self._hot.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
             except (Conflict, AppendUnknown):
@@ -101,12 +103,15 @@ class BufferedLineage:
                 if record is None or record.id != mine.id:
                     self._placed.discard(mine.id)
                     continue  # another's; if mine was there before it, it has been carried out and repeats
+            reach(Failpoint.LINEAGE_PLACED)
             try:
                 receipt = await self._carry_out(mine, seq)
             except (Overtaken, NotFound):
                 state, last = await self._reads.joined(wanted.thread_id)
                 receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
+            reach(Failpoint.LINEAGE_CARRIED_OUT)
             await self._mark(mine, seq)
+            reach(Failpoint.LINEAGE_MARKED)
             return receipt
 
     async def _carry_out(self, record: _Record, seq: int) -> Receipt:
@@ -146,7 +151,9 @@ class BufferedLineage:
         async def overtaken() -> bool:
             return (await self._hot.lineage(self._config.append_timeout_s))[0] != seq
 
-        return await self._edits.edit(wanted, overtaken=overtaken)
+        receipt = await self._edits.edit(wanted, overtaken=overtaken)
+        reach(Failpoint.LINEAGE_EDITED)
+        return receipt
 
 
 class _Family:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bufstore.buffer.ports import Ledger
 from bufstore.config import BufferConfig
 from bufstore.errors import LogRolledBack, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.log import NatsLog
 from bufstore.nats.setup import EPOCH_BITS
 from bufstore.postgres.store import PostgresThreadStore
@@ -40,7 +41,9 @@ async def prepare_store(log: NatsLog, ledger: Ledger, store: WrappableStore, con
                 "restore it from a backup; or, to give up what it held unflushed, raise buffer_log.epoch by one"
             )
         await ledger.set_epoch(epoch)
+        reach(Failpoint.EPOCH_SET)
         await log.create(epoch)
+        reach(Failpoint.STREAM_CREATED)
         await log.epoch()
     elif known is None:
         if await log.first() > max(1, epoch << EPOCH_BITS):
