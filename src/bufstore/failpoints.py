@@ -5,7 +5,7 @@ consumer, a purge): what is only in memory between them makes no difference to w
 `Failpoint` is reached from one place in the source, by moving parts and adapters, never by decisions.
 
 Off unless a test sets `active` in its own process; no configuration does. Off, a failpoint costs one call and one look
-at a module's variable, some 50 ns, beside steps that take at least tens of microseconds.
+at a module's variable, some 60 ns, beside steps that take at least tens of microseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class Failpoint(StrEnum):
-    """Every crash point. The comments say where it stands and what a crash there would cost if the design were wrong."""
+    """Every crash point. Each comment says where it stands and what a crash there would cost in a wrong design."""
 
     # Writing.
     #: Before a run's id is claimed. Nothing is stored; the retry must not find the id taken.
