@@ -23,8 +23,8 @@ from pathlib import Path
 
 from bufstore.embedded import Servers
 from bufstore.failpoints import Failpoint
+from chaos.history import load
 from conftest import Deployment
-from sweep import record
 from sweep.checks import violations
 
 #: A life takes some seconds.
@@ -72,18 +72,17 @@ async def _round(servers: Servers, result: Result, visit: int, again: int) -> bo
     with tempfile.TemporaryDirectory() as folder:
         history = Path(folder) / "history"
         kills = 0
-        for point, at in ((result.point, visit), (result.point, again), (None, 1)):
-            code, said = await _live(deployment, history, point, at)
+        for life, (point, at) in enumerate(((result.point, visit), (result.point, again), (None, 1))):
+            code, said = await _live(deployment, history, life, point, at)
             if code not in (0, -signal.SIGKILL) or (code and point is None):
                 result.violations.append(f"a process ended with {code}: {said}")
                 return True
             kills += code != 0
             if not code:
                 break
-        past = record.read(history)
-    assert kills == len(past.died_at)
+        past = load([history])
     result.kills += kills
-    result.acknowledged += sum(o.receipt is not None for o in past.operations.values())
+    result.acknowledged += past.acknowledged
     try:
         async with deployment.store() as store:
             result.violations += await violations(store, past)
@@ -92,7 +91,9 @@ async def _round(servers: Servers, result: Result, visit: int, again: int) -> bo
     return kills > 0
 
 
-async def _live(deployment: Deployment, history: Path, point: Failpoint | None, visit: int) -> tuple[int, str]:
+async def _live(
+    deployment: Deployment, history: Path, life: int, point: Failpoint | None, visit: int
+) -> tuple[int, str]:
     """One life of the process: how it ended, and what it said last."""
     log = deployment.log
     options = {
@@ -100,6 +101,7 @@ async def _live(deployment: Deployment, history: Path, point: Failpoint | None, 
         "postgres": deployment.servers.postgres.dsn,
         "schema": deployment.name,
         "history": str(history),
+        "life": life,
         "log": {"stream": log.stream, "bucket": log.bucket, "subject": log.subject, "max_bytes": log.max_bytes},
         "point": point,
         "visit": visit,

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from bufstore import (
     failpoints,
 )
 from bufstore.failpoints import Failpoint
-from sweep import record
+from chaos.history import EDITED, SHARED, Begin, End, Read, Recorder, load
 
 _THREADS = 10
 _APPENDS = 12
@@ -59,10 +60,17 @@ class Life:
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
         path = Path(options["history"])
-        self._past = record.read(path)
-        self._life = self._past.lives
-        self._recorder = record.Recorder(path)
-        self._recorder.begin(self._life)
+        #: Appends that a life before began and did not end.
+        self._open = [
+            (o.thread, o.names[0])
+            for t in (load([path]).threads.values() if path.exists() else ())
+            for o in t.ops
+            if o.kind == "append" and o.outcome == "unknown"
+        ]
+        self._life = options["life"]
+        self._process = f"life-{self._life}"
+        self._recorder = Recorder(path)
+        self._count = 0
         self._visits = 0
         self._stores: list[BufferedThreadStore] = []
 
@@ -72,7 +80,6 @@ class Life:
             return
         self._visits += 1
         if self._visits == self._options["visit"]:
-            self._recorder.note("died", point)
             os.kill(os.getpid(), signal.SIGKILL)
 
     async def live(self) -> None:
@@ -95,12 +102,12 @@ class Life:
             for n in range(_THREADS):
                 group.create_task(self._talk(n))
             group.create_task(self._poison(inner[0], first))
-            group.create_task(self._family(second))
+            group.create_task(self._family())
             group.create_task(self._close(second))
         if self._options["purging"]:
             await asyncio.sleep(3.0)
         await first.aclose()
-        self._recorder.note("end")
+        self._recorder.close()
 
     async def _close(self, second: BufferedThreadStore) -> None:
         """The second instance leaves while the first goes on."""
@@ -110,25 +117,34 @@ class Life:
 
     async def _repeat(self) -> None:
         """What the life before left open. Deletions are not repeated: the next change of lineage has to care."""
-        for o in self._past.operations.values():
-            if o.pending and o.kind == "append":
-                await self._append(o.thread_id, o.values[0], o.name)
+        for thread_id, name in self._open:
+            await self._append(thread_id, name, kind="retry")
 
     async def _talk(self, n: int) -> None:
+        thread_id = f"{SHARED}-{n}"
         for i in range(_APPENDS):
-            await self._append(f"talk-{n}", f"{self._life}.{n}.{i}")
+            await self._append(thread_id, f"{self._process}.{n}.{i}")
             if i % 5 == 4:
-                await self._patiently(lambda: self._stores[0].load_messages(f"talk-{n}"))
+                await self._read(thread_id)
 
-    async def _append(self, thread_id: str, value: str, name: str | None = None) -> bool:
+    async def _read(self, thread_id: str) -> None:
+        async def read() -> None:
+            began = time.monotonic()
+            names = await self._stores[0].load_messages(thread_id)
+            shown = tuple(names) if names is not None else None
+            self._recorder.write(Read(self._process, thread_id, "read-your-writes", 0, began, time.monotonic(), shown))
+
+        await self._patiently(read)
+
+    async def _append(self, thread_id: str, name: str, *, kind: str = "append") -> None:
+        """Append a message; its name is the idempotency key, so that it can be repeated in a later life."""
         run = Run(run_id=f"run-of-{thread_id}", thread_id=thread_id)
-        return await self._call(
-            "append",
-            thread_id,
-            [value],
-            lambda key: self._stores[-1].checkpoint_append(thread_id, [value], run, idempotency_key=key),
-            name,
-        )
+        receipt = await self._call(
+            kind, thread_id, [name],
+            lambda: self._stores[-1].checkpoint_append(thread_id, [name], run, idempotency_key=name),
+        )  # fmt: skip
+        if receipt is not None and receipt.repeated and kind != "retry":
+            await self._append(thread_id, name, kind="retry")
 
     async def _poison(self, inner: Refusing, store: BufferedThreadStore) -> None:
         """Entries that are parked, with others behind them; replayed or given up."""
@@ -146,50 +162,47 @@ class Life:
                     inner.mended = False
                     continue
                 seqs = [p.seq for p in await store.quarantine.page(thread_id=thread_id)]
-                await self._call("discard", thread_id, [str(s) for s in seqs], lambda _, s=seqs: _discard(store, s))
+                await self._call("discard", thread_id, [str(s) for s in seqs], lambda s=seqs: _discard(store, s))
 
     async def _append_poison(self, thread_id: str) -> None:
         for what in ("poison", "behind", "last"):
             await self._append(thread_id, f"{thread_id}.{what}")
 
-    async def _family(self, store: BufferedThreadStore) -> None:
+    async def _family(self) -> None:
         """Parent, two children and a grandchild are deleted together; then the parent's name is used anew."""
-        names = [f"family-{self._life}-{who}" for who in ("parent", "child", "sibling", "grandchild")]
-        parents = [None, names[0], names[0], names[1]]
-        for name, parent in zip(names, parents, strict=True):
-            run = Run(run_id=f"run-of-{name}", thread_id=name, parent_thread_id=parent)
-            await self._call(
-                "create", name, ["old"], lambda key, n=name, r=run: self._stores[0].checkpoint(
-                    n, ["old"], r, idempotency_key=key
-                )
-            )  # fmt: skip
-        await self._call("delete", names[0], names, lambda _: _delete(self._stores[0], names[0]))
-        run = Run(run_id=f"run-of-{names[0]}", thread_id=names[0])
-        await self._call(
-            "create", names[0], ["new"],
-            lambda key: self._stores[0].checkpoint(names[0], ["new"], run, idempotency_key=key),
-        )  # fmt: skip
+        names = [f"{EDITED}-{self._life}-{who}" for who in ("parent", "child", "sibling", "grandchild")]
+        for name, parent in zip(names, (None, names[0], names[0], names[1]), strict=True):
+            await self._create(name, "old", parent)
+        await self._call("delete", names[0], names, lambda: _delete(self._stores[0], names[0]))
+        await self._create(names[0], "new", None)
         # The next change of lineage.
         await self._patiently(lambda: self._stores[0].set_parent(names[0], None))
 
+    async def _create(self, thread_id: str, message: str, parent: str | None) -> None:
+        run = Run(run_id=f"run-of-{thread_id}", thread_id=thread_id, parent_thread_id=parent)
+        await self._call(
+            "create", thread_id, [message],
+            lambda: self._stores[0].checkpoint(thread_id, [message], run, idempotency_key=message),
+        )  # fmt: skip
+
     async def _call(
-        self,
-        kind: str,
-        thread_id: str,
-        values: list[str],
-        call: Callable[[str], Awaitable[Receipt | None]],
-        name: str | None = None,
-    ) -> bool:
-        name = self._recorder.invoke(kind, thread_id, values, name)
+        self, kind: str, thread_id: str, names: list[str], call: Callable[[], Awaitable[Receipt | None]]
+    ) -> Receipt | None:
+        self._count += 1
+        number = self._count
+        self._recorder.write(Begin(time.monotonic(), self._process, number, thread_id, kind, tuple(names)))
+        receipt = None
         try:
-            receipt = await self._patiently(lambda: call(name))
+            receipt = await self._patiently(call)
         except BufstoreError as e:
-            self._recorder.refused(name, type(e).__name__)
-            return False
-        # The receipt of a repeated call names the thread's last entry.
-        known = receipt is not None and not receipt.repeated
-        self._recorder.ok(name, receipt.thread_seq if known else 0)
-        return True
+            outcome = "rejected"
+            print(f"{kind} of {thread_id}: {type(e).__name__}: {e}", file=sys.stderr)
+        else:
+            # The receipt of a repeated call names the thread's last entry: who wants to know where it stands, asks.
+            outcome = "unknown" if receipt is not None and receipt.repeated and kind == "append" else "ok"
+        seq = receipt.thread_seq if receipt is not None else 0
+        self._recorder.write(End(time.monotonic(), self._process, number, outcome, seq))
+        return receipt
 
     async def _patiently(self, call: Callable[[], Awaitable[Any]]) -> Any:
         while True:
