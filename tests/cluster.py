@@ -79,9 +79,8 @@ class Cluster:
                     proxy.cut()
 
     def heal(self) -> None:
-        """Join what was cut; what a node sent into a connection that nothing passed through is not delivered late."""
+        """Join what was cut; what was sent into a connection that nothing passed through arrives late."""
         for proxy in self._routes.values():
-            proxy.cut()
             proxy.heal()
 
     def wipe(self, node: int) -> None:
@@ -104,9 +103,17 @@ class Cluster:
 
 
 async def leader_of(store: Any, deployment: Deployment) -> int:
-    """Which node leads the log."""
-    info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
-    return int(info["cluster"]["leader"][1:])
+    """Which node leads the log, as soon as one does."""
+
+    async def asked() -> str:
+        try:
+            info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        except BufstoreError:
+            return ""
+        return str(info["cluster"].get("leader") or "")
+
+    leader: str = await eventually(asked, 60)
+    return int(leader[1:])
 
 
 async def replicas_current(store: Any, deployment: Deployment) -> bool:
