@@ -84,6 +84,13 @@ class NatsLog(NatsStream):
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}", timeout_s=timeout_s)
         return self._note(int(info["state"]["last_seq"]))
 
+    async def must_reach(self, seq: int) -> None:
+        """Raise LogRolledBack, now and for every write from now on, if the log ends before a position it once had."""
+        end = await self.end(5.0)
+        if end < seq:
+            self._rolled_back = f"the log ends at {end}, Postgres has applied it to {seq}"
+            self._check()
+
     async def barrier(self, timeout_s: float) -> None:
         if self._config.log.replicas > 1:
             # A leader that the others have left answers reads for seconds; a write needs their votes. The subject is

@@ -54,3 +54,7 @@ async def prepare_store(log: NatsLog, ledger: Ledger, store: WrappableStore, con
         await ledger.set_epoch(epoch)
     elif known > epoch:
         raise LogRolledBack(f"stream {config.log.stream} has epoch {epoch}, Postgres knows epoch {known}")
+    else:
+        # A log put back from an older copy must take no writes: at positions that Postgres has passed they would be
+        # acknowledged and never applied.
+        await log.must_reach(max((c.seq for c in (await ledger.cursors()).values()), default=0))
