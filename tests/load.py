@@ -53,7 +53,15 @@ class Load:
     async def check(self, store: BufferedThreadStore) -> None:
         """Everything acknowledged is in Postgres, once and in order, and every read was right."""
         await store.force_flush_all(timeout_s=60)
-        final = Final({t: await store.load_messages(t, consistency=Consistency.EVENTUAL) or [] for t in self.threads})
+
+        async def flushed() -> Final | None:
+            try:
+                level = Consistency.EVENTUAL
+                return Final({t: await store.load_messages(t, consistency=level) or [] for t in self.threads})
+            except BufstoreError:
+                return None  # over a connection that was lost meanwhile
+
+        final = await eventually(flushed)
         assert [str(v) for rule in RULES for v in rule(self.history, final)] == []
         report = await store.verify()
         assert report.ok, report.findings

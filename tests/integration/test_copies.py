@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferedThreadStore, BufstoreError, Consistency, LogRolledBack
+from bufstore import BufferedThreadStore, BufstoreError, Consistency, LogRolledBack, NatsConfig
 from bufstore.embedded import Servers
+from bufstore.nats.connection import Connection
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of
 from load import PATIENCE, Load
@@ -88,6 +89,29 @@ async def _passed(deployment: Deployment, before: dict[int, int]) -> bool:
     return any(seq > before.get(p, 0) for p, seq in now.items())
 
 
+async def test_a_failover_is_noticed_where_nobody_writes_any_more(own_servers: Servers, tmp_path: Path) -> None:
+    """No flush meets the older cursor; all the same nothing is purged that the copy misses, and it gets it."""
+    deployment = Deployment(own_servers)
+    brief = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "failover_window_s": 8.0, "retain_after_flush_s": 8.0}
+    thread_id = fresh()
+    async with deployment.store(**brief) as store:
+        await store.checkpoint(thread_id, ["a"], run_of(thread_id))
+        await store.force_flush(thread_id)
+        fail_over = await asyncio.to_thread(_copy_of_postgres, own_servers, tmp_path / "copy")
+        await eventually(lambda: _appended(store, thread_id, "b"))
+        await store.force_flush(thread_id)
+        await asyncio.to_thread(fail_over)
+
+        async def applied_again() -> bool:
+            try:
+                found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+            except BufstoreError:
+                return False
+            return found == ["a", "b"]
+
+        await eventually(applied_again)
+
+
 async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_servers: Servers, tmp_path: Path) -> None:
     deployment = Deployment(own_servers)
     deployment.verified = False
@@ -153,9 +177,20 @@ async def test_a_log_restored_from_an_older_copy_takes_no_writes(own_servers: Se
     with pytest.raises(LogRolledBack, match="the log ends at"):
         async with deployment.store(**PATIENCE) as store:
             await store.checkpoint(new, ["b"], run_of(new))
-    # The way out that the operator's document gives.
-    async with deployment.store(flusher=False) as store:
-        pass
+    # The way out that the operator's document gives; what Postgres has is kept.
+    await _give_the_log_up(own_servers, deployment)
+    async with deployment.store() as store:
+        await store.checkpoint_append(old, ["again"], run_of(old))
+        await store.force_flush(old)
+        assert await store.load_messages(old) == ["a", "0", "1", "2", "3", "4", "again"]
+
+
+async def _give_the_log_up(servers: Servers, deployment: Deployment) -> None:
+    connection = Connection(NatsConfig(servers=(servers.nats.url,)), "test")
+    await connection.open()
+    await connection.request(f"$JS.API.STREAM.DELETE.{deployment.log.stream}", b"", 5.0)
+    await connection.aclose()
+    await query(servers.postgres.dsn, f"UPDATE {deployment.name}.buffer_log SET epoch = epoch + 1")
 
 
 async def test_log_and_postgres_restored_from_copies_meet_where_the_log_ends(

@@ -70,7 +70,7 @@ class Flusher:
         self._shares = self._takeover.shares
         self._settler = Settler(log, hot, ledger, coalesce, subjects, config, self._takeover, self.state)
         self._lease = Lease(hot, member, subjects.partitions, config.lease_s, self._takeover.want)
-        self._retention = Retention(log, config, self._shares)
+        self._retention = Retention(log, ledger, config, self._shares)
 
     async def start(self) -> None:
         """Join the members and begin to flush."""

@@ -1,7 +1,9 @@
 """Removing flushed entries from the log, when it is time.
 
 Time counts from when a commit passed an entry, not from when it was written: a Postgres that fails over may lose its
-last commits, and then needs their entries again.
+last commits, and then needs their entries again. A flush would notice that, but a partition nobody writes to is not
+flushed. So before anything is removed, Postgres is asked how far it has got, and a partition that it has less of than was
+committed is taken again. While Postgres does not answer nothing is removed.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 
-from bufstore.buffer.ports import AppendUnknown, Log
+from bufstore.buffer.ports import AppendUnknown, FlushFailed, Ledger, Log
 from bufstore.buffer.share import Share
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
@@ -27,8 +29,9 @@ _PRESSURE = 0.7
 class Retention:
     """Purges the partitions of one owner."""
 
-    def __init__(self, log: Log, config: BufferConfig, shares: Mapping[int, Share]) -> None:
+    def __init__(self, log: Log, ledger: Ledger, config: BufferConfig, shares: Mapping[int, Share]) -> None:
         self._log = log
+        self._ledger = ledger
         self._config = config
         self._shares = shares
 
@@ -40,9 +43,21 @@ class Retention:
                 async with asyncio.timeout(interval):
                     await stopping.wait()
             try:
+                await self._look_at_cursors()
                 await self._purge()
-            except (BufstoreError, AppendUnknown) as e:
+            except (BufstoreError, FlushFailed, AppendUnknown) as e:
                 _log.warning("purging failed: %s", e, extra={"action": "purge_failed"})
+
+    async def _look_at_cursors(self) -> None:
+        """Doubt the partitions of which Postgres has less than was committed."""
+        committed = [(share, share.cursor.seq) for share in self._shares.values()]
+        if not committed:
+            return
+        found = await self._ledger.cursors()
+        for share, seq in committed:
+            cursor = found.get(share.cursor.partition)
+            if cursor is None or cursor.seq < seq:
+                share.doubt = f"Postgres went back to {cursor.seq if cursor is not None else 'nothing'} from {seq}"
 
     async def _purge(self) -> None:
         used, limit = await self._log.fill()
@@ -50,7 +65,7 @@ class Retention:
         keep = self._config.failover_window_s if pressed else self._config.retain_after_flush_s
         for share in list(self._shares.values()):
             below = share.purgeable(asyncio.get_running_loop().time() - keep)
-            if below is not None:
+            if below is not None and share.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
                 reach(Failpoint.PURGE_BEFORE)
                 await self._log.purge(share.cursor.partition, below)

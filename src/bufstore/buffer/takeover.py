@@ -68,8 +68,9 @@ class Takeover:
         """Give up what is not ours (any more) or lost, take what is."""
         given_up = []
         for partition, share in list(self.shares.items()):
-            if share.feed.lost is not None:
-                given_up.append(self.drop(share, share.feed.lost))
+            reason = share.feed.lost or share.doubt
+            if reason is not None:
+                given_up.append(self.drop(share, reason))
             elif partition not in self._wanted:
                 given_up.append(self.drop(share, "another member owns it"))
         await asyncio.gather(*given_up)
