@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
 
-from bufstore import Consistency
+from bufstore import BufferedThreadStore, Consistency, LogUnavailable, OutcomeUnknown, ReadNotFresh
 from bufstore.embedded import Servers
 from cluster import Cluster, leader_of, replicas_current
 from conftest import Deployment
@@ -70,11 +71,30 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
         try:
             await load.acknowledged(100)  # the others have elected
             assert await leader_of(outside, deployment) != leader
+            # One that has seen more of the log than this leader is connected to it again.
+            inside._log._highest = await outside._log.end(5.0)
+            before = inside._connection.client()
+            inside._connection._drop(before, "by the test")
+            with contextlib.suppress(TimeoutError):  # it may well not let itself be connected
+                await eventually(lambda: _reconnected(inside, before), 2.5)
         finally:
             cluster.heal()
         await load.acknowledged(100)
+        await eventually(lambda: _takes_writes(inside, load.threads[0]), 60)
         await load.end()
         await load.check(outside)
     finally:
         for store in reversed(stores):
             await store.aclose()
+
+
+async def _reconnected(store: BufferedThreadStore, before: object) -> bool:
+    return store._connection._client not in (None, before)
+
+
+async def _takes_writes(store: BufferedThreadStore, thread_id: str) -> bool:
+    try:
+        await store.save_thread(thread_id)
+    except (LogUnavailable, OutcomeUnknown, ReadNotFresh):
+        return False  # but not LogRolledBack
+    return True

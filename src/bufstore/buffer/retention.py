@@ -2,8 +2,8 @@
 
 Time counts from when a commit passed an entry, not from when it was written: a Postgres that fails over may lose its
 last commits, and then needs their entries again. A flush would notice that, but a partition nobody writes to is not
-flushed. So before anything is removed, Postgres is asked how far it has got, and a partition that it has less of than was
-committed is taken again. While Postgres does not answer nothing is removed.
+flushed. So before anything is removed, Postgres is asked how far it has got, and a partition of which it has less than
+was committed is taken again. While Postgres does not answer, nothing is removed.
 """
 
 from __future__ import annotations

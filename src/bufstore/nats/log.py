@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports import AppendUnknown, Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
@@ -87,6 +88,13 @@ class NatsLog(NatsStream):
     async def must_reach(self, seq: int) -> None:
         """Raise LogRolledBack, now and for every write from now on, if the log ends before a position it once had."""
         end = await self.end(5.0)
+        if end < seq and self._config.log.replicas > 1:
+            # So does that of a leader that the others have left. It stores nothing; a true one stores one more.
+            try:
+                await self.barrier(5.0)
+            except AppendUnknown as e:
+                raise LogUnavailable(f"the log's leader is behind Postgres and stores nothing: {e}") from None
+            end = await self.end(5.0) - 1
         if end < seq:
             self._rolled_back = f"the log ends at {end}, Postgres has applied it to {seq}"
             self._check()
@@ -151,11 +159,22 @@ class NatsLog(NatsStream):
         """Before a new connection is used: is this still the log that we wrote to?"""
         if not self._highest:
             return
-        answer = await client.request(f"{self._api}.STREAM.INFO.{self._config.log.stream}", b"", timeout=5)
-        info = json.loads(answer.data)
+        info = await self._ask_info(client)
+        behind = "state" in info and int(info["state"]["last_seq"]) < self._highest
+        if behind and self._config.log.replicas > 1:
+            # A leader that the others have left knows an old end. It stores nothing, so it does not answer this: then
+            # the connection is not used. A true one has stored one more.
+            subject = f"{self._config.log.subject}.barrier.0"
+            await client.request(subject, b"", timeout=2, headers={"Nats-Rollup": "sub"})
+            info = await self._ask_info(client)
         if (info.get("error") or {}).get("err_code") == 10059:
             self._rolled_back = f"stream {self._config.log.stream} is gone"
         elif "state" in info:
             end = int(info["state"]["last_seq"])
             if end < self._highest:
                 self._rolled_back = f"the log ends at {end}, this process has seen {self._highest} in it"
+
+    async def _ask_info(self, client: Client) -> dict[str, Any]:
+        answer = await client.request(f"{self._api}.STREAM.INFO.{self._config.log.stream}", b"", timeout=5)
+        info: dict[str, Any] = json.loads(answer.data)
+        return info
