@@ -62,7 +62,8 @@ class Load:
                 return None  # over a connection that was lost meanwhile
 
         final = await eventually(flushed)
-        assert [str(v) for rule in RULES for v in rule(self.history, final)] == []
+        wrong = [str(v) for rule in RULES for v in rule(self.history, final)]
+        assert not wrong, "\n".join(wrong[:20])
         report = await store.verify()
         assert report.ok, report.findings
 
