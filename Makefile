@@ -51,6 +51,10 @@ cluster: $(READY) ## Kill, wipe and cut off nodes of a three-node NATS cluster f
 powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop mounts)
 	$(LONG) sweep.powercut $(ARGS)
 
+.PHONY: storm
+storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
+	BUFSTORE_STORM=1 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
+
 .PHONY: bench-quick
 bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
 	$(BIN)/python bench/append.py

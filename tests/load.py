@@ -21,18 +21,22 @@ PATIENCE = {"append_timeout_s": 2.0, "read_timeout_s": 2.0, "flush_timeout_s": 3
 class Load:
     """Writers and readers of some threads, and all that they saw."""
 
-    def __init__(self, threads: int = 6) -> None:
+    def __init__(self, threads: int = 4) -> None:
         self.history = History()
-        self.threads = [fresh() for _ in range(threads)]
+        self._threads_each = threads
+        #: Each has one writer: a retry is recognised among a thread's last 16 entries, and others could write more.
+        self.threads: list[str] = []
         self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def write(self, store: BufferedThreadStore, who: str) -> None:
-        """Begin to append to every thread through this store."""
-        self._tasks += [asyncio.create_task(self._write(store, who, t)) for t in self.threads]
+        """Begin to append to some threads of their own through this store."""
+        threads = [fresh() for _ in range(self._threads_each)]
+        self.threads += threads
+        self._tasks += [asyncio.create_task(self._write(store, who, t)) for t in threads]
 
     def read(self, store: BufferedThreadStore, who: str, level: Consistency) -> None:
-        """Begin to read every thread through this store."""
+        """Begin to read every thread there is through this store."""
         self._tasks += [asyncio.create_task(self._read(store, who, t, level)) for t in self.threads]
 
     async def acknowledged(self, more: int, timeout_s: float = 60) -> None:

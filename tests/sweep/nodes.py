@@ -88,6 +88,7 @@ async def run(seconds: float, seed: int) -> None:
             load = Load()
             for number, store in enumerate(stores):
                 load.write(store, f"w{number}")
+            for number, store in enumerate(stores):
                 load.read(store, f"r{number}", Consistency.STRONG)
             faults = Faults(cluster, load, stores[0], deployment)
             kinds: list[Callable[[int], Awaitable[Any]]] = [

@@ -61,12 +61,10 @@ class Life:
         self._options = options
         path = Path(options["history"])
         #: Appends that a life before began and did not end.
-        self._open = [
-            (o.thread, o.names[0])
-            for t in (load([path]).threads.values() if path.exists() else ())
-            for o in t.ops
-            if o.kind == "append" and o.outcome == "unknown"
-        ]
+        self._open: list[tuple[str, str]] = []
+        for thread_id, t in load([path]).threads.items() if path.exists() else ():
+            ended = {o.names[0] for o in t.ops if o.kind in ("append", "retry") and o.outcome != "unknown"}
+            self._open += [(thread_id, o.names[0]) for o in t.ops if o.kind == "append" and o.names[0] not in ended]
         self._life = options["life"]
         self._process = f"life-{self._life}"
         self._recorder = Recorder(path)
@@ -95,8 +93,9 @@ class Life:
         inner = [Refusing(self._options["postgres"], schema=self._options["schema"], pool_size=3) for _ in range(2)]
         first = await BufferedThreadStore.open(inner[0], nats=self._options["nats"], config=config)
         self._stores = [first]
+        # First of all: a thread remembers the keys of its last 16 entries.
+        await self._repeat()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._repeat())
             second = await BufferedThreadStore.open(inner[1], nats=self._options["nats"], config=config)
             self._stores.append(second)
             for n in range(_THREADS):

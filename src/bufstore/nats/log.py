@@ -7,18 +7,19 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import nats.errors
 from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import AppendUnknown, Outgoing
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
-from bufstore.nats.setup import EPOCH_BITS, check_stream, stream_config
+from bufstore.nats.setup import check_stream, epoch_of, stream_config, withdrawn
 from bufstore.nats.stream import NatsStream
 
 
@@ -35,28 +36,27 @@ class NatsLog(NatsStream):
         self._generation_start = 1
         connection.on_connect(self._check_end)
 
-    async def epoch(self) -> int | None:
-        """The existing stream's epoch, after checking its configuration; None if there is no stream."""
+    async def epoch(self, *, checked: bool = True) -> int | None:
+        """See `bufstore.buffer.ports.Generations`, also for the methods up to `remove`."""
         try:
             info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
         except StreamMissing:
             return None
         self._highest = max(self._highest, int(info["state"]["last_seq"]))
-        epoch = check_stream(self._config.log, info["config"])
-        self._generation_start = max(1, epoch << EPOCH_BITS)
+        epoch = check_stream(self._config.log, info["config"]) if checked else epoch_of(info["config"])
+        self._generation_start = first_position(epoch)
         return epoch
 
     @property
     def generation_start(self) -> int:
         return self._generation_start
 
-    async def first(self) -> int:
-        """The first sequence that is (or will be) in the log."""
+    async def bounds(self) -> tuple[int, int]:
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
-        return int(info["state"]["first_seq"]) or int(info["config"].get("first_seq", 1))
+        first = int(info["state"]["first_seq"]) or int(info["config"].get("first_seq", 1))
+        return first, int(info["state"]["last_seq"])
 
     async def create(self, epoch: int) -> None:
-        """Create the stream as generation `epoch`; a no-op if another process was faster."""
         wanted = stream_config(self._config.log, epoch)
         try:
             await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
@@ -65,6 +65,20 @@ class NatsLog(NatsStream):
                 f"stream {self._config.log.stream} cannot be created with LogConfig.max_bytes = "
                 f"{self._config.log.max_bytes}: {e}"
             ) from e
+
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        name = self._config.log.stream
+        info = await self.api(f"STREAM.INFO.{name}")
+        wanted, kept = withdrawn(self._config.log, info["config"], common)
+        await self.api(f"STREAM.UPDATE.{name}", wanted)
+        return kept
+
+    async def remove(self) -> None:
+        with contextlib.suppress(StreamMissing):
+            await self.api(f"STREAM.DELETE.{self._config.log.stream}")
+
+    def refuse(self, reason: str) -> None:
+        self._rolled_back = self._rolled_back or reason
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._check()
@@ -84,20 +98,6 @@ class NatsLog(NatsStream):
         self._check()
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}", timeout_s=timeout_s)
         return self._note(int(info["state"]["last_seq"]))
-
-    async def must_reach(self, seq: int) -> None:
-        """Raise LogRolledBack, now and for every write from now on, if the log ends before a position it once had."""
-        end = await self.end(5.0)
-        if end < seq and self._config.log.replicas > 1:
-            # So does that of a leader that the others have left. It stores nothing; a true one stores one more.
-            try:
-                await self.barrier(5.0)
-            except AppendUnknown as e:
-                raise LogUnavailable(f"the log's leader is behind Postgres and stores nothing: {e}") from None
-            end = await self.end(5.0) - 1
-        if end < seq:
-            self._rolled_back = f"the log ends at {end}, Postgres has applied it to {seq}"
-            self._check()
 
     async def barrier(self, timeout_s: float) -> None:
         if self._config.log.replicas > 1:
@@ -165,14 +165,15 @@ class NatsLog(NatsStream):
             # A leader that the others have left knows an old end. It stores nothing, so it does not answer this: then
             # the connection is not used. A true one has stored one more.
             subject = f"{self._config.log.subject}.barrier.0"
-            await client.request(subject, b"", timeout=2, headers={"Nats-Rollup": "sub"})
+            with contextlib.suppress(nats.errors.NoRespondersError):  # of a log that was withdrawn: believed
+                await client.request(subject, b"", timeout=2, headers={"Nats-Rollup": "sub"})
             info = await self._ask_info(client)
         if (info.get("error") or {}).get("err_code") == 10059:
-            self._rolled_back = f"stream {self._config.log.stream} is gone"
+            self.refuse(f"stream {self._config.log.stream} is gone")
         elif "state" in info:
             end = int(info["state"]["last_seq"])
             if end < self._highest:
-                self._rolled_back = f"the log ends at {end}, this process has seen {self._highest} in it"
+                self.refuse(f"the log ends at {end}, this process has seen {self._highest} in it")
 
     async def _ask_info(self, client: Client) -> dict[str, Any]:
         answer = await client.request(f"{self._api}.STREAM.INFO.{self._config.log.stream}", b"", timeout=5)

@@ -7,7 +7,9 @@ and proves that none came between its checks and it. Then its edits are appended
 Failure model. Who finds a change that is not marked carries it out first: edits can be repeated. Who comes back to his
 own, late, looks at the record between reading a thread and the append that stands directly behind what was read: if the
 record has moved on, his change has been carried out by somebody else; if it moves after the look, that change of the
-thread fails the append. A bucket that is lost while two changes are under way lets them overlap.
+thread fails the append. What fails after a change took its place leaves it to the next one: its outcome is not known.
+Only what is refused (a thread in quarantine, a full log) ends it: it is marked as done and goes no further, so that it
+stops nobody else. A bucket that is lost while two changes are under way lets them overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ import msgspec
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
-from bufstore.errors import LineageError, LogUnavailable, NotFound, OutcomeUnknown, ReadNotFresh, StoreUnavailable
+from bufstore.errors import (
+    FlushTimeout,
+    LineageError,
+    LogFull,
+    LogUnavailable,
+    NotFound,
+    OutcomeUnknown,
+    ReadNotFresh,
+    Rejected,
+    StoreUnavailable,
+    Unavailable,
+)
 from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
@@ -53,7 +66,7 @@ class BufferedLineage:
         self._edits = edits
         self._hot = hot
         self._config = config
-        self._parents = NamedParents(self.thread)
+        self._parents = NamedParents(self.thread, self.change if edits.taken else None)
         #: Changes whose record may have been stored.
         self._placed: set[int] = set()
 
@@ -69,8 +82,8 @@ class BufferedLineage:
     async def change(self, wanted: LineageChange) -> Receipt:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
-        Bounded by ``flush_timeout_s``. Given up after it took its place: OutcomeUnknown, and the next change carries it
-        out; repeating it is safe.
+        Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
+        carries it out; repeating it is safe. Refused after that (ThreadQuarantined, LogFull): what was done stays.
         """
         self._edits.check_store()
         self._parents.forget()
@@ -78,10 +91,12 @@ class BufferedLineage:
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
                 return await self._change(wanted, mine)
-        except TimeoutError:
+        except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout) as e:
             if mine.id in self._placed:
-                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from None
-            raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from None
+                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+            if isinstance(e, (TimeoutError, OutcomeUnknown)):  # the latter of a change that was to be finished first
+                raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from e
+            raise
         finally:
             self._placed.discard(mine.id)
 
@@ -89,9 +104,7 @@ class BufferedLineage:
         while True:
             seq, record = await self._record()
             if record is not None and not record.done:
-                with contextlib.suppress(Overtaken, NotFound):
-                    await self._carry_out(record, seq)
-                await self._mark(record, seq)
+                await self._finish(record, seq)
                 continue
             await check(_Family(self, None), wanted)
             self._placed.add(mine.id)
@@ -109,18 +122,35 @@ class BufferedLineage:
             except (Overtaken, NotFound):
                 state, last = await self._reads.joined(wanted.thread_id)
                 receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
+            except Rejected as e:
+                if await self._mark(mine, seq):
+                    raise
+                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
             reach(Failpoint.LINEAGE_CARRIED_OUT)
             await self._mark(mine, seq)
             reach(Failpoint.LINEAGE_MARKED)
             return receipt
 
+    async def _finish(self, record: _Record, seq: int) -> None:
+        """Carry out another's change, as far as it goes."""
+        try:
+            await self._carry_out(record, seq)
+        except LogFull:
+            raise
+        except (Overtaken, Rejected):
+            pass  # done by somebody else; or it can be carried out no further, and must not stop others
+        await self._mark(record, seq)
+
     async def _carry_out(self, record: _Record, seq: int) -> Receipt:
         return await carry_out(_Family(self, seq), record.change)
 
-    async def _mark(self, record: _Record, seq: int) -> None:
+    async def _mark(self, record: _Record, seq: int) -> bool:
+        """Note that the change is done; whether that succeeded."""
         done = msgspec.structs.replace(record, done=True)
         with contextlib.suppress(Conflict, AppendUnknown, LogUnavailable):  # else the next one does it again
             await self._hot.put_lineage(_encode(done), seq, self._config.append_timeout_s)
+            return True
+        return False
 
     async def _record(self) -> tuple[int, _Record | None]:
         seq, body = await self._hot.lineage(self._config.append_timeout_s)
