@@ -35,6 +35,22 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The long versions of tests that `make test` runs for a few seconds. Their options: ARGS="--rounds 5 --seed 7".
+LONG := PYTHONPATH=tests $(BIN)/python -m
+
+.PHONY: crash-sweep
+crash-sweep: $(READY) ## Kill a process at each crash point under load and check everything (some minutes)
+	$(LONG) sweep.crash $(ARGS)
+
+.PHONY: cluster
+SECONDS ?= 120
+cluster: $(READY) ## Kill, wipe and cut off nodes of a three-node NATS cluster for SECONDS=120
+	$(LONG) sweep.nodes --seconds $(SECONDS) $(ARGS)
+
+.PHONY: powercut
+powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop mounts)
+	$(LONG) sweep.powercut $(ARGS)
+
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
 	BUFSTORE_STORM=1 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900

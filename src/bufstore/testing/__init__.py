@@ -37,10 +37,11 @@ serve all of them, and they can run again.
 from bufstore.testing import applying, checkpoints, edits, lineage, lists
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
+from bufstore.testing.fault_proxy import FaultProxy, Flow
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
 
-__all__ = ["APPLY_CHECKS", "CHECKS", "EVERYTHING", "Applier", "Capability", "Check"]
+__all__ = ["APPLY_CHECKS", "CHECKS", "EVERYTHING", "Applier", "Capability", "Check", "FaultProxy", "Flow"]

@@ -34,6 +34,7 @@ from bufstore.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
 from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
@@ -82,7 +83,7 @@ class BufferedLineage:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
         Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
-        carries it out; repeating it is safe. Refused after that (ThreadQuarantined, LogFull): what was done of it stays.
+        carries it out; repeating it is safe. Refused after that (ThreadQuarantined, LogFull): what was done stays.
         """
         self._edits.check_store()
         self._parents.forget()
@@ -107,6 +108,7 @@ class BufferedLineage:
                 continue
             await check(_Family(self, None), wanted)
             self._placed.add(mine.id)
+            reach(Failpoint.LINEAGE_BEFORE)
             try:
                 seq = await self._hot.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
             except (Conflict, AppendUnknown):
@@ -114,6 +116,7 @@ class BufferedLineage:
                 if record is None or record.id != mine.id:
                     self._placed.discard(mine.id)
                     continue  # another's; if mine was there before it, it has been carried out and repeats
+            reach(Failpoint.LINEAGE_PLACED)
             try:
                 receipt = await self._carry_out(mine, seq)
             except (Overtaken, NotFound):
@@ -123,7 +126,9 @@ class BufferedLineage:
                 if await self._mark(mine, seq):
                     raise
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+            reach(Failpoint.LINEAGE_CARRIED_OUT)
             await self._mark(mine, seq)
+            reach(Failpoint.LINEAGE_MARKED)
             return receipt
 
     async def _finish(self, record: _Record, seq: int) -> None:
@@ -176,7 +181,9 @@ class BufferedLineage:
         async def overtaken() -> bool:
             return (await self._hot.lineage(self._config.append_timeout_s))[0] != seq
 
-        return await self._edits.edit(wanted, overtaken=overtaken)
+        receipt = await self._edits.edit(wanted, overtaken=overtaken)
+        reach(Failpoint.LINEAGE_EDITED)
+        return receipt
 
 
 class _Family:
