@@ -1,7 +1,7 @@
 """The kinds of fault: each an async context, inject at its beginning, heal at its end, and what it touches.
 
-Faults that touch the same thing are not injected at the same time. A fault gets the site and a random source of its own,
-so that the seed alone decides whom it hits. `yield` gives what to note of it; it may yield as soon as it is in effect.
+Faults that touch the same thing are not injected at the same time. A fault gets the site and a random source of its
+own, so that the seed alone decides whom it hits. `yield` gives what to note of it, once it is in effect.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import psycopg
 
 from bufstore.buffer.entry import Base, Entry, encode
 from chaos.site import FAILOVER_WINDOW_S, LEASE_S, LOG, PARTITIONS, SCHEMA, Process, Site
+from helpers import eventually
 
 Inject = Callable[[Site, random.Random], AbstractAsyncContextManager[str]]
 
@@ -81,11 +82,15 @@ async def _kill_and_measure(site: Site, process: Process) -> None:
     killed = time.monotonic()
     started = site.started(process)
     missing = {p for p, owner in members if started is not None and owner == started.member}
+    await asyncio.sleep(0.5)  # so that something is there that it cannot have flushed
     ends = await site.persist(site.ends)
+
+    async def flushed() -> bool:
+        now = await site.persist(site.cursors)
+        return all(now[p][1] >= ends.get(p, before[p]) for p in missing)
+
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(30):
-            while any((await site.persist(site.cursors))[p][1] < ends.get(p, before[p]) for p in missing):
-                await asyncio.sleep(0.05)
+        await eventually(flushed, 30)
     if missing:
         site.flusher_kills.append(time.monotonic() - killed)
 

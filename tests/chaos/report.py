@@ -57,11 +57,12 @@ class Report:
         flushing = [r.flushing_s for r in h.recoveries if r.flushing_s is not None]
         caught_up = [r.caught_up_s for r in h.recoveries if r.caught_up_s is not None]
         writing = [min((a - r.t for a in acked if a >= r.t), default=float("inf")) for r in h.recoveries]
+        rate = h.acknowledged / self.seconds
         lines = [
             f"seed {self.seed}, {self.seconds:.0f} s, {sum(injected.values())} faults of {len(injected)} kinds:",
             *(f"  {count:4} {kind}" for kind, count in sorted(injected.items())),
             *(f"     - {kind}: cannot be done here" for kind in self.skipped),
-            f"writes acknowledged      {h.acknowledged} ({h.acknowledged / self.seconds:.0f}/s) in {len(h.threads)} threads",
+            f"writes acknowledged      {h.acknowledged} ({rate:.0f}/s) in {len(h.threads)} threads",
             f"reads                    {', '.join(f'{n} {level}' for level, n in sorted(reads.items()))}",
             f"calls that raised        {_counted(Counter(f.error for f in h.failures))}",
             f"lost / twice / order     {broken['lost']} / {broken['duplicated']} / {broken['reordered']}",
@@ -90,7 +91,7 @@ class Report:
                 o.ended
                 for t in self.history.threads.values()
                 for o in t.ops
-                if o.ok and o.process != kill.detail and begin.t - 1 <= o.ended <= begin.t + seconds
+                if o.ok and o.process != kill.detail and begin.t <= o.ended <= begin.t + seconds
             )
             gaps.append(max((b - a for a, b in pairwise(times)), default=seconds))
         return gaps

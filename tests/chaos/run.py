@@ -2,8 +2,8 @@
 
     python -m chaos.run --seconds 60 --seed 1        (or: make chaos SECONDS=60 SEED=1)
 
-The seed decides which kinds of fault come when, whom they hit and how long they last; what the processes make of it is up
-to the machine. After every phase all is healed and the time is taken until flushing goes on. At the end everything
+The seed decides which kinds of fault come when, whom they hit and how long they last; what the processes make of it is
+up to the machine. After every phase all is healed and the time is taken until flushing goes on. At the end everything
 is flushed, Postgres is read, and the checkers judge. The folder with the history stays when something is wrong.
 """
 
@@ -29,6 +29,7 @@ from chaos.faults import KINDS, Kind
 from chaos.history import Final, ParkedEntry, Read, Recovery, load
 from chaos.report import Report, judge
 from chaos.site import SCHEMA, Site
+from helpers import eventually
 
 _SAMPLE_S = 0.3
 _POLL_S = 0.1
@@ -94,9 +95,10 @@ class Supervisor:
         return await self._drain()
 
     async def _wait_until_ready(self) -> None:
-        async with asyncio.timeout(60):
-            while not all(self.site.started(p) for p in self.site.processes):
-                await asyncio.sleep(_POLL_S)
+        async def ready() -> bool:
+            return all(self.site.started(p) for p in self.site.processes)
+
+        await eventually(ready, 60)
 
     async def _phase(self, phase: Phase) -> None:
         site = self.site

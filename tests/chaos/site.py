@@ -1,4 +1,4 @@
-"""Where a chaos run takes place: real servers, fault proxies in front of them, processes, and a way around the proxies."""
+"""Where a chaos run takes place: real servers, fault proxies before them, processes, and a way around the proxies."""
 
 from __future__ import annotations
 
@@ -30,14 +30,24 @@ from chaos.worker import Options
 SCHEMA = "chaos"
 PARTITIONS = 8
 #: The processes of a run: name, role, threads written to at once.
-PROCESSES = (("w1", "writer", 64), ("w2", "writer", 64), ("f1", "flusher", 0), ("f2", "flusher", 0), ("r1", "reader", 0),
-             ("a1", "all", 32))  # fmt: skip
+PROCESSES = (
+    ("w1", "writer", 64),
+    ("w2", "writer", 64),
+    ("f1", "flusher", 0),
+    ("f2", "flusher", 0),
+    ("r1", "reader", 0),
+    ("a1", "all", 32),
+)
 LOG = {"stream": "CHAOS", "bucket": "chaos-hot", "subject": "chaos", "partitions": PARTITIONS, "max_bytes": 1 << 30}
 #: Short enough that entries leave the log, and lookups miss, within a run.
 BUFFER = {
-    "append_timeout_s": 4.0, "read_timeout_s": 4.0, "failover_window_s": 8.0, "retain_after_flush_s": 10.0, "lease_s": 3,
+    "append_timeout_s": 4.0,
+    "read_timeout_s": 4.0,
+    "failover_window_s": 8.0,
+    "retain_after_flush_s": 10.0,
+    "lease_s": 3,
     "flush_interval_s": 0.2,
-}  # fmt: skip
+}
 LEASE_S: int = BUFFER["lease_s"]  # type: ignore[assignment]
 FAILOVER_WINDOW_S: float = BUFFER["failover_window_s"]
 
@@ -280,6 +290,14 @@ class Site:
         if ack.get("seq"):
             self.recorder.write(Poison(time.monotonic(), thread, ack["seq"], body))
 
+    async def _holds(self, partition: int, above: int, up_to: int) -> bool:
+        """Whether the log has an entry of the partition there."""
+        body = {"seq": above + 1, "next_by_subj": self.subjects.of_partition(partition)}
+        try:
+            return int((await self.api("STREAM.MSG.GET.CHAOS", body))["message"]["seq"]) <= up_to
+        except RuntimeError:
+            return False
+
     async def sample(self) -> None:
         """Look, and record what is seen: floors before cursors, cursors before the log's end."""
         listed = await self.api("CONSUMER.LIST.CHAOS")
@@ -288,6 +306,10 @@ class Site:
             partition = int(consumer["name"].split("-")[-2])
             floors[partition] = max(floors.get(partition, 0), consumer["ack_floor"]["stream_seq"])
         cursors = await self.cursors()
+        for partition, floor in floors.items():
+            cursor = cursors.get(partition, (0, 0))[1]
+            if floor > cursor and not await self._holds(partition, cursor, floor):
+                floors[partition] = cursor  # the server moves a floor over what is not the consumer's
         rows = await self.sql(
             f"SELECT thread_id, flushed_seq FROM {SCHEMA}.buffer_threads WHERE thread_id LIKE 'shared-%' LIMIT 200"
         )
