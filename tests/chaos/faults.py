@@ -231,16 +231,20 @@ async def _stream_full(site: Site, chance: random.Random) -> AsyncIterator[str]:
 async def _disk_full(site: Site, chance: random.Random) -> AsyncIterator[str]:
     assert site.small_disk is not None
     ballast = site.small_disk / "ballast"
-    room = os.statvfs(site.small_disk)
-    free = room.f_bavail * room.f_bsize
+    size = 0
 
     def fill() -> None:
+        nonlocal size
         with ballast.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, max(1, free - 16_384))
+            for piece in (16 << 20, 1 << 20, 64 << 10, 4 << 10):
+                with contextlib.suppress(OSError):  # no space left
+                    while True:
+                        os.posix_fallocate(file.fileno(), size, piece)
+                        size += piece
 
     await asyncio.to_thread(fill)
     try:
-        yield f"{free} bytes were free"
+        yield f"{size} bytes were free"
     finally:
         ballast.unlink()
 

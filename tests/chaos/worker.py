@@ -29,6 +29,7 @@ from bufstore import (
     BufstoreError,
     Consistency,
     LogConfig,
+    NotFound,
     OutcomeUnknown,
     PostgresThreadStore,
     Receipt,
@@ -95,8 +96,9 @@ class Worker:
 
     def failed(self, call: str, began: float, error: Exception) -> None:
         """Record that a call raised."""
-        event = Failed(self.name, call, began, time.monotonic(), type(error).__name__, str(error))
-        self.recorder.write(event)
+        ours = [c.__name__ for c in type(error).__mro__ if c.__module__ == BufstoreError.__module__]
+        name = ours[0] if ours else type(error).__name__
+        self.recorder.write(Failed(self.name, call, began, time.monotonic(), name, str(error)))
 
     async def read(self, thread: str, level: Consistency, receipt: Receipt | None = None) -> tuple[str, ...] | None:
         """Read and record; what was seen, or None."""
@@ -150,9 +152,13 @@ class Writer:
         heal: Callable[[str | None], Awaitable[Receipt]] | None = None,
         key: str | None = None,
         tries: int = 10**9,
+        look: bool = False,
     ) -> Receipt | None:
-        """Do `call` with an idempotency key, or none, until its outcome is known; `heal` instead when the thread is
-        broken. None if it did not succeed within `tries`, or before the process was stopped."""
+        """Do `call` with an idempotency key, or none, until its outcome is known.
+
+        `heal` instead when the thread is broken. `look`: whether it is stored, before it is tried again; then nothing
+        tells where it stands. None if that is so, or if it did not succeed within `tries`, or before the end.
+        """
         self._ops += 1
         op, write = self._ops, self._worker.recorder.write
         write(Begin(time.monotonic(), self._worker.name, op, thread, kind, tuple(names)))
@@ -172,10 +178,21 @@ class Writer:
                 self._tell(receipt)
                 return receipt
             tries -= 1
+            if maybe and look and await self._shows(thread, names):
+                tries = 0
             if not tries or (self._worker.stopping.is_set() and time.monotonic() > self._worker.stop_at):
                 write(End(time.monotonic(), self._worker.name, op, "unknown" if maybe else "rejected"))
                 return None
             await asyncio.sleep(_RETRY_PAUSE_S * self._chance.random())
+
+    async def _shows(self, thread: str, names: Sequence[str]) -> bool:
+        """Whether the thread has these; asked until there is an answer."""
+        while not self._worker.stopping.is_set():
+            seen = await self._worker.read(thread, Consistency.READ_YOUR_WRITES)
+            if seen is not None:
+                return set(names) <= set(seen)
+            await self._worker.pause(_RETRY_PAUSE_S)
+        return True
 
     def _tell(self, receipt: Receipt) -> None:
         if self._chance.random() < 0.1:
@@ -230,7 +247,10 @@ class Writer:
             await self._write(thread, "retry", [name], append, key=key, tries=5)
 
     async def _together(self, slot: int) -> None:
-        """Threads that every writer appends to."""
+        """Threads that every writer appends to.
+
+        So many that a key may have left the ring of the last 16 before it is used again: hence `look`.
+        """
         generation = 0
         while not self._worker.stopping.is_set():
             thread = f"{SHARED}-{slot}-{generation}"
@@ -239,7 +259,7 @@ class Writer:
             def append(key: str | None, name: str = name, run: Run = run) -> Awaitable[Receipt]:
                 return self._store.checkpoint_append(run.thread_id, [name], run, idempotency_key=key)
 
-            receipt = await self._write(thread, "append", [name], append)
+            receipt = await self._write(thread, "append", [name], append, look=True)
             if receipt is not None and receipt.version >= _SHARED_LENGTH:
                 generation += 1
 
@@ -257,21 +277,20 @@ class Writer:
     async def _edit_once(self, thread: str, state: list[str]) -> list[str] | None:
         """One edit; what the thread then holds, or None when that cannot be found out."""
         kind = self._chance.choices(("add", "remove", "drop"), (6, 2 if state else 0, 0.5 if state else 0))[0]
-        names = {"add": [self._name()], "drop": []}.get(kind) or self._chance.sample(state, min(2, len(state)))
+        names = [self._name()] if kind == "add" else self._chance.sample(state, min(2, len(state)))
         if kind == "drop":
-            names = []
+            # Given up, a deletion may be carried out by whoever deletes next: repeated until it is known.
+            return [] if await self._write(thread, kind, [], self._deletion(thread)) is not None else None
 
         async def edit(_: str | None) -> Receipt:
             if kind == "add":
                 return await self._store.append_messages(thread, [{"id": n} for n in names])
-            if kind == "remove":
-                return await self._store.delete_messages(thread, names)
-            return await self._store.delete_thread(thread)
+            return await self._store.delete_messages(thread, names)
 
         if await self._write(thread, kind, names, edit, tries=1) is not None:
             if kind == "add":
                 return [*state, *names]
-            return [n for n in state if n not in names] if kind == "remove" else []
+            return [n for n in state if n not in names]
         # An edit has no key. Behind an entry that stands, what was sent before it either stands or never will.
         fence, run = self._name(), self._run(thread)
         receipt = await self._write(
@@ -291,6 +310,23 @@ class Writer:
                 return list(seen)
             await self._worker.pause(_RETRY_PAUSE_S)
         return None
+
+    def _deletion(self, thread: str) -> Callable[[str | None], Awaitable[Receipt]]:
+        maybe = False
+
+        async def delete(_: str | None) -> Receipt:
+            nonlocal maybe
+            try:
+                return await self._store.delete_thread(thread)
+            except OutcomeUnknown:
+                maybe = True
+                raise
+            except NotFound:
+                if not maybe:
+                    raise
+                return Receipt(thread, 0, 0, 0)  # the one before has done it
+
+        return delete
 
     def _run(self, thread: str) -> Run:
         return Run(run_id=f"{thread} by {self._worker.name}", thread_id=thread)

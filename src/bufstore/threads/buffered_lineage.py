@@ -17,10 +17,19 @@ import contextlib
 import secrets
 
 import msgspec
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
-from bufstore.errors import LineageError, LogUnavailable, NotFound, OutcomeUnknown, ReadNotFresh, StoreUnavailable
+from bufstore.errors import (
+    BufstoreError,
+    LineageError,
+    LogUnavailable,
+    NotFound,
+    OutcomeUnknown,
+    ReadNotFresh,
+    StoreUnavailable,
+)
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
 from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
@@ -68,8 +77,8 @@ class BufferedLineage:
     async def change(self, wanted: LineageChange) -> Receipt:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
-        Bounded by ``flush_timeout_s``. Given up after it took its place: OutcomeUnknown, and the next change carries it
-        out; repeating it is safe.
+        Bounded by ``flush_timeout_s``. Whatever fails after it may have taken its place, it is OutcomeUnknown: the next
+        change carries it out. Repeating it is safe.
         """
         self._edits.check_store()
         self._parents.forget()
@@ -77,9 +86,11 @@ class BufferedLineage:
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
                 return await self._change(wanted, mine)
-        except TimeoutError:
+        except (TimeoutError, BufstoreError, AppendUnknown) as e:
             if mine.id in self._placed:
-                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from None
+                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+            if isinstance(e, BufstoreError):
+                raise
             raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from None
         finally:
             self._placed.discard(mine.id)
@@ -113,9 +124,19 @@ class BufferedLineage:
         return await carry_out(_Family(self, seq), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> None:
-        done = msgspec.structs.replace(record, done=True)
-        with contextlib.suppress(Conflict, AppendUnknown, LogUnavailable):  # else the next one does it again
-            await self._hot.put_lineage(_encode(done), seq, self._config.append_timeout_s)
+        """Mark the record as done, however often that has to be tried; the caller bounds the time.
+
+        Nobody may be told that his change is done before: the next one would do it again, and delete a second time what
+        was written in between.
+        """
+        done = _encode(msgspec.structs.replace(record, done=True))
+        with contextlib.suppress(Conflict):  # marked before, by this or by somebody else
+            async for attempt in AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.02, max=0.2),
+                retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
+            ):
+                with attempt:
+                    await self._hot.put_lineage(done, seq, self._config.append_timeout_s)
 
     async def _record(self) -> tuple[int, _Record | None]:
         seq, body = await self._hot.lineage(self._config.append_timeout_s)
