@@ -35,6 +35,13 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+SECONDS ?= 60
+SEED ?= 1
+
+.PHONY: chaos
+chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that nothing was lost, doubled or stale
+	PYTHONPATH=tests $(BIN)/python -m chaos.run --seconds $(SECONDS) --seed $(SEED)
+
 .PHONY: bench-quick
 bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
 	$(BIN)/python bench/append.py

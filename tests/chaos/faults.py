@@ -65,7 +65,7 @@ def _killing(role: str, *, alone: bool) -> None:
     async def kill(site: Site, chance: random.Random) -> AsyncIterator[str]:
         process = _one(site, chance, role)
         if role == "flusher":
-            await _kill_and_measure(site, process)
+            process = await _kill_and_measure(site, process)
         else:
             await process.kill()
         try:
@@ -74,14 +74,20 @@ def _killing(role: str, *, alone: bool) -> None:
             await process.start()
 
 
-async def _kill_and_measure(site: Site, process: Process) -> None:
-    """Kill a flusher; measure how long what is in the log of its partitions is not flushed."""
+async def _kill_and_measure(site: Site, process: Process) -> Process:
+    """Kill a flusher, another one if this one has no partition; measure how long its partitions are not flushed."""
     before = {p: seq for p, (_, seq) in (await site.persist(site.cursors)).items()}
-    members = await site.persist(lambda: site.sql(f"SELECT partition, owner FROM {SCHEMA}.buffer_partitions"))
+    rows = await site.persist(lambda: site.sql(f"SELECT partition, owner FROM {SCHEMA}.buffer_partitions"))
+
+    def owned(by: Process) -> set[int]:
+        started = site.started(by)
+        return {p for p, owner in rows if started is not None and owner == started.member}
+
+    others = [p for p in site.processes if p.role == process.role]
+    process = next((p for p in (process, *others) if owned(p)), process)
+    missing = owned(process)
     await process.kill()
     killed = time.monotonic()
-    started = site.started(process)
-    missing = {p for p, owner in members if started is not None and owner == started.member}
     await asyncio.sleep(0.5)  # so that something is there that it cannot have flushed
     ends = await site.persist(site.ends)
 
@@ -93,6 +99,7 @@ async def _kill_and_measure(site: Site, process: Process) -> None:
         await eventually(flushed, 30)
     if missing:
         site.flusher_kills.append(time.monotonic() - killed)
+    return process
 
 
 def _stopping(role: str) -> None:

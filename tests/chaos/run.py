@@ -194,8 +194,8 @@ def _name(message: object) -> str:
     return message if isinstance(message, str) else message["id"]  # type: ignore[index]
 
 
-async def run(seed: int, seconds: float, folder: Path, kinds: Sequence[str] = ()) -> Report:
-    """One seed, from start to verdict."""
+async def run(seed: int, seconds: float, folder: Path, kinds: Sequence[str] = (), recovery_s: float = 10.0) -> Report:
+    """One seed, from start to verdict; `recovery_s`: how long flushing may stay away after a heal."""
     async with _small_disk(folder, seconds) as disk, Site(folder, seed, disk) as site:
         unknown = [name for name in kinds if name not in KINDS]
         if unknown:
@@ -208,7 +208,7 @@ async def run(seed: int, seconds: float, folder: Path, kinds: Sequence[str] = ()
         lasted = time.monotonic() - began
         final = await supervisor.final()
         skipped = [kind.name for kind in wanted if kind not in possible]
-        return judge(site, final, verified, supervisor.crashes, skipped, lasted)
+        return judge(site, final, verified, supervisor.crashes, skipped, lasted, recovery_s)
 
 
 @contextlib.asynccontextmanager
@@ -227,6 +227,13 @@ async def _small_disk(folder: Path, seconds: float) -> AsyncIterator[Path | None
         subprocess.run(["umount", str(path)], check=True)  # noqa: ASYNC221 - nothing else is going on any more
 
 
+def new_folder(seed: int) -> Path:
+    """Where a run keeps its history."""
+    folder = Path(tempfile.mkdtemp(prefix=f"bufstore-chaos-{seed}-"))
+    folder.chmod(0o711)  # Postgres' account has to pass
+    return folder
+
+
 def main() -> int:
     """The command line; 1 when something is wrong."""
     parser = argparse.ArgumentParser(prog="chaos", description=(__doc__ or "").partition("\n")[0])
@@ -235,8 +242,7 @@ def main() -> int:
     parser.add_argument("--kinds", default="", help="only these kinds of fault, separated by commas")
     parser.add_argument("--keep", action="store_true", help="keep the history also when nothing is wrong")
     arguments = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix=f"bufstore-chaos-{arguments.seed}-"))
-    folder.chmod(0o711)  # Postgres' account has to pass
+    folder = new_folder(arguments.seed)
     kinds = [k for k in arguments.kinds.split(",") if k]
     report = asyncio.run(run(arguments.seed, arguments.seconds, folder, kinds))
     sys.stdout.write(report.text())
