@@ -42,6 +42,10 @@ SEED ?= 1
 chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that nothing was lost, doubled or stale
 	PYTHONPATH=tests $(BIN)/python -m chaos.run --seconds $(SECONDS) --seed $(SEED)
 
+.PHONY: storm
+storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
+	BUFSTORE_STORM=1 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
+
 .PHONY: bench-quick
 bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
 	$(BIN)/python bench/append.py

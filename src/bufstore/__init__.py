@@ -3,6 +3,7 @@
 from bufstore.blocking import BlockingBufferedStore, BlockingThreadStore
 from bufstore.buffer.audit import Finding, Verification
 from bufstore.buffer.ports import ParkedInfo
+from bufstore.buffer.repair import Repaired
 from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import (
@@ -60,6 +61,7 @@ from bufstore.threads.queries import (
     ThreadQuery,
     Visibility,
 )
+from bufstore.threads.repairing import repair
 from bufstore.types import Consistency, Message, Receipt
 
 __all__ = [
@@ -105,6 +107,7 @@ __all__ = [
     "ReadNotFresh",
     "Receipt",
     "Rejected",
+    "Repaired",
     "Replayed",
     "Run",
     "RunPage",
@@ -130,4 +133,5 @@ __all__ = [
     "decode_message",
     "decode_metadata",
     "decode_run",
+    "repair",
 ]

@@ -7,15 +7,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from ssl import SSLContext
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 from bufstore.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _USER = re.compile(r"^([a-z]+://)?.*@", re.DOTALL)
+_SCHEME = re.compile(r"(nats|tls|wss?)://")
+#: What stands behind a URL's user.
+_ADDRESS = re.compile(r"(?!.*://)[^\s?#,\\\x00-\x1f\x7f]+")
+#: Words of a subject: no wildcard, nothing that ends a line of the protocol.
+_SUBJECT = re.compile(r"[^\s.*>\x00-\x1f\x7f]+(\.[^\s.*>\x00-\x1f\x7f]+)*\.?")
 
 
 class _Secretive:
@@ -37,6 +44,28 @@ def mask_url(url: str) -> str:
     """The URL with any user, password or token in it replaced by ``***``."""
     # Not urlsplit: a password may hold any character, and up to the last "@" all of it is secret.
     return _USER.sub(lambda m: (m[1] or "") + "***@", url)
+
+
+def split_url(url: str) -> tuple[str, str | None, str | None]:
+    """A NATS URL without its user, the user (alone: a token) and the password, percent-decoded.
+
+    Raises ConfigError, which shows nothing of the URL, when what is behind the user is no address.
+    """
+    scheme = m[0] if (m := _SCHEME.match(url)) else ""
+    # Up to the last "@": a password may hold any character.
+    login, has_login, address = url[len(scheme) :].rpartition("@")
+    bare = scheme + address
+    usable = False
+    with suppress(ValueError):  # a port that is no number
+        parts = urlsplit(scheme + address if scheme else f"nats://{address}")
+        usable = bool(parts.hostname) and parts.port != 0 and _ADDRESS.fullmatch(address) is not None
+        usable = usable and (scheme.startswith("ws") or parts.path in ("", "/"))
+    if not usable:
+        raise ConfigError(
+            "a NATS URL cannot be read: nats://[user:password@]host[:port] is needed, with %XX for special characters"
+        )
+    user, has_password, password = login.partition(":")
+    return bare, unquote(user) if has_login else None, unquote(password) if has_password else None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -72,8 +101,14 @@ class NatsConfig(_Secretive):
             raise ConfigError(f"NatsConfig: choose one of {', '.join(ways)}")
         if self.domain and self.api_prefix:
             raise ConfigError("NatsConfig: domain and api_prefix exclude each other")
-        if self.connect_timeout_s <= 0:
+        if not self.connect_timeout_s > 0:
             raise ConfigError("NatsConfig.connect_timeout_s must be positive")
+        for name in ("domain", "api_prefix"):
+            value = getattr(self, name)
+            if value is not None and not _SUBJECT.fullmatch(value):
+                raise ConfigError(f"NatsConfig.{name} must be words of a subject, joined by dots")
+        for url in self.servers:
+            split_url(url)
 
     @property
     def api(self) -> str:
@@ -148,7 +183,7 @@ class BufferConfig:
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0:
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < float("inf"):
                 raise ConfigError(f"BufferConfig.{f.name} must be positive")
         longest = max(self.append_timeout_s, self.read_timeout_s)
         # An entry may only leave the log when no operation that began before its commit still runs: a read that

@@ -177,7 +177,15 @@ class StoreMisconfigured(BufstoreError):
 
 
 class LogRolledBack(BufstoreError):
-    """The log ends before what Postgres has applied, or is another one than it was."""
+    """The log ends before what Postgres has applied, or is another one than it was.
+
+    Nothing more is appended or flushed: what is acknowledged now could never be told from what was lost. Stop all
+    instances and look with ``bufstore repair`` (`bufstore.repair`).
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; stop all instances and see `bufstore repair`")
+        self.reason = reason
 
 
 class MalformedEntry(BufstoreError):

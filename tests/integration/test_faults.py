@@ -12,7 +12,6 @@ import pytest
 from bufstore import (
     Consistency,
     LogFull,
-    LogRolledBack,
     LogUnavailable,
     OutcomeUnknown,
     ReadNotFresh,
@@ -20,7 +19,7 @@ from bufstore import (
 )
 from bufstore.embedded import Servers
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, run_of, said
 
 
 async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -> None:
@@ -257,24 +256,6 @@ async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) ->
         await store.force_flush(thread_id)
         found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
         assert found == [*(said(n, 20_000) for n in range(kept)), "more"]
-
-
-async def test_a_log_that_lost_its_stream_is_noticed(own_servers: Servers) -> None:
-    deployment = Deployment(own_servers)
-    async with deployment.store() as store:
-        await store.checkpoint("t", [said(0)], run_of("t"))
-        await store.force_flush("t")
-        await store._log.api(f"STREAM.DELETE.{deployment.log.stream}")
-    with pytest.raises(LogRolledBack, match=r"raise buffer_log\.epoch"):
-        async with deployment.store():
-            pass
-    dsn = own_servers.postgres.dsn
-    await query(dsn, f"UPDATE {deployment.name}.buffer_log SET epoch = epoch + 1")
-    async with deployment.store() as store:
-        receipt = await store.checkpoint_append("t", [said(1)], run_of("t"))
-        assert receipt.thread_seq >= 1 << 40
-        await store.force_flush("t")
-        assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(1)]
 
 
 async def test_cancelling_at_any_moment_leaves_everything_usable(own_servers: Servers) -> None:

@@ -43,7 +43,9 @@ async def test_edits_are_read_before_they_are_flushed(deployment: Deployment) ->
             found = await reader.load_checkpoint(thread_id)
             assert found is not None
             assert (found.messages, found.state, found.thread.metadata.title) == ([said(1)], [1], "t")
+            assert await reader.load_run(run.run_id) == run
             assert await reader.load_checkpoint(thread_id, consistency=Consistency.EVENTUAL) is None
+            assert await reader.load_run(run.run_id, consistency=Consistency.EVENTUAL) is None
         await store.delete_thread(thread_id)
         for reader in (store, other):
             assert await reader.load_checkpoint(thread_id) is None
@@ -93,6 +95,54 @@ async def test_a_deletion_stays_when_everything_is_delivered_again(deployment: D
         assert await store.load_thread(thread_id) is None
 
 
+async def test_parents_are_checked_on_what_is_written_and_not_on_what_is_flushed(deployment: Deployment) -> None:
+    async with deployment.store(flush_interval_s=600, consistency=Consistency.EVENTUAL) as store:
+        parent, child = fresh(), fresh()
+        await store.checkpoint(parent, [], run_of(parent))
+        await store.checkpoint(child, [], run_of(child, parent_thread_id=parent))
+        assert await store.load_thread(child) is None, "not flushed"
+        with pytest.raises(LineageError):
+            await store.checkpoint(parent, [], run_of(parent, 1, parent_thread_id=child))
+        with pytest.raises(LineageError):
+            await store.set_parent(parent, child)
+
+
+async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deployment: Deployment) -> None:
+    """And not before, nor of a thread that was written again, nor of one that quarantine names."""
+    short = {"failover_window_s": 1, "retain_after_flush_s": 1, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
+    names = f"SELECT thread_id FROM {deployment.name}.buffer_threads ORDER BY thread_id"
+
+    async def rows() -> list[str]:
+        return [t for (t,) in await query(deployment.servers.postgres.dsn, names)]
+
+    async with deployment.store(**short) as store:
+        dead, parked, back = "a dead", "b parked", "c back"
+        for thread_id in (dead, parked, back):
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.delete_thread(thread_id)
+        await store.checkpoint(back, [2], run_of(back))
+        await store.force_flush_all()
+        assert await rows() == [dead, parked, back]
+        await query(
+            deployment.servers.postgres.dsn,
+            f"INSERT INTO {deployment.name}.buffer_quarantine (seq, hash, thread_id, cause, messages) "
+            f"VALUES (1, '', '{parked}', '', '')",
+        )
+        # The entry at a cursor stays: every partition gets one behind them.
+        for n in range(40):
+            await store.checkpoint(f"d{n:02}", [n], run_of(f"d{n:02}"))
+
+        async def buried() -> bool:
+            return dead not in await rows()
+
+        await eventually(buried)
+        assert (await rows())[:2] == [parked, back]
+        await store.checkpoint(dead, [3], run_of(dead))
+        await store.force_flush_all()
+        assert await store.load_messages(dead, consistency=Consistency.EVENTUAL) == [3]
+        await query(deployment.servers.postgres.dsn, f"DELETE FROM {deployment.name}.buffer_quarantine")
+
+
 async def test_lineage_holds_across_instances(deployment: Deployment) -> None:
     async with deployment.store() as a, deployment.store() as b:
         for _ in range(3):
@@ -107,6 +157,22 @@ async def test_lineage_holds_across_instances(deployment: Deployment) -> None:
             found = [await a.load_thread(t) for t in (x, y)]
             assert found[0] is None
             assert found[1] is None or found[1].parent_thread_id is None
+
+
+async def test_parents_named_on_two_instances_at_once_make_no_cycle(deployment: Deployment) -> None:
+    async with deployment.store() as a, deployment.store() as b:
+        for _ in range(5):
+            x, y = fresh(), fresh()
+            for thread_id in (x, y):
+                await a.checkpoint(thread_id, [], run_of(thread_id))
+            outcomes = await asyncio.gather(
+                a.checkpoint(x, [1], run_of(x, 1, parent_thread_id=y)),
+                b.checkpoint(y, [1], run_of(y, 1, parent_thread_id=x)),
+                return_exceptions=True,
+            )
+            assert sorted(type(o).__name__ for o in outcomes) == ["LineageError", "Receipt"]
+            threads = [await b.load_thread(t) for t in (x, y)]
+            assert [t.parent_thread_id for t in threads if t is not None].count(None) == 1
 
 
 @pytest.mark.parametrize("kind", ["parent", "detach"])
@@ -139,7 +205,7 @@ async def test_a_thread_in_quarantine_can_be_deleted(deployment: Deployment) -> 
         thread_id = fresh()
         run = run_of(thread_id)
         await store.checkpoint(thread_id, [said(0)], run)
-        await store._connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
+        await store._link.connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
 
         async def parked() -> bool:
             return await store.quarantined() > 0

@@ -204,6 +204,19 @@ def test_no_order_of_pieces_makes_a_wrong_entry(picks: list[tuple[int, int]], su
     assert [item.seq for item in out] == sorted(item.seq for item in out)
 
 
+def test_what_was_begun_and_never_ended_is_the_fault_of_its_own_thread() -> None:
+    begun = messages_of(an_entry(b"a" * 35, id=1), HEADER_BYTES_MAX + 10)[:2]
+    sound = StoredMessage("thread.0.dQ", 3, *encode(an_entry(b"b", id=2), 1 << 20)[0])
+    for last, alone in ((sound, True), (StoredMessage("thread.0.dQ", 3, None, b"garbage"), False)):
+        assembler = Assembler()
+        assert not [item for message in begun for item in assembler.feed(message, "t")]
+        broken, other = assembler.feed(last, "u")
+        assert isinstance(broken, Malformed)
+        assert (broken.thread_id, broken.messages) == ("t", tuple(begun))
+        assert isinstance(other, StoredEntry) is alone
+        assert other.thread_id == "u"
+
+
 def test_an_entry_cut_off_at_its_beginning_is_left_out_of_a_read() -> None:
     first = messages_of(an_entry(b"a" * 35, id=1), HEADER_BYTES_MAX + 10)
     second = messages_of(an_entry(b"b", id=2, prev_id=1), start=5)

@@ -39,6 +39,7 @@ from bufstore.errors import (
     IdempotencyConflict,
     LogUnavailable,
     OutcomeUnknown,
+    Rejected,
     TooLarge,
 )
 from bufstore.types import Receipt
@@ -52,6 +53,10 @@ _PAUSE_MAX_S = 0.2
 
 class _NeedRow(Exception):
     """An idempotency key can only be judged by what Postgres remembers of the thread."""
+
+
+class _Doubtful(Exception):
+    """A write is to be refused because of a tip that another writer may have left behind by now."""
 
 
 @dataclass(eq=False)
@@ -190,18 +195,22 @@ class Appender(Generic[M]):
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------
 
     def _advance(self, lane: _Lane[M], tip: Tip[M] | None = None) -> None:
-        """Send what is queued, if the tip is known; else look it up first."""
+        """Send what is queued, if the tip is known; else look it up first. `tip`: one that was just looked up."""
         while lane.queue and lane.queue[0].done.done():
             lane.queue.popleft()
         if not lane.queue:
             self._lanes.pop(lane.thread_id, None)
             return
-        tip = tip or self._tips.get(lane.thread_id)
+        looked_up, tip = tip is not None, tip or self._tips.get(lane.thread_id)
         if tip is None:
             self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
         try:
-            unit = self._build(lane, tip)
+            unit = self._build(lane, tip, looked_up=looked_up)
+        except _Doubtful:
+            doubtful = tip
+            self._spawn(self._find(lane, lambda: self._finder.confirm(lane.thread_id, doubtful), for_head=True))
+            return
         except NeedBase:
             self._spawn(self._find(lane, lambda: self._finder.of_content(lane.thread_id), for_head=True))
             return
@@ -213,8 +222,8 @@ class Appender(Generic[M]):
             return
         self._send(lane, unit)
 
-    def _build(self, lane: _Lane[M], tip: Tip[M]) -> _Unit[M] | None:
-        """Take writes off the queue into a unit; None if all of them ended without one."""
+    def _build(self, lane: _Lane[M], tip: Tip[M], *, looked_up: bool) -> _Unit[M] | None:
+        """Take writes off the queue into a unit; None if all of them ended without one. Raises _Doubtful."""
         unit: _Unit[M] = _Unit(before=tip)
         size = 0
         while lane.queue:
@@ -245,6 +254,8 @@ class Appender(Generic[M]):
             except Exception as e:
                 if not first:
                     break
+                if isinstance(e, Rejected) and not looked_up:
+                    raise _Doubtful from e
                 lane.queue.popleft()
                 if not write.done.done():
                     write.done.set_exception(e)

@@ -30,6 +30,8 @@ class Row(msgspec.Struct, frozen=True):
     ring: bytes = b""
     #: The `thread_seq` of the first parked entry while the chain is broken.
     broken_since: int | None = None
+    #: A tombstone: nothing of the thread is left but this row.
+    gone: bool = False
 
 
 class Parked(msgspec.Struct, frozen=True):

@@ -196,6 +196,8 @@ class Assembler:
 
     def __init__(self) -> None:
         self._pieces: list[tuple[StoredMessage, Entry]] = []
+        #: The thread of what was begun.
+        self._thread_id = ""
         self._chunks = 0
 
     @property
@@ -208,11 +210,11 @@ class Assembler:
         try:
             entry, chunk, chunks = decode(message)
         except MalformedEntry as e:
-            yield from self._abandon(thread_id, "chunk missing")
+            yield from self._abandon()
             yield Malformed(message.subject, message.seq, (message,), str(e), thread_id)
             return
         if chunks == 1:
-            yield from self._abandon(thread_id, "chunk missing")
+            yield from self._abandon()
             yield StoredEntry(thread_id, message.seq, entry)
             return
         fits = len(self._pieces) == chunk and (
@@ -224,22 +226,23 @@ class Assembler:
             )
         )
         if not fits:
-            yield from self._abandon(thread_id, "chunk missing")
+            yield from self._abandon()
             if chunk != 0:
                 yield Malformed(message.subject, message.seq, (message,), f"chunk {chunk} without its start", thread_id)
                 return
         self._pieces.append((message, entry))
-        self._chunks = chunks
+        self._thread_id, self._chunks = thread_id, chunks
         if chunk == chunks - 1:
             payload = b"".join(piece.body for piece, _ in self._pieces)
             self._pieces = []
             yield StoredEntry(thread_id, message.seq, msgspec.structs.replace(entry, payload=payload))
 
-    def _abandon(self, thread_id: str, cause: str) -> Iterator[Malformed]:
+    def _abandon(self) -> Iterator[Malformed]:
+        # It is the fault of the thread that it was begun in: what ends it may be another one's, and sound.
         if self._pieces:
             messages = tuple(m for m, _ in self._pieces)
             self._pieces = []
-            yield Malformed(messages[-1].subject, messages[-1].seq, messages, cause, thread_id)
+            yield Malformed(messages[-1].subject, messages[-1].seq, messages, "chunk missing", self._thread_id)
 
 
 def assemble(messages: Sequence[StoredMessage], thread_id: str) -> list[StoredEntry | Malformed]:

@@ -69,7 +69,7 @@ class Flusher:
         self._shares = self._takeover.shares
         self._settler = Settler(log, hot, ledger, coalesce, subjects, config, self._takeover, self.state)
         self._lease = Lease(hot, member, subjects.partitions, config.lease_s, self._takeover.want)
-        self._retention = Retention(log, config, self._shares)
+        self._retention = Retention(log, ledger, subjects, config, self._shares, self._takeover.compare)
 
     async def start(self) -> None:
         """Join the members and begin to flush."""
@@ -164,6 +164,8 @@ class Flusher:
             self.state.pending = sum(len(share.pending) for share in self._shares.values())
             if not self.state.pending:
                 self._clear_trouble()
+                if self._loop.time() - self._asked_at < 1.0:
+                    await self._takeover.compare_for_asker()
             wait = self._due_in()
             if wait <= 0:
                 break

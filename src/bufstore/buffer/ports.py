@@ -17,6 +17,9 @@ from bufstore.buffer.entry import StoredEntry, StoredMessage
 from bufstore.buffer.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.verdict import Verdict
 
+#: How long a run's id is kept in the hot state: to find the run until Postgres has it, and to refuse its id to others.
+RUN_TTL_S = 7 * 24 * 3600
+
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
     """One message to be written."""
@@ -98,7 +101,37 @@ class Feed(Protocol):
         ...
 
 
-class Log(Stream, Protocol):
+class Generations(Protocol):
+    """The log as something that is made, looked at and taken out of service, one generation (epoch) at a time.
+
+    Raises ConfigDrift when it is not as configured, LogUnavailable.
+    """
+
+    async def epoch(self, *, checked: bool = True) -> int | None:
+        """The stream's epoch; None if there is no stream. `checked`: it must be as it is configured, and in service."""
+        ...
+
+    async def bounds(self) -> tuple[int, int]:
+        """The first sequence that is (or will be) in the log, and the last."""
+        ...
+
+    async def create(self, epoch: int) -> None:
+        """Create the stream as generation `epoch`; a no-op if another process was faster."""
+        ...
+
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        """Take the stream out of service: it can be read, and takes no more entries.
+
+        Remembers `common`, a position per partition; if it was taken out of service before, those of then are returned.
+        """
+        ...
+
+    async def remove(self) -> None:
+        """Delete the stream and all that is in it; a no-op if it is gone."""
+        ...
+
+
+class Log(Stream, Generations, Protocol):
     """The stream of entries."""
 
     @property
@@ -145,9 +178,17 @@ class Log(Stream, Protocol):
         """The message at exactly this sequence, if it is still there."""
         ...
 
+    def refuse(self, reason: str) -> None:
+        """From now on every call of this process raises LogRolledBack: this is not the log that Postgres speaks of."""
+        ...
+
 
 class HotState(Protocol):
     """Small shared facts that may be lost: run → thread, members, progress, and calls to the owner of a partition."""
+
+    async def setup(self) -> None:
+        """Create what is needed, or check what is there; get ready."""
+        ...
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
         """Make `run_id` known as a run of `thread_id`; the thread that it belongs to (maybe another one)."""
@@ -210,6 +251,33 @@ class HotState(Protocol):
         ...
 
 
+class Link(Protocol):
+    """One instance's way to the server that holds log and hot state."""
+
+    @property
+    def log(self) -> Log:
+        """The log."""
+        ...
+
+    @property
+    def hot(self) -> HotState:
+        """The hot state."""
+        ...
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Messages sent and received since the start."""
+        ...
+
+    async def open(self) -> None:
+        """Connect. Raises ConfigError, LogUnavailable."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release everything: log and hot state can be used no more."""
+        ...
+
+
 @dataclass(frozen=True)
 class Cursor:
     """Up to where a partition is done, and the term of its owner."""
@@ -232,7 +300,7 @@ class Move:
 class Decision:
     """What one flush transaction writes, decided while the rows are locked."""
 
-    #: The domain's changes, one per thread, each with its `thread_id`.
+    #: The domain's changes, one per thread, each with its `thread_id`, and `gone` if nothing of the thread is left.
     batch: Sequence[Any] = ()
     rows: Mapping[str, Row] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
@@ -360,6 +428,10 @@ class Ledger(Protocol):
         """The threads' rows, and up to where entries of them were discarded; threads without one are left out."""
         ...
 
+    async def broken(self) -> frozenset[str]:
+        """The threads whose chain is broken: no more than entries wait in quarantine."""
+        ...
+
     async def flush(
         self,
         moves: Sequence[Move],
@@ -375,6 +447,14 @@ class Ledger(Protocol):
         that cannot be written (FlushFailed.culprits), if the ledger can. An exception of `decide` rolls back and passes
         through.
         """
+        ...
+
+    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
+        """Watermark and id of threads that are gone and whose watermark is below a position; those behind `after`."""
+        ...
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        """Remove these rows, but not of a thread that was written again meanwhile or that quarantine names."""
         ...
 
     async def quarantined(self) -> int:

@@ -18,8 +18,12 @@ from bufstore.buffer.ports import (
 from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed, plan_replay
 from bufstore.buffer.verdict import Verdict
 from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUnavailable
+from bufstore.types import check_id
 
 _PAGE = 500
+_LIMIT_MAX = 100_000
+#: No position of the log is above this one.
+_POSITION_MAX = 2**63 - 1
 
 
 class Quarantine:
@@ -39,12 +43,16 @@ class Quarantine:
         return await self._ledger.quarantined()
 
     async def page(self, *, thread_id: str | None = None, after: int = 0, limit: int = 100) -> Sequence[ParkedInfo]:
-        """What waits (of one thread, if it is given), oldest first, above position `after`."""
+        """What waits (of one thread, if it is given), oldest first, above position `after`. Raises InvalidId."""
+        if thread_id is not None:
+            check_id(thread_id, "thread_id")
+        limit = max(1, min(limit, _LIMIT_MAX))
+        after = min(max(after, 0), _POSITION_MAX)
         return await self._ledger.parked.page(after, thread_id, limit)
 
     async def show(self, seq: int) -> ParkedEntry:
         """One entry, whole. Raises NotFound."""
-        found = await self._ledger.parked.entry(seq)
+        found = await self._ledger.parked.entry(seq) if 0 <= seq <= _POSITION_MAX else None
         if found is None:
             raise NotFound(f"no entry of position {seq} is in quarantine")
         return found
@@ -62,8 +70,11 @@ class Quarantine:
         return await self._replay(entry.thread_id, seq)
 
     async def replay_thread(self, thread_id: str) -> Sequence[Replayed]:
-        """Apply all of the thread's parked entries that are not superseded, in order; what became of each."""
-        return await self._replay(thread_id, 0)
+        """Apply all of the thread's parked entries that are not superseded, in order; what became of each.
+
+        Raises InvalidId.
+        """
+        return await self._replay(check_id(thread_id, "thread_id"), 0)
 
     async def threads(self, *, after: str = "", limit: int = _PAGE) -> Sequence[str]:
         """Threads that have entries here, in order of their ids, those behind `after`."""
@@ -74,6 +85,7 @@ class Quarantine:
 
         A thread of which nothing waits any more goes on from what Postgres holds.
         """
+        seqs = [s for s in seqs if 0 <= s <= _POSITION_MAX]
         threads = {e.thread_id for s in seqs if (e := await self._ledger.parked.entry(s)) is not None and e.thread_id}
         count = await self._ledger.parked.discard(seqs)
         await self._tell_all(threads)

@@ -1,7 +1,8 @@
-"""Removing flushed entries from the log, when it is time.
+"""Removing flushed entries from the log, when it is time, and with them the rows that only guarded against them.
 
 Time counts from when a commit passed an entry, not from when it was written: a Postgres that fails over may lose its
-last commits, and then needs their entries again.
+last commits, and then needs their entries again. So it is asked first whether it still has them: one that is away may
+come back without, however long that takes.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
-from bufstore.buffer.ports import AppendUnknown, Log
+from bufstore.buffer.ports import AppendUnknown, FlushFailed, Ledger, Log
 from bufstore.buffer.share import Share
+from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
 
@@ -21,15 +23,27 @@ _log = logging.getLogger(__name__)
 _INTERVAL_S = 5.0
 #: Above this part of max_bytes the wish to retain flushed entries gives way.
 _PRESSURE = 0.7
+_TOMBSTONES_AT_ONCE = 1000
 
 
 class Retention:
     """Purges the partitions of one owner."""
 
-    def __init__(self, log: Log, config: BufferConfig, shares: Mapping[int, Share]) -> None:
+    def __init__(
+        self,
+        log: Log,
+        ledger: Ledger,
+        subjects: Subjects,
+        config: BufferConfig,
+        shares: Mapping[int, Share],
+        compare: Callable[[], Awaitable[None]],
+    ) -> None:
         self._log = log
+        self._ledger = ledger
+        self._subjects = subjects
         self._config = config
         self._shares = shares
+        self._compare = compare
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Purge now and then, until `stopping`."""
@@ -40,16 +54,37 @@ class Retention:
                     await stopping.wait()
             try:
                 await self._purge()
-            except (BufstoreError, AppendUnknown) as e:
+            except (BufstoreError, FlushFailed, AppendUnknown) as e:
                 _log.warning("purging failed: %s", e, extra={"action": "purge_failed"})
 
     async def _purge(self) -> None:
+        # What was committed long enough before Postgres confirms it is safe, whatever becomes of it then.
+        confirmed_at = asyncio.get_running_loop().time()
+        await self._compare()
         used, limit = await self._log.fill()
         pressed = used > _PRESSURE * limit
         keep = self._config.failover_window_s if pressed else self._config.retain_after_flush_s
+        purged = False
         for share in list(self._shares.values()):
-            below = share.purgeable(asyncio.get_running_loop().time() - keep)
-            if below is not None:
+            below = share.purgeable(confirmed_at - keep)
+            if below is not None and share.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
                 await self._log.purge(share.cursor.partition, below)
                 share.purged(below)
+                purged = True
+        if purged:
+            await self._bury()
+
+    async def _bury(self) -> None:
+        """Remove the rows of deleted threads whose entries the log has purged: they cannot come again."""
+        after = (0, "")
+        below = max((share.purged_below for share in self._shares.values()), default=0)
+        while found := await self._ledger.tombstones(below, after, _TOMBSTONES_AT_ONCE):
+            mine = [(seq, thread_id) for seq, thread_id in found if seq < self._purged_below(thread_id)]
+            if mine:
+                await self._ledger.bury(mine)
+            after = found[-1]
+
+    def _purged_below(self, thread_id: str) -> int:
+        share = self._shares.get(self._subjects.partition(thread_id))
+        return share.purged_below if share is not None else 0

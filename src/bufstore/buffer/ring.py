@@ -34,6 +34,16 @@ def find(ring: bytes, wanted: bytes) -> bool | None:
     return None
 
 
+def holds(ring: bytes, wanted: bytes) -> bool:
+    """Whether `wanted` is one of the ring's items."""
+    return any(ring[i : i + _ITEM] == wanted for i in range(0, len(ring), _ITEM))
+
+
+def newest(ring: bytes) -> bytes:
+    """The item of the entry that carries the ring."""
+    return ring[-_ITEM:]
+
+
 def add(ring: bytes, new: bytes) -> bytes:
     """The ring with `new` as its last item; the oldest falls out of a full one."""
     return (ring + new)[-SIZE * _ITEM :]

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
 
 import msgspec
 
@@ -141,7 +141,7 @@ class Settler:
                 found.setdefault(item.thread_id, []).append(item)
         return found
 
-    async def _settle(self, threads: Mapping[str | None, list[Item]], *, probe: bool = False) -> None:
+    async def _settle(self, threads: MutableMapping[str | None, list[Item]], *, probe: bool = False) -> None:
         try:
             await self._commit(threads, probe=probe)
         except NotOwner as e:
@@ -196,7 +196,9 @@ class Settler:
             if second:
                 await self._settle(second)
 
-    async def _settle_parts(self, threads: Mapping[str | None, list[Item]], what: Verdict, error: FlushFailed) -> None:
+    async def _settle_parts(
+        self, threads: MutableMapping[str | None, list[Item]], what: Verdict, error: FlushFailed
+    ) -> None:
         """Commit in smaller parts what cannot be committed whole."""
         if len(threads) > 1:
             for part in _split(threads, self._partition_of):
@@ -229,7 +231,7 @@ class Settler:
         if what is Verdict.SUSPECT and tries >= _SUSPECT_TRIES:
             return False
         if not tries:
-            _log.warning("thread %s has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
+            _log.warning("thread %r has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
         self.waiting.add(thread_id, str(error), self._loop.time())
         return True
 
@@ -250,13 +252,16 @@ class Settler:
         if rest:
             await self._settle(rest)
 
-    async def _commit(self, threads: Mapping[str | None, list[Item]], *, probe: bool) -> None:
-        """Flush these threads' entries in one transaction; on return they are settled."""
-        filled: dict[str, list[Item]] = {}
+    async def _commit(self, threads: MutableMapping[str | None, list[Item]], *, probe: bool) -> None:
+        """Flush these threads' entries in one transaction; on return they are settled.
+
+        Entries that were missing between are added to `threads`: if one of them is to blame it must be found, too.
+        """
+        complete: set[str] = set()
         parked: list[Parked] = []
 
         def decide(rows: Mapping[str, Row]) -> Decision:
-            decision = self._decide(threads, filled, rows)
+            decision = self._decide(threads, complete, rows)
             parked[:] = decision.parked
             return decision
 
@@ -272,7 +277,8 @@ class Settler:
                 raise _NoRoom(e, parked) from e
             except _Gap as gap:
                 for thread_id, after in gap.threads.items():
-                    filled[thread_id] = await self._fill(thread_id, after, max(i.seq for i in threads[thread_id]))
+                    threads[thread_id] = await self._fill(thread_id, after, threads[thread_id])
+                complete |= gap.threads.keys()
         # The second line that matters, the commit, is behind us: entries, watermarks and cursor are in Postgres
         # together. Acknowledging before it would lose what a crash rolls back.
         now = self._loop.time()
@@ -288,7 +294,7 @@ class Settler:
             await share.feed.ack(share.cursor.seq)
 
     def _decide(
-        self, threads: Mapping[str | None, list[Item]], filled: Mapping[str, list[Item]], rows: Mapping[str, Row]
+        self, threads: Mapping[str | None, list[Item]], complete: Set[str], rows: Mapping[str, Row]
     ) -> Decision:
         batch = []
         new_rows: dict[str, Row] = {}
@@ -300,8 +306,7 @@ class Settler:
                 continue
             row = rows[thread_id]
             while True:
-                complete = thread_id in filled
-                todo = plan(row, [*filled.get(thread_id, ()), *items], complete=complete, poison=self._poison.keys())
+                todo = plan(row, items, complete=thread_id in complete, poison=self._poison.keys())
                 if todo.gap_before is not None:
                     gaps[thread_id] = row.flushed_seq
                     break
@@ -311,7 +316,8 @@ class Settler:
                 except Inapplicable as e:
                     self._poison[e.entry_id] = str(e)
                     continue
-                new_rows[thread_id] = todo.row
+                gone = batch[-1].gone if todo.apply else todo.row.gone
+                new_rows[thread_id] = msgspec.structs.replace(todo.row, gone=gone)
                 parked += map(self._with_cause, todo.park)
                 break
         if gaps:
@@ -322,10 +328,12 @@ class Settler:
         cause = self._poison.get(parked.item.entry.id) if isinstance(parked.item, StoredEntry) else None
         return parked if cause is None else msgspec.structs.replace(parked, cause=cause)
 
-    async def _fill(self, thread_id: str, after: int, last: int) -> list[Item]:
-        """The thread's entries in the log above one position, up to another."""
+    async def _fill(self, thread_id: str, after: int, items: Sequence[Item]) -> list[Item]:
+        """The thread's `items`, and what else stands in the log above position `after` up to the last of them."""
         messages = await self._log.after(self._subjects.of(thread_id), after, 10.0)
-        return [item for item in assemble(messages, thread_id) if item.seq <= last]
+        last = max(item.seq for item in items)
+        found = {item.seq: item for item in (*assemble(messages, thread_id), *items) if item.seq <= last}
+        return [found[seq] for seq in sorted(found)]
 
     def _partition_of(self, thread_id: str | None, items: Sequence[Item]) -> int:
         if thread_id is not None:
@@ -344,7 +352,7 @@ class Settler:
         for parked in decision.parked:
             item = parked.item
             _log.error(
-                "entry %d of thread %s is quarantined: %s",
+                "entry %d of thread %r is quarantined: %s",
                 item.seq,
                 item.thread_id,
                 parked.cause,

@@ -7,6 +7,7 @@ cursor in Postgres, with a higher term. So nothing is ever repaired in memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -20,8 +21,24 @@ from bufstore.errors import BufstoreError, LogRolledBack, StoreMisconfigured
 _log = logging.getLogger(__name__)
 
 _TAKE_RETRY_S = 0.5
+#: Who asks for a flush of what is flushed makes us look into Postgres, but not more often than this.
+_COMPARE_S = 0.5
 #: So many partitions are looked at and followed at the same time.
 _AT_ONCE = 16
+
+
+async def mismatch(log: Log, cursor: Cursor) -> str | None:
+    """Why the log is not the one that the cursor speaks of; None when it is. Raises LogUnavailable."""
+    end = await log.end(5.0)
+    if end < cursor.seq:
+        return f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
+    if cursor.id and cursor.seq >= log.generation_start:
+        # The entry at the cursor is never purged: if it is not there, the log was purged further than this Postgres
+        # has got, or it is not the same log.
+        found = await log.identity(cursor.seq)
+        if found is None or entry_id(found) != cursor.id:
+            return f"position {cursor.seq} no longer holds the entry at the cursor of partition {cursor.partition}"
+    return None
 
 
 class Takeover:
@@ -50,6 +67,7 @@ class Takeover:
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
         self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._compared_at = float("-inf")
         self.shares: dict[int, Share] = {}
 
     @property
@@ -67,8 +85,9 @@ class Takeover:
         """Give up what is not ours (any more) or lost, take what is."""
         given_up = []
         for partition, share in list(self.shares.items()):
-            if share.feed.lost is not None:
-                given_up.append(self.drop(share, share.feed.lost))
+            lost = share.feed.lost or share.doubt
+            if lost is not None:
+                given_up.append(self.drop(share, lost))
             elif partition not in self._wanted:
                 given_up.append(self.drop(share, "another member owns it"))
         await asyncio.gather(*given_up)
@@ -100,20 +119,10 @@ class Takeover:
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log still is the one that the cursor speaks of, and follow it from there."""
-        end = await self._log.end(5.0)
-        if end < cursor.seq:
-            raise LogRolledBack(
-                f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
-            )
-        if cursor.id and cursor.seq >= self._log.generation_start:
-            # The entry at the cursor is never purged: if it is not there, the log was purged further than this
-            # Postgres has got, or it is not the same log.
-            found = await self._log.identity(cursor.seq)
-            if found is None or entry_id(found) != cursor.id:
-                raise LogRolledBack(
-                    f"position {cursor.seq} of the log no longer holds the entry at the cursor of partition "
-                    f"{cursor.partition}; set its cursor_id to 0 in buffer_partitions to go on without a check"
-                )
+        trouble = await mismatch(self._log, cursor)
+        if trouble is not None:
+            self._log.refuse(trouble)
+            raise LogRolledBack(trouble)
         feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake)
         share = self.shares[cursor.partition] = Share(cursor, feed, self._subjects)
         if cursor.seq:
@@ -121,6 +130,27 @@ class Takeover:
             share.commits.append((self._loop.time(), cursor.seq))
         self._state.takeovers += 1
         self._state.partitions = tuple(sorted(self.shares))
+
+    async def compare(self) -> None:
+        """Doubt the partitions whose cursors Postgres no longer knows: it went back, or somebody else has them.
+
+        Without this, a partition to which nothing is written would not notice. Raises what `Ledger.cursors` raises.
+        """
+        known = {p: (share, share.cursor) for p, share in self.shares.items()}
+        cursors = await self._ledger.cursors()
+        for partition, (share, ours) in known.items():
+            found = cursors.get(partition, Cursor(partition, 0, 0, 0))
+            # It may be ahead: of a flush that is on its way.
+            if found.term != ours.term or found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id):
+                share.doubt = f"Postgres has {found}, not {ours}"
+                self._wake()
+
+    async def compare_for_asker(self) -> None:
+        """`compare`, now and then: somebody asks for a flush, and there is nothing that is not flushed."""
+        if self.shares and self._loop.time() - self._compared_at >= _COMPARE_S:
+            self._compared_at = self._loop.time()
+            with contextlib.suppress(BufstoreError, FlushFailed):
+                await self.compare()
 
     async def drop(self, share: Share, reason: str) -> None:
         """Give the partition up: its memory is void."""

@@ -10,6 +10,7 @@ from bufstore.cli.doctor import doctor
 from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
 from bufstore.cli.quarantine import quarantine
+from bufstore.cli.repair import repair
 from bufstore.cli.status import status
 
 
@@ -23,5 +24,5 @@ def app() -> None:
     """
 
 
-for command in (demo, import_, status, flush, quarantine, verify, doctor):
+for command in (demo, import_, status, flush, quarantine, verify, doctor, repair):
     app.add_command(command)

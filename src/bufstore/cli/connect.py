@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import psycopg
 from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
@@ -22,7 +21,10 @@ from bufstore.embedded import Servers
 from bufstore.errors import ConfigError
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
+from bufstore.nats.setup import WITHDRAWN
 from bufstore.nats.stream import NatsStream
+from bufstore.postgres.migrate import check_schema
+from bufstore.postgres.pool import check_conninfo
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
 
@@ -86,11 +88,8 @@ class Target:
 
     def plain(self, *, pool_size: int = 8) -> PostgresThreadStore:
         """The Postgres store alone, without buffer: what it reads is what Postgres holds."""
-        try:
-            conninfo = make_conninfo(self.postgres, application_name=self.session)
-        except psycopg.ProgrammingError:
-            # libpq's message quotes the string, password and all.
-            raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)") from None
+        check_conninfo(self.postgres)
+        conninfo = make_conninfo(self.postgres, application_name=self.session)
         return PostgresThreadStore(conninfo, schema=self.schema, pool_size=pool_size)
 
     async def find_log(self) -> LogConfig | None:
@@ -117,7 +116,7 @@ def _log_config(found: dict[str, Any], bucket: str) -> LogConfig:
     return LogConfig(
         stream=found["name"],
         bucket=bucket,
-        subject=found["subjects"][0].partition(".")[0],
+        subject=found["subjects"][0].partition(".")[0].removesuffix(WITHDRAWN),
         partitions=int(metadata["bufstore.partitions"]),
         replicas=found["num_replicas"],
         placement_tags=tuple(placement.get("tags") or ()),
@@ -184,6 +183,9 @@ def _target(shared: dict[str, Any], embedded_by_default: bool) -> Target | None:
     if shared["data"] is not None and not embedded:
         raise click.UsageError("--data is the folder of --embedded servers.")
     names = {name: shared[name] for name in ("schema", "stream", "bucket")}
+    # Before anything is asked of a server: a name becomes part of subjects and statements.
+    reporting_errors(LogConfig)(stream=names["stream"], bucket=names["bucket"])
+    reporting_errors(check_schema)(names["schema"])
     if embedded:
         return Target(nats=NatsConfig(), postgres="", servers=Servers(shared["data"]), **names)
     if not nats and not postgres:

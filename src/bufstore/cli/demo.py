@@ -9,25 +9,25 @@ import click
 from bufstore.cli.connect import Options, connects
 from bufstore.cli.demonstration import Demonstration, Plan
 from bufstore.cli.output import show
-from bufstore.cli.running import EXIT_WRONG, run
+from bufstore.cli.running import EXIT_WRONG, Finite, run
 from bufstore.cli.view import new_view
 
 
 @click.command()
-@click.option("--seconds", type=click.FloatRange(min=1), default=15.0, show_default=True, help="How long agents write.")
+@click.option("--seconds", type=Finite(min=1), default=15.0, show_default=True, help="How long agents write.")
 @click.option(
     "--writers", type=click.IntRange(1, 2000), default=200, show_default=True, help="Agents at the same time."
 )
 @click.option(
     "--outage",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=5.0,
     show_default=True,
     help="How many seconds of these Postgres is stopped (embedded servers only).",
 )
 @click.option(
     "--think-ms",
-    type=click.FloatRange(min=0),
+    type=Finite(min=0),
     default=100.0,
     show_default=True,
     help="How long an agent thinks before a message, on average.",

@@ -116,7 +116,7 @@ async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, e
     notes.require("quarantine", parked == 0, f"{parked} entries", "see `bufstore quarantine list`")
     known = await _value(connection, sql.SQL("SELECT max(epoch) FROM {}.buffer_log").format(sql.Identifier(schema)))
     if epoch is not None and known is not None:
-        advice = "this stream and this database do not belong together: see LogRolledBack in docs/OPERATIONS.md"
+        advice = "this stream and this database do not belong together: see `bufstore repair`"
         notes.require("epoch of the log", known == epoch, f"{known}, the log's is {epoch}", advice, Level.BAD)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -97,5 +98,7 @@ def _fetch(url: str) -> dict[str, Any]:
         with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
             found: dict[str, Any] = json.load(answer)
             return found
+    except http.client.HTTPException as e:  # an address with a space, or no HTTP
+        raise OSError(f"the monitoring port does not answer: {type(e).__name__}") from None
     except urllib.error.URLError as e:
         raise OSError(f"the monitoring port does not answer: {e.reason}") from None

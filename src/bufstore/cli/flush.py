@@ -14,7 +14,7 @@ import msgspec
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.output import show_json
-from bufstore.cli.running import run
+from bufstore.cli.running import Finite, run
 from bufstore.errors import BufstoreError
 
 _LOOK_EVERY_S = 0.25
@@ -35,7 +35,7 @@ class Report(msgspec.Struct, kw_only=True):
 @click.argument("thread", required=False)
 @click.option("--all", "everything", is_flag=True, help="Flush all threads.")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0.1), default=30.0, show_default=True, help="Seconds after which to give up."
+    "--timeout", type=Finite(min=0.1), default=30.0, show_default=True, help="Seconds after which to give up."
 )
 @connects()
 def flush(options: Options, thread: str | None, everything: bool, timeout: float) -> None:

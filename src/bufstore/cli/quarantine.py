@@ -148,7 +148,7 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
     """
     if [what is not None, thread is not None, everything].count(True) != 1:
         raise click.UsageError("Replay what? Give an ID, a THREAD, or --all.")
-    id_ = int(what) if what is not None and what.isdecimal() else None
+    id_ = int(what) if what is not None and what.isascii() and what.isdecimal() else None
     name = thread if thread is not None else what if id_ is None else None
 
     async def work(target: Target) -> list[Replayed]:

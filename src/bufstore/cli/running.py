@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -22,6 +23,16 @@ EXIT_WRONG = 1
 #: Usage, configuration, or a server that cannot be reached (click's own code for usage).
 EXIT_UNUSABLE = 2
 _EXIT_INTERRUPTED = 130
+
+
+class Finite(click.FloatRange):
+    """A number in a range, and not NaN, which click lets pass."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
 
 
 class Failure(click.ClickException):

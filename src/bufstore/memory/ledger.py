@@ -62,6 +62,9 @@ class MemoryLedger:
     async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
         return {t: (self._rows[t], self.parked.given_up.get(t, 0)) for t in thread_ids if t in self._rows}
 
+    async def broken(self) -> frozenset[str]:
+        return frozenset(t for t, row in self._rows.items() if row.broken_since is not None)
+
     async def flush(
         self,
         moves: Sequence[Move],
@@ -85,6 +88,17 @@ class MemoryLedger:
         self._cursors |= {move.after.partition: move.after for move in moves}
         self.parked.park(decision.parked)
         return decision
+
+    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
+        found = sorted((r.flushed_seq, t) for t, r in self._rows.items() if r.gone and r.flushed_seq < below)
+        return [row for row in found if row > after][:limit]
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        parked = {e.thread_id for e in self.parked.entries.values()}
+        for seq, thread_id in tombstones:
+            row = self._rows.get(thread_id, Row())
+            if row.gone and row.flushed_seq == seq and thread_id not in parked:
+                del self._rows[thread_id]
 
     async def quarantined(self) -> int:
         return len(self.parked.entries)

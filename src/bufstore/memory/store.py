@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from bufstore.errors import AlreadyExists, IdempotencyConflict, VersionConflict
+from bufstore.memory.ledger import MemoryLedger
 from bufstore.threads import edits, lineage
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.lineage import Children
@@ -21,6 +22,7 @@ from bufstore.threads.model import (
     Thread,
     ThreadChange,
     ThreadMetadata,
+    check_run,
     decode_message,
     decode_run,
     encode_messages,
@@ -65,6 +67,13 @@ class MemoryThreadStore:
         self._last: dict[str, Receipt] = {}
         #: The last checkpoints' (idempotency key, content) per thread.
         self._keys: dict[str, deque[tuple[str, object]]] = {}
+        self._ledger: MemoryLedger | None = None
+
+    def ledger(self, quarantine_max: int) -> MemoryLedger:
+        """Where the buffers in front of this store keep their watermarks: one for all of them."""
+        if self._ledger is None:
+            self._ledger = MemoryLedger(self, quarantine_max=quarantine_max)
+        return self._ledger
 
     async def checkpoint(
         self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None
@@ -342,7 +351,7 @@ class _Family:
 
 def _encoded(thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> tuple[list[bytes], bytes]:
     check_id(thread_id, "thread_id")
-    run.check(thread_id)
+    check_run(run, thread_id)
     if key is not None:
         check_id(key, "idempotency_key")
     return encode_messages(messages), encode_run(run)

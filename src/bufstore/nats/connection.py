@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,27 @@ from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports import AppendUnknown, Outgoing
-from bufstore.config import NatsConfig, mask_url
+from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import Closed, ConfigError, LogUnavailable
 from bufstore.nats import frames
 
 _log = logging.getLogger(__name__)
 
+#: What the server says when a user may not publish or subscribe; nats-py gives it in lower case.
+_FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+_ERRORS_KEPT = 100
+#: So many subjects are named in the log, once each.
+_FORBIDDEN_NAMED = 20
 #: A dead server is noticed after at most two of these.
 _PING_INTERVAL_S = 5
+
+
+@dataclass
+class _Question:
+    """A request or write that waits for its answer."""
+
+    subjects: Sequence[str]
+    answer: asyncio.Future[Msg]
 
 
 class Connection:
@@ -46,7 +61,9 @@ class Connection:
         self._closed = False
         self._inbox = ""
         self._tokens = itertools.count()
-        self._answers: dict[str, asyncio.Future[Msg]] = {}
+        self._answers: dict[str, _Question] = {}
+        self._on_forbidden: list[Callable[[str, ConfigError], None]] = []
+        self._forbidden: set[str] = set()
         self._on_lost: list[Callable[[], None]] = []
         #: Messages sent and received by earlier clients; see `traffic`.
         self._past = [0, 0]
@@ -58,6 +75,10 @@ class Connection:
     def on_lost(self, hook: Callable[[], None]) -> None:
         """Run `hook` when a connection is lost."""
         self._on_lost.append(hook)
+
+    def on_forbidden(self, hook: Callable[[str, ConfigError], None]) -> None:
+        """Run `hook` with the subject (in lower case) and an error when NATS does not permit us to publish on it."""
+        self._on_forbidden.append(hook)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -112,10 +133,11 @@ class Connection:
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         """Send a request and return the answer's payload.
 
-        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came.
+        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came, ConfigError when we
+        are not permitted to.
         """
         client = self.client()
-        return await self._answer(lambda reply: client.publish(subject, payload, reply=reply), timeout_s)
+        return await self._answer([subject], lambda reply: client.publish(subject, payload, reply=reply), timeout_s)
 
     async def write(self, messages: Sequence[Outgoing], batch: str, timeout_s: float) -> bytes:
         """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
@@ -125,16 +147,18 @@ class Connection:
         """
         client = self.client()
         try:
-            return await self._answer(lambda reply: frames.send(client, messages, batch, reply), timeout_s)
+            subjects = [m.subject for m in messages]
+            return await self._answer(subjects, lambda reply: frames.send(client, messages, batch, reply), timeout_s)
         except AppendUnknown:
             self._drop(client, "a write got no answer")
             raise
 
-    async def _answer(self, send: Callable[[str], Awaitable[None]], timeout_s: float) -> bytes:
+    async def _answer(self, subjects: Sequence[str], send: Callable[[str], Awaitable[None]], timeout_s: float) -> bytes:
         # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
         # wait for their whole timeout.
         token = str(next(self._tokens))
-        answer = self._answers[token] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._answers[token] = _Question(subjects, answer)
         try:
             await send(f"{self._inbox}.{token}")
             async with asyncio.timeout(timeout_s):
@@ -153,22 +177,42 @@ class Connection:
         return data
 
     async def _on_answer(self, msg: Msg) -> None:
-        answer = self._answers.get(msg.subject.rpartition(".")[2])
-        if answer is not None and not answer.done():
-            answer.set_result(msg)
+        question = self._answers.get(msg.subject.rpartition(".")[2])
+        if question is not None and not question.answer.done():
+            question.answer.set_result(msg)
+
+    def _on_violation(self, verb: str, subject: str) -> None:
+        """NATS did not take what we sent on `subject`: who waits for an answer to it is told at once."""
+        if subject not in self._forbidden and len(self._forbidden) < _FORBIDDEN_NAMED:
+            self._forbidden.add(subject)
+            _log.error("NATS does not permit %s on %r", verb, subject, extra={"action": "nats_forbidden"})
+        if verb != "publish":
+            return
+        # Not stored: of a batch, the server stores nothing when one message of it is missing.
+        error = ConfigError(f"NATS does not permit this user to publish on {subject!r} (see `bufstore doctor`)")
+        for question in self._answers.values():
+            if not question.answer.done() and any(s.lower() == subject for s in question.subjects):
+                question.answer.set_exception(error)
+        for hook in self._on_forbidden:
+            hook(subject, error)
 
     async def _connect(self) -> None:
         error: Exception | None = None
         for url in self._config.servers:
-            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else Client()
+            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else _Client()
             errors: list[Exception] = []
+            bare, user, password = split_url(url)
             try:
                 async with asyncio.timeout(2 * self._config.connect_timeout_s):
-                    await client.connect(servers=[url], **self._options(client, errors))
+                    await client.connect(servers=[bare], **self._options(client, errors, user, password))
                 self._inbox = client.new_inbox()
                 await client.subscribe(
                     self._inbox + ".*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
                 )
+                # Answered after whatever the server has to say about the subscription.
+                await client.flush(timeout=max(1, round(self._config.connect_timeout_s)))
+                if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
+                    raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers come")
                 for hook in self._hooks:
                     await hook(client)
             except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
@@ -188,15 +232,24 @@ class Connection:
         assert error is not None
         raise error
 
-    def _options(self, client: Client, errors: list[Exception]) -> dict[str, Any]:
+    def _options(
+        self, client: Client, errors: list[Exception], user: str | None, password: str | None
+    ) -> dict[str, Any]:
+        """How to connect; `user` and `password` are the URL's, which count when no other way to sign in is given."""
+
         async def on_closed() -> None:
             self._drop(client, _text(client.last_error) if client.last_error else "the connection was closed")
 
         async def on_error(e: Exception) -> None:
-            errors[:] = [e]
+            errors.append(e)
+            del errors[:-_ERRORS_KEPT]
+            if violation := _FORBIDDEN.search(str(e).lower()):
+                self._on_violation(*violation.groups())
             _log.debug("nats client: %s", _text(e), extra={"action": "nats_error"})
 
         c = self._config
+        explicit = any(way is not None for way in (c.credentials, c.user, c.token))
+        token = c.token if explicit or password is not None else user
         options: dict[str, Any] = {
             "name": self._name,
             "allow_reconnect": False,
@@ -209,9 +262,9 @@ class Connection:
             "connect_timeout": c.connect_timeout_s,
             "closed_cb": on_closed,
             "error_cb": on_error,
-            "user": c.user,
-            "password": c.password,
-            "token": c.token,
+            "user": c.user if explicit or password is None else user,
+            "password": c.password if explicit else password,
+            "token": token,
         }
         if c.credentials is not None:
             text = str(c.credentials)
@@ -250,9 +303,10 @@ class Connection:
 
     async def _discard(self) -> None:
         client, self._client = self._client, None
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(AppendUnknown(f"the connection was lost before NATS answered: {self._reason}"))
+        for question in self._answers.values():
+            if not question.answer.done():
+                reason = f"the connection was lost before NATS answered: {self._reason}"
+                question.answer.set_exception(AppendUnknown(reason))
         for hook in self._on_lost:
             hook()
         if client is not None:
@@ -264,7 +318,19 @@ class Connection:
         return ", ".join(mask_url(u) for u in self._config.servers)
 
 
-class _TlsClient(Client):
+class _Client(Client):
+    """Reads on whatever others have published: headers that are none would end nats-py's reading task."""
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            found: dict[str, str] | None = await super()._process_headers(headers)
+        except Exception as e:  # an IndexError for a block without a line, for one
+            _log.debug("headers that are none: %s", type(e).__name__, extra={"action": "nats_headers"})
+            return None
+        return found
+
+
+class _TlsClient(_Client):
     """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it."""
 
     def _connect_command(self) -> bytes:

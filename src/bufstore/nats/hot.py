@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.group_commit import GroupCommit
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports import RUN_TTL_S, AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, MalformedEntry
@@ -30,8 +30,6 @@ from bufstore.nats.stream import NatsStream
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
-#: A run's key is there to find the run until Postgres has it, and to refuse its id to other threads meanwhile.
-_RUN_TTL_S = 7 * 24 * 3600
 
 
 class NatsHotState:
@@ -49,7 +47,6 @@ class NatsHotState:
         connection.on_connect(self._listen)
 
     async def setup(self) -> None:
-        """Create the bucket or check it; start writing."""
         await ensure_bucket(self._stream, self._config)
         self._writes.start()
 
@@ -59,7 +56,7 @@ class NatsHotState:
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
         subject = f"{self._keys}run.{token(run_id)}"
-        message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=_RUN_TTL_S)
+        message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
         try:
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(LogUnavailable, AppendUnknown):
@@ -116,7 +113,10 @@ class NatsHotState:
         await self._tell(self._calls + "members", b"")
 
     async def members(self) -> list[str]:
-        found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
+        try:
+            found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
+        except StreamMissing:
+            return []
         return sorted(s.rpartition(".")[2] for s, message in found.items() if message.body != b"left")
 
     async def announce(self) -> None:

@@ -10,13 +10,13 @@ from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import Outgoing
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
-from bufstore.nats.setup import EPOCH_BITS, check_stream, stream_config
+from bufstore.nats.setup import check_stream, epoch_of, stream_config, withdrawn
 from bufstore.nats.stream import NatsStream
 
 
@@ -33,28 +33,27 @@ class NatsLog(NatsStream):
         self._generation_start = 1
         connection.on_connect(self._check_end)
 
-    async def epoch(self) -> int | None:
-        """The existing stream's epoch, after checking its configuration; None if there is no stream."""
+    async def epoch(self, *, checked: bool = True) -> int | None:
+        """See `bufstore.buffer.ports.Generations`, also for the methods up to `remove`."""
         try:
             info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
         except StreamMissing:
             return None
         self._highest = max(self._highest, int(info["state"]["last_seq"]))
-        epoch = check_stream(self._config.log, info["config"])
-        self._generation_start = max(1, epoch << EPOCH_BITS)
+        epoch = check_stream(self._config.log, info["config"]) if checked else epoch_of(info["config"])
+        self._generation_start = first_position(epoch)
         return epoch
 
     @property
     def generation_start(self) -> int:
         return self._generation_start
 
-    async def first(self) -> int:
-        """The first sequence that is (or will be) in the log."""
+    async def bounds(self) -> tuple[int, int]:
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
-        return int(info["state"]["first_seq"]) or int(info["config"].get("first_seq", 1))
+        first = int(info["state"]["first_seq"]) or int(info["config"].get("first_seq", 1))
+        return first, int(info["state"]["last_seq"])
 
     async def create(self, epoch: int) -> None:
-        """Create the stream as generation `epoch`; a no-op if another process was faster."""
         wanted = stream_config(self._config.log, epoch)
         try:
             await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
@@ -63,6 +62,20 @@ class NatsLog(NatsStream):
                 f"stream {self._config.log.stream} cannot be created with LogConfig.max_bytes = "
                 f"{self._config.log.max_bytes}: {e}"
             ) from e
+
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        name = self._config.log.stream
+        info = await self.api(f"STREAM.INFO.{name}")
+        wanted, kept = withdrawn(self._config.log, info["config"], common)
+        await self.api(f"STREAM.UPDATE.{name}", wanted)
+        return kept
+
+    async def remove(self) -> None:
+        with contextlib.suppress(StreamMissing):
+            await self.api(f"STREAM.DELETE.{self._config.log.stream}")
+
+    def refuse(self, reason: str) -> None:
+        self._rolled_back = self._rolled_back or reason
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._check()
@@ -139,8 +152,8 @@ class NatsLog(NatsStream):
         answer = await client.request(f"{self._api}.STREAM.INFO.{self._config.log.stream}", b"", timeout=5)
         info = json.loads(answer.data)
         if (info.get("error") or {}).get("err_code") == 10059:
-            self._rolled_back = f"stream {self._config.log.stream} is gone"
+            self.refuse(f"stream {self._config.log.stream} is gone")
         elif "state" in info:
             end = int(info["state"]["last_seq"])
             if end < self._highest:
-                self._rolled_back = f"the log ends at {end}, this process has seen {self._highest} in it"
+                self.refuse(f"the log ends at {end}, this process has seen {self._highest} in it")

@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import LogConfig
-from bufstore.errors import ConfigDrift, ConfigError
+from bufstore.errors import ConfigDrift, ConfigError, LogRolledBack
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.stream import NatsStream
 
-#: Each generation of the stream starts at epoch x 2^40, so that a position is one growing number.
-EPOCH_BITS = 40
+#: Positions must fit into 62 bits.
 EPOCHS_MAX = 1 << 22
 
+#: Behind the first word of its subjects while a log is being repaired.
+WITHDRAWN = "-withdrawn"
+
 _OURS = "bufstore."
+
+
+def epoch_of(found: Mapping[str, Any]) -> int:
+    """The generation of an existing log."""
+    return int((found.get("metadata") or {}).get(_OURS + "epoch", "0"))
+
+
+def withdrawn(
+    config: LogConfig, found: Mapping[str, Any], common: Sequence[int]
+) -> tuple[dict[str, Any], Sequence[int]]:
+    """The configuration of an existing log that listens where nobody writes, and the positions that it remembers."""
+    metadata = {_OURS + "common": ",".join(map(str, common)), **(found.get("metadata") or {})}
+    subjects = [Subjects(config.subject + WITHDRAWN, config.partitions).all]
+    kept = [int(seq) for seq in metadata[_OURS + "common"].split(",")]
+    return {**found, "subjects": subjects, "metadata": metadata}, kept
 
 
 def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
@@ -36,7 +53,7 @@ def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
         "max_msg_size": -1,
         "max_bytes": config.max_bytes,
         "allow_atomic": True,
-        "first_seq": max(1, epoch << EPOCH_BITS),
+        "first_seq": first_position(epoch),
         **_common(config),
         "metadata": {_OURS + "partitions": str(config.partitions), _OURS + "epoch": str(epoch)},
     }
@@ -93,6 +110,8 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
     """Compare an existing log with the configuration; its epoch. Raises ConfigDrift."""
     metadata = found.get("metadata") or {}
     what = f"stream {config.stream}"
+    if found["subjects"] == [Subjects(config.subject + WITHDRAWN, config.partitions).all]:
+        raise LogRolledBack(f"a repair of stream {config.stream} was begun and not finished")
     partitions = metadata.get(_OURS + "partitions")
     if partitions != str(config.partitions):
         raise ConfigDrift(
@@ -106,11 +125,11 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
                 " or choose another stream name." if partitions else ", or choose another stream: this one is not ours."
             ),
         )
-    wanted = stream_config(config, int(metadata.get(_OURS + "epoch", "0")))
+    wanted = stream_config(config, epoch_of(found))
     for field in ("first_seq", "metadata"):
         wanted.pop(field)
     check(what, wanted, found, "LogConfig", f"nats stream edit {config.stream}")
-    return int(metadata.get(_OURS + "epoch", "0"))
+    return epoch_of(found)
 
 
 def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str) -> None:

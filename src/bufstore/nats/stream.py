@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 
 from bufstore.buffer.entry import HEADER, StoredMessage
 from bufstore.buffer.ports import AppendUnknown, Outgoing
-from bufstore.errors import LogUnavailable
+from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ApiError, to_error
 
@@ -51,6 +51,7 @@ class NatsStream:
         self._tokens = itertools.count()
         connection.on_connect(self._subscribe)
         connection.on_lost(self._fail_gets)
+        connection.on_forbidden(self._forbid_gets)
 
     async def _subscribe(self, client: Client) -> None:
         self._inbox = client.new_inbox()
@@ -59,6 +60,11 @@ class NatsStream:
     def _fail_gets(self) -> None:
         for get in self._gets.values():
             get.fail(LogUnavailable("the connection was lost while reading"))
+
+    def _forbid_gets(self, subject: str, error: ConfigError) -> None:
+        if subject == f"{self._api}.DIRECT.GET.{self._name}".lower():
+            for get in self._gets.values():
+                get.fail(error)
 
     @property
     def message_bytes_max(self) -> int:
@@ -192,12 +198,13 @@ class _Get:
 
     def add(self, msg: Msg) -> None:
         headers = msg.headers or {}
-        status = headers.get("Status")
-        if status is None:
+        # What was stored may have a status of its own: anybody may publish. Only the server adds a sequence.
+        if "Nats-Sequence" in headers:
             self._messages.append(
                 StoredMessage(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers.get(HEADER), msg.data)
             )
         elif not self.done.done():
+            status = headers.get("Status")
             if status in ("204", "404"):
                 self.done.set_result((self._messages, int(headers.get("Nats-Num-Pending", "0"))))
             else:

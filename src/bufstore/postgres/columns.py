@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
 import msgspec
 from psycopg import AsyncConnection, AsyncRawCursor
 from psycopg.adapt import Dumper
-from psycopg.errors import UniqueViolation
+from psycopg.errors import InvalidBinaryRepresentation, UniqueViolation
 from psycopg.pq import Format
 
 from bufstore.threads.model import RunStatus, Thread, ThreadChange, decode_message
@@ -27,6 +28,18 @@ _LENGTH = struct.Struct("!i").pack
 _INT8 = struct.Struct("!q").pack
 _HEADER = struct.Struct("!iiIii").pack  # dimensions, has nulls, element type, length, lower bound
 _NULL = _LENGTH(-1)
+
+
+@contextmanager
+def unstorable() -> Iterator[None]:
+    """Raise what Postgres says of data it cannot read, for values of which no columns can be made.
+
+    No writer of ours makes such an entry; somebody else's is its own fault, not that of the store.
+    """
+    try:
+        yield
+    except (msgspec.MsgspecError, struct.error, UnicodeError, OverflowError, RecursionError) as e:
+        raise InvalidBinaryRepresentation(f"{type(e).__name__} in a message or run") from e
 
 
 class Array(bytes):

@@ -76,12 +76,21 @@ class PostgresLedger:
         rows = await self._fetch("row", thread_id)
         return Row(*rows[0]) if rows else Row()
 
+    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
+        return [(seq, t) for t, seq in await self._fetch("tombstones", below, *after, limit)]
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        await self._fetch("bury", columns.texts(t for _, t in tombstones), columns.longs(s for s, _ in tombstones))
+
     async def quarantined(self) -> int:
         return int((await self._fetch("quarantined"))[0][0])
 
     async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
         found = await self._fetch("rows", columns.texts(thread_ids))
         return {thread_id: (Row(*row), given_up) for thread_id, given_up, *row in found}
+
+    async def broken(self) -> frozenset[str]:
+        return frozenset(row[0] for row in await self._fetch("broken"))
 
     async def has_threads(self) -> bool:
         """Whether a PostgresThreadStore has its tables in the same schema."""
@@ -121,13 +130,11 @@ class PostgresLedger:
     async def _lock(
         self, connection: AsyncConnection[Any], moves: Sequence[Move], threads: Sequence[str]
     ) -> dict[str, Row]:
-        names = columns.texts(threads)
         # One round trip: the partitions first, so that a fenced owner creates no rows.
         async with connection.pipeline():
             partitions = columns.ints(move.before.partition for move in moves)
             held = await self._send(connection, "lock_partitions", partitions)
-            await self._send(connection, "insert_missing", names)
-            rows = await self._send(connection, "lock_threads", names)
+            rows = await self._lock_threads(connection, threads)
         cursors = {row[0]: Cursor(*row[:4]) for row in await held.fetchall()}
         for move in moves:
             found = cursors.get(move.before.partition)
@@ -135,7 +142,17 @@ class PostgresLedger:
                 # A higher term is another owner's; the same term with an older cursor is a Postgres that has failed
                 # over to a copy. Either way the partition is taken again, from where the row says.
                 raise NotOwner(f"the row of partition {move.before.partition} is {found}, not {move.before}")
-        return {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
+        locked = {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
+        while len(locked) < len(threads):  # a tombstone was removed between making the rows and locking them
+            async with connection.pipeline():
+                rows = await self._lock_threads(connection, threads)
+            locked = {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
+        return locked
+
+    async def _lock_threads(self, connection: AsyncConnection[Any], threads: Sequence[str]) -> columns.Cursor:
+        names = columns.texts(threads)
+        await self._send(connection, "insert_missing", names)
+        return await self._send(connection, "lock_threads", names)
 
     async def _advance(self, connection: AsyncConnection[Any], moves: Sequence[Move], decision: Decision) -> None:
         async with connection.pipeline():

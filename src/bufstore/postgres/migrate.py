@@ -25,12 +25,15 @@ _MIGRATION_LOCK = 0x6275_6673_746F_7265
 
 def check_schema(schema: str) -> str:
     """Return `schema` if it can name our schema; else raise ConfigError."""
-    size = len(schema.encode(errors="replace"))
     reserved = "\0" in schema or _BODY_QUOTE in schema or schema.startswith("pg_")
+    try:
+        size = len(schema.encode())
+    except UnicodeEncodeError:  # a lone surrogate
+        size = 0
     if reserved or not 1 <= size <= _MAX_IDENTIFIER_BYTES:
         raise ConfigError(
             f"schema {schema!r}: a name of 1 to {_MAX_IDENTIFIER_BYTES} bytes is needed, "
-            f"without NUL and {_BODY_QUOTE}, that does not start with pg_"
+            f"without NUL, lone surrogates and {_BODY_QUOTE}, that does not start with pg_"
         )
     return schema
 

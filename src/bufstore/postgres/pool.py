@@ -34,6 +34,7 @@ _REFUSED = re.compile(
     r"does not match host name",
     re.IGNORECASE | re.DOTALL,
 )
+_PORT = re.compile(r"\s*[0-9]{1,5}\s*")
 _REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
 
 
@@ -83,7 +84,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             "application_name": "bufstore",
         }
         super().__init__(
-            make_conninfo(**(defaults | _parsed(conninfo))),
+            make_conninfo(**(defaults | check_conninfo(conninfo))),
             connection_class=_Connection,
             kwargs={"autocommit": True, "prepare_threshold": None, "failure": self._failure},
             min_size=min(2, size),
@@ -111,6 +112,11 @@ class Pool(AsyncConnectionPool[_Connection]):
                 # The alarm ends the statement; the timeout is for what else the block may wait for.
                 async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
                     yield connection
+            except Exception as e:
+                if _is_read_only(e):
+                    # A session may stay so after the server is not, and the address may lead to another one by now.
+                    await connection.close()
+                raise
             finally:
                 if alarm.off():
                     # The cancel request may still be under way: it must not hit the next one's statement.
@@ -165,21 +171,37 @@ def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -
     return Pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
 
 
-def _parsed(conninfo: str) -> dict[str, Any]:
-    try:
-        return dict(conninfo_to_dict(conninfo))
-    except psycopg.ProgrammingError:
-        # libpq's message quotes the string, password and all.
-        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)") from None
+def check_conninfo(conninfo: str) -> dict[str, Any]:
+    """The parameters of a connection string. Raises ConfigError, which shows nothing of it."""
+    found: dict[str, Any] | None = None
+    with suppress(psycopg.ProgrammingError, UnicodeError):
+        found = dict(conninfo_to_dict(conninfo))
+    if found is None:
+        # Not within an except: libpq's message quotes the string, password and all, and would be our context.
+        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)")
+    # Of a password with an unescaped "/", "@" or "#" libpq takes a part for the address, and would say it in errors.
+    hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
+    if "@" in hosts or not all(p == "" or _PORT.fullmatch(p) for p in ports.split(",")):
+        raise ConfigError(
+            "the Postgres connection string names no usable host and port; "
+            "special characters of user and password in a URL are written as %XX"
+        )
+    return found
 
 
 def _is_alive(connection: AsyncConnection[Any]) -> bool:
     """False when the server has closed this idle connection: read what has arrived, without waiting."""
     try:
+        # Twice: a server that ends a session says so first, and libpq sees the end only when it reads on.
+        connection.pgconn.consume_input()
         connection.pgconn.consume_input()
     except psycopg.Error:
         return False
     return not connection.closed
+
+
+def _is_read_only(error: BaseException) -> bool:
+    return any(isinstance(e, psycopg.errors.ReadOnlySqlTransaction) for e in (error, error.__cause__))
 
 
 class _Alarm:

@@ -75,7 +75,7 @@ class PostgresParked:
             with flush_errors():
                 async with connection.transaction():
                     locked = await self._run(connection, "lock_thread", thread_id)
-                    row = Row(*locked[0][:5]) if locked else Row()
+                    row = Row(*locked[0][:6]) if locked else Row()
                     found = await self._run(
                         connection, "parked_of_thread", thread_id, start, _REPLAY_ENTRIES, _REPLAY_BYTES
                     )
@@ -130,6 +130,7 @@ def row_columns(rows: dict[str, Row]) -> tuple[columns.Array, ...]:
         columns.longs(r.version for r in rows.values()),
         columns.blobs([r.ring for r in rows.values()]),
         columns.longs(r.broken_since or 0 for r in rows.values()),
+        columns.ints(r.gone for r in rows.values()),
     )
 
 

@@ -38,6 +38,7 @@ from bufstore.threads.model import (
     Thread,
     ThreadChange,
     ThreadMetadata,
+    check_run,
     decode_message,
     decode_run,
     encode_messages,
@@ -91,8 +92,8 @@ class PostgresThreadStore:
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
         self._lists = Lists(self._read)
-        self._parents = NamedParents(self.load_thread)
         self._edits = DirectEdits(self.pool, self._sql, schema, timeout_s, self.apply)
+        self._parents = NamedParents(self.load_thread, self._edits.change)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
@@ -211,18 +212,19 @@ class PostgresThreadStore:
             return
         deleted = [change.thread_id for change in changes if change.deleted]
         changes = [change for change in changes if not change.gone]
-        runs = columns.run_columns(changes)
-        async with connection.pipeline():
-            if deleted:
-                await self._send(connection, "apply_removals", [columns.texts(deleted)])
-            await self._send(connection, "apply_threads", columns.thread_columns(changes))
-            ends = (columns.texts(c.thread_id for c in changes), columns.ints(c.version for c in changes))
-            await self._send(connection, "apply_cut", ends)
-            for name, whole in (("apply_messages", False), ("apply_whole_messages", True)):
-                for messages in columns.message_columns(c for c in changes if c.whole is whole):
-                    await self._send(connection, name, messages)
-            for records in runs:
-                await self._send(connection, "apply_runs", records)
+        with columns.unstorable():
+            runs = columns.run_columns(changes)
+            async with connection.pipeline():
+                if deleted:
+                    await self._send(connection, "apply_removals", [columns.texts(deleted)])
+                await self._send(connection, "apply_threads", columns.thread_columns(changes))
+                ends = (columns.texts(c.thread_id for c in changes), columns.ints(c.version for c in changes))
+                await self._send(connection, "apply_cut", ends)
+                for name, whole in (("apply_messages", False), ("apply_whole_messages", True)):
+                    for messages in columns.message_columns(c for c in changes if c.whole is whole):
+                        await self._send(connection, name, messages)
+                for records in runs:
+                    await self._send(connection, "apply_runs", records)
 
     # -- reads -------------------------------------------------------------------------------------------------
 
@@ -375,7 +377,7 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> _Call:
         check_id(thread_id, "thread_id")
-        run.check(thread_id)
+        check_run(run, thread_id)
         if key is not None:
             check_id(key, "idempotency_key")
         payloads = encode_messages(messages)

@@ -87,7 +87,12 @@ class BufferedEdits:
         exists = wanted.run_id is not None and await self._reads.has_run(wanted.run_id, state)
         return Known(state.thread, state.messages, exists)
 
+    @property
+    def taken(self) -> bool:
+        """Whether the wrapped store takes edits."""
+        return isinstance(self._store, Queryable)
+
     def check_store(self) -> None:
         """Raise ConfigError if the wrapped store takes no edits."""
-        if not isinstance(self._store, Queryable):
+        if not self.taken:
             raise ConfigError("the wrapped store takes checkpoints only (see bufstore.threads.protocol.WrappableStore)")

@@ -7,7 +7,9 @@ and proves that none came between its checks and it. Then its edits are appended
 Failure model. Who finds a change that is not marked carries it out first: edits can be repeated. Who comes back to his
 own, late, looks at the record between reading a thread and the append that stands directly behind what was read: if the
 record has moved on, his change has been carried out by somebody else; if it moves after the look, that change of the
-thread fails the append. A bucket that is lost while two changes are under way lets them overlap.
+thread fails the append. What fails after a change took its place leaves it to the next one: its outcome is not known.
+Only what is refused (a thread in quarantine, a full log) ends it: it is marked as done and goes no further, so that it
+stops nobody else. A bucket that is lost while two changes are under way lets them overlap.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
 from bufstore.errors import (
-    BufstoreError,
+    FlushTimeout,
     LineageError,
+    LogFull,
     LogUnavailable,
     NotFound,
     OutcomeUnknown,
     ReadNotFresh,
+    Rejected,
     StoreUnavailable,
+    Unavailable,
 )
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
@@ -61,7 +66,7 @@ class BufferedLineage:
         self._edits = edits
         self._hot = hot
         self._config = config
-        self._parents = NamedParents(self.thread)
+        self._parents = NamedParents(self.thread, self.change if edits.taken else None)
         #: Changes whose record may have been stored.
         self._placed: set[int] = set()
 
@@ -77,8 +82,8 @@ class BufferedLineage:
     async def change(self, wanted: LineageChange) -> Receipt:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
-        Bounded by ``flush_timeout_s``. Whatever fails after it may have taken its place, it is OutcomeUnknown: the next
-        change carries it out. Repeating it is safe.
+        Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
+        carries it out; repeating it is safe. Refused then (ThreadQuarantined, LogFull): what was done of it stays.
         """
         self._edits.check_store()
         self._parents.forget()
@@ -86,12 +91,12 @@ class BufferedLineage:
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
                 return await self._change(wanted, mine)
-        except (TimeoutError, BufstoreError, AppendUnknown) as e:
+        except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout) as e:
             if mine.id in self._placed:
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
-            if isinstance(e, BufstoreError):
-                raise
-            raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from None
+            if isinstance(e, (TimeoutError, OutcomeUnknown)):  # the latter of a change that was to be finished first
+                raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from e
+            raise
         finally:
             self._placed.discard(mine.id)
 
@@ -99,9 +104,7 @@ class BufferedLineage:
         while True:
             seq, record = await self._record()
             if record is not None and not record.done:
-                with contextlib.suppress(Overtaken, NotFound):
-                    await self._carry_out(record, seq)
-                await self._mark(record, seq)
+                await self._finish(record, seq)
                 continue
             await check(_Family(self, None), wanted)
             self._placed.add(mine.id)
@@ -117,26 +120,41 @@ class BufferedLineage:
             except (Overtaken, NotFound):
                 state, last = await self._reads.joined(wanted.thread_id)
                 receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
+            except Rejected as e:
+                if await self._mark(mine, seq):
+                    raise
+                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
             await self._mark(mine, seq)
             return receipt
+
+    async def _finish(self, record: _Record, seq: int) -> None:
+        """Carry out another's change, as far as it goes."""
+        try:
+            await self._carry_out(record, seq)
+        except LogFull:
+            raise
+        except (Overtaken, Rejected):
+            pass  # done by somebody else; or it can be carried out no further, and must not stop others
+        await self._mark(record, seq)
 
     async def _carry_out(self, record: _Record, seq: int) -> Receipt:
         return await carry_out(_Family(self, seq), record.change)
 
-    async def _mark(self, record: _Record, seq: int) -> None:
-        """Mark the record as done, however often that has to be tried; the caller bounds the time.
+    async def _mark(self, record: _Record, seq: int) -> bool:
+        """Note that the change is done, however often that has to be tried; False when somebody else was faster.
 
-        Nobody may be told that his change is done before: the next one would do it again, and delete a second time what
-        was written in between.
+        The caller bounds the time. Nobody may be told before that his change is done: the next one would do it again,
+        and delete a second time what was written in between.
         """
         done = _encode(msgspec.structs.replace(record, done=True))
-        with contextlib.suppress(Conflict):  # marked before, by this or by somebody else
-            async for attempt in AsyncRetrying(
-                wait=wait_random_exponential(multiplier=0.02, max=0.2),
-                retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
-            ):
-                with attempt:
-                    await self._hot.put_lineage(done, seq, self._config.append_timeout_s)
+        async for attempt in AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.02, max=0.2),
+            retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
+        ):
+            with attempt, contextlib.suppress(Conflict):
+                await self._hot.put_lineage(done, seq, self._config.append_timeout_s)
+                return True
+        return False
 
     async def _record(self) -> tuple[int, _Record | None]:
         seq, body = await self._hot.lineage(self._config.append_timeout_s)

@@ -16,6 +16,7 @@ from bufstore.threads.model import (
     Run,
     Thread,
     ThreadMetadata,
+    check_run,
     encode_messages,
     encode_metadata,
     encode_run,
@@ -48,8 +49,7 @@ class Change(msgspec.Struct, frozen=True):
 
 def create_run(run: Run) -> Change:
     """See `ThreadRunStore.create_run`."""
-    check_id(run.thread_id, "thread_id")
-    run.check(run.thread_id)
+    check_run(run)
     record = encode_run(run)
 
     def decide(known: Known) -> Edit:

@@ -78,10 +78,21 @@ class NamedParents:
 
     A parent is sticky, so once a thread has one, what later runs name is of no account. What was found to be good is
     remembered for this process's life, or until this process changes the thread's lineage.
+
+    A new thread is nobody's ancestor, so it can get any parent that exists. One that exists and has none could close a
+    circle with another that gets one at the same moment: it takes its turn with `change`, before the checkpoint.
     """
 
-    def __init__(self, thread: Callable[[str], Awaitable[Thread | None]], *, remembered: int = 10_000) -> None:
+    def __init__(
+        self,
+        thread: Callable[[str], Awaitable[Thread | None]],
+        change: Callable[[LineageChange], Awaitable[Receipt]] | None = None,
+        *,
+        remembered: int = 10_000,
+    ) -> None:
+        """`change` carries out a change of lineage among others; None where nothing comes between."""
         self._thread = thread
+        self._change = change
         self._remembered = remembered
         self._good: OrderedDict[str, str] = OrderedDict()
 
@@ -91,8 +102,13 @@ class NamedParents:
         if parent is None or self._good.get(run.thread_id) == parent:
             return
         thread = await self._thread(run.thread_id)
-        if thread is None or thread.parent_thread_id is None:
+        if thread is None or (thread.parent_thread_id is None and self._change is None):
             await check_parent(self._thread, run.thread_id, parent)
+        elif thread.parent_thread_id is None and self._change is not None:
+            try:
+                await self._change(new_parent(run.thread_id, parent))
+            except NotFound:  # deleted meanwhile: it will be new
+                await check_parent(self._thread, run.thread_id, parent)
         self._good[run.thread_id] = parent
         while len(self._good) > self._remembered:
             self._good.popitem(last=False)

@@ -68,6 +68,13 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 raise InvalidRecord(f"run {self.run_id!r}: {name} must be a str without NUL and lone surrogates")
 
 
+def check_run(run: object, thread_id: str | None = None) -> None:
+    """Raise InvalidId or InvalidRecord unless `run` is a Run that can be saved with the thread (None: its own)."""
+    if not isinstance(run, Run):
+        raise InvalidRecord(f"run must be a Run, not {type(run).__name__}")
+    run.check(check_id(run.thread_id, "thread_id") if thread_id is None else thread_id)
+
+
 class ThreadMetadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an app keeps with a thread to find and show it."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from bufstore.buffer.ports import Ledger
+import asyncio
+
+from bufstore.buffer.ports import Ledger, Log
+from bufstore.buffer.salvage import reason_to_repair
+from bufstore.buffer.subjects import first_position
+from bufstore.buffer.takeover import mismatch
 from bufstore.config import BufferConfig
 from bufstore.errors import LogRolledBack, StoreUnavailable
-from bufstore.nats.log import NatsLog
-from bufstore.nats.setup import EPOCH_BITS
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore
 
 
-async def prepare_log(log: NatsLog, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
+async def prepare_log(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
     """Make sure that the log exists and that it is the one that Postgres speaks of."""
     epoch = await log.epoch()
     try:
@@ -25,29 +28,35 @@ async def prepare_log(log: NatsLog, ledger: Ledger, store: WrappableStore, confi
         ) from e
 
 
-async def prepare_store(log: NatsLog, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
+async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
     """Create or migrate the tables, and compare the log with what they say; create it if it is missing."""
     await ledger.setup()
     if isinstance(store, PostgresThreadStore):
         await store.setup()
     epoch, known = await log.epoch(), await ledger.epoch()
+    reason = await compare(log, ledger, config.log.stream, epoch, known)
+    if reason is not None:
+        log.refuse(reason)
+        raise LogRolledBack(reason)
     if epoch is None:
-        epoch = known or 0
-        start = max(1, epoch << EPOCH_BITS)
-        if any(c.seq >= start for c in (await ledger.cursors()).values()):
-            raise LogRolledBack(
-                f"stream {config.log.stream} is gone, and Postgres has entries of its epoch {epoch}: "
-                "restore it from a backup; or, to give up what it held unflushed, raise buffer_log.epoch by one"
-            )
-        await ledger.set_epoch(epoch)
-        await log.create(epoch)
+        await ledger.set_epoch(known or 0)
+        await log.create(known or 0)
         await log.epoch()
     elif known is None:
-        if await log.first() > max(1, epoch << EPOCH_BITS):
-            raise LogRolledBack(
-                f"stream {config.log.stream} has been purged of entries that this Postgres (schema "
-                f"{getattr(ledger, 'schema', None)!r}) never had: is it the right one?"
-            )
         await ledger.set_epoch(epoch)
-    elif known > epoch:
-        raise LogRolledBack(f"stream {config.log.stream} has epoch {epoch}, Postgres knows epoch {known}")
+
+
+async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
+    """Why the log is not the one that Postgres speaks of; None when it is. Raises Unavailable errors."""
+    # Postgres first: the log may only grow.
+    cursors = (await ledger.cursors()).values()
+    applied = max((c.seq for c in cursors), default=0)
+    first, end = await log.bounds() if epoch is not None else (0, 0)
+    start = first_position(epoch if epoch is not None else known or 0)
+    reason = reason_to_repair(
+        stream=stream, log_epoch=epoch, epoch=known, log_start=start, log_first=first, log_end=end, applied=applied
+    )
+    if reason is not None or epoch is None:
+        return reason
+    # All partitions at once: where one went apart, the others are not to go on beside it.
+    return next(filter(None, await asyncio.gather(*(mismatch(log, cursor) for cursor in cursors))), None)

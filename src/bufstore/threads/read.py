@@ -150,15 +150,11 @@ class ThreadReads:
     async def _with_tail(self, thread_id: str, state: ThreadState) -> tuple[ThreadState, int]:
         """`state` with what the log holds above it, and the position of the last of that."""
         subject = self._subjects.of(thread_id)
-        while True:
-            messages = await self._log.after(subject, state.row.flushed_seq, self._config.read_timeout_s)
-            if messages:
-                break
+        while not (messages := await self._log.after(subject, state.row.flushed_seq, self._config.read_timeout_s)):
             last = await self._last(subject)
-            # Above the watermark it is news: a writer who took its position for that of `state` would pass the
-            # compare-and-set, and build on an entry that he does not know.
             if last <= state.row.flushed_seq:
                 return state, last
+            # It came between the two looks: a position must not be told without what stands there.
         items = assemble(messages, thread_id)
         joined = overlay(state, thread_id, items)
         if joined.row.broken_since is not None and state.row.broken_since is None:

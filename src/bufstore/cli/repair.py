@@ -1,0 +1,60 @@
+"""`bufstore repair`."""
+
+from __future__ import annotations
+
+import click
+
+from bufstore.buffer.repair import Repaired
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.output import show_json
+from bufstore.cli.running import EXIT_WRONG, run
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.threads.repairing import repair as repair_log
+
+
+@click.command()
+@click.option("--apply", "apply", is_flag=True, help="Do it. Without, nothing is changed.")
+@connects()
+def repair(options: Options, apply: bool) -> None:
+    """After LogRolledBack: say why log and Postgres do not fit together, and what can be saved.
+
+    With --apply (stop all instances first): what the log has and Postgres lacks is applied, or goes
+    to quarantine if it fits nowhere; then the stream is removed, and the next start makes a new one.
+    Exit code 1 without --apply when there is something to repair.
+    """
+    with options.target() as target:
+        found = run(_repair(target, apply))
+    if options.as_json:
+        show_json(found)
+    else:
+        for line in _lines(found):
+            click.echo(line)
+    if found.reason is not None and not found.done:
+        raise click.exceptions.Exit(EXIT_WRONG)
+
+
+async def _repair(target: Target, apply: bool) -> Repaired:
+    log = await target.find_log() or LogConfig(stream=target.stream, bucket=target.bucket)
+    return await repair_log(
+        target.plain(pool_size=4), nats=target.nats, schema=target.schema, config=BufferConfig(log=log), apply=apply
+    )
+
+
+def _lines(found: Repaired) -> list[str]:
+    if found.reason is None:
+        return ["log and Postgres fit together: there is nothing to repair"]
+    lines = [f"found: {found.reason}"]
+    if found.done:
+        lines.append(f"applied {found.applied} entries of {found.threads} threads that the log shows")
+        lines.append(f"parked {found.parked} entries that fit nowhere" + _look(found))
+        lines.append(f"the stream is removed; the next start creates generation {found.epoch}")
+    else:
+        lines.append(f"the log shows {found.threads} threads; Postgres lacks {found.applied + found.parked} entries:")
+        lines.append(f"  {found.applied} would be applied, {found.parked} fit nowhere and would go to quarantine")
+        lines.append(f"then the stream would be removed, and the next start would create generation {found.epoch}")
+        lines.append("nothing was changed; stop all instances, then: bufstore repair --apply")
+    return lines
+
+
+def _look(found: Repaired) -> str:
+    return ": see `bufstore quarantine list`" if found.parked else ""

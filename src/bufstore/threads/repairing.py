@@ -1,0 +1,68 @@
+"""`repair`: the way on after LogRolledBack, for any store that can be wrapped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bufstore.buffer.ports import Ledger, Log
+from bufstore.buffer.repair import Repair, Repaired
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig, NatsConfig
+from bufstore.errors import LogRolledBack
+from bufstore.memory.server import MemoryNats
+from bufstore.postgres.store import PostgresThreadStore
+from bufstore.threads.coalesce import coalesce
+from bufstore.threads.preparing import compare
+from bufstore.threads.protocol import WrappableStore
+from bufstore.threads.wrapping import ledger_for, link_for
+
+
+async def repair(
+    store: WrappableStore,
+    *,
+    nats: str | Sequence[str] | NatsConfig | MemoryNats = "nats://127.0.0.1:4222",
+    postgres: str | None = None,
+    schema: str = "bufstore",
+    config: BufferConfig | None = None,
+    apply: bool = False,
+) -> Repaired:
+    """Find out why log and Postgres do not fit together, and with `apply` mend it: save what the log has, begin anew.
+
+    The other arguments are those of `BufferedThreadStore.open`. Without `apply` nothing is changed, and the report says
+    what would be done. With it, all instances must have been stopped (ConfigError while flushers are alive); what the
+    log still has and Postgres lacks is applied, or goes to quarantine if it fits nowhere; then the stream is removed,
+    and the next start creates a new one. It may be repeated. Where nothing is wrong nothing is done.
+
+    Raises LogUnavailable, StoreUnavailable, StoreMisconfigured, ConfigError.
+    """
+    # What goes to quarantine here is bounded by the log, and has nowhere else to wait.
+    config = replace(config or BufferConfig(), quarantine_max=sys.maxsize)
+    link = link_for(nats, config, "bufstore-repair")
+    ledger = ledger_for(store, postgres, schema, config)
+    ours = store if isinstance(store, PostgresThreadStore) else None
+    await link.open()
+    try:
+        await ledger.open()
+        await ledger.setup()
+        if ours is not None:
+            await ours.open()
+            await ours.setup()
+        subjects = Subjects(config.log.subject, config.log.partitions)
+        it = Repair(link.log, link.hot, ledger, coalesce, subjects, await _reason(link.log, ledger, config.log.stream))
+        return await (it.carry_out() if apply else it.look())
+    finally:
+        if ours is not None:
+            await ours.aclose()
+        await ledger.aclose()
+        await link.aclose()
+
+
+async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:
+    """Why a store would not open here; None when it would."""
+    try:
+        epoch = await log.epoch()
+    except LogRolledBack as e:
+        return e.reason
+    return await compare(log, ledger, stream, epoch, await ledger.epoch())

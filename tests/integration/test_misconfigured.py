@@ -1,0 +1,396 @@
+"""Servers that refuse: no permission, login or table, read-only, full. It is said in time, and mends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from bufstore import (
+    BufferedThreadStore,
+    BufstoreError,
+    ConfigError,
+    Consistency,
+    FlushTimeout,
+    LogFull,
+    LogUnavailable,
+    OutcomeUnknown,
+    PostgresThreadStore,
+    StoreMisconfigured,
+    StoreUnavailable,
+)
+from bufstore.embedded import NatsServer, PostgresServer, Servers
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
+
+SHORT = {"append_timeout_s": 3.0, "read_timeout_s": 3.0, "flush_timeout_s": 3.0}
+
+
+@contextlib.contextmanager
+def in_time(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+# --- Postgres ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def disturbed() -> Iterator[Servers]:
+    """A pair of servers for the tests of this file; each leaves them as they were."""
+    with Servers() as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def as_role(servers: Servers, deployment: Deployment) -> AsyncIterator[str]:
+    """The DSN of an ordinary role that owns nothing but may use the deployment's tables."""
+    dsn, role = servers.postgres.dsn, f"role_{deployment.name}"
+    async with deployment.store(flusher=False):
+        pass
+    await query(dsn, f"CREATE ROLE {role} LOGIN PASSWORD 'right'")
+    await query(dsn, f"GRANT USAGE ON SCHEMA {deployment.name} TO {role}")
+    await query(dsn, f"GRANT ALL ON ALL TABLES IN SCHEMA {deployment.name} TO {role}")
+    yield psycopg.conninfo.make_conninfo(dsn, user=role, password="right")
+
+
+async def hang_up(dsn: str, deployment: Deployment) -> None:
+    """End the role's sessions, so that the next ones begin under the new rules."""
+    await query(dsn, f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'role_{deployment.name}'")
+
+
+#: What breaks it, and what mends it.
+FAULTS = {
+    "password": ("ALTER ROLE {role} PASSWORD 'other'", "ALTER ROLE {role} PASSWORD 'right'"),
+    "no login": ("ALTER ROLE {role} NOLOGIN", "ALTER ROLE {role} LOGIN"),
+    "permission": (
+        "REVOKE ALL ON ALL TABLES IN SCHEMA {schema} FROM {role}",
+        "GRANT ALL ON ALL TABLES IN SCHEMA {schema} TO {role}",
+    ),
+    "schema usage": ("REVOKE USAGE ON SCHEMA {schema} FROM {role}", "GRANT USAGE ON SCHEMA {schema} TO {role}"),
+    "missing table": ("ALTER TABLE {schema}.messages RENAME TO gone", "ALTER TABLE {schema}.gone RENAME TO messages"),
+    "missing buffer table": (
+        "ALTER TABLE {schema}.buffer_threads RENAME TO gone",
+        "ALTER TABLE {schema}.gone RENAME TO buffer_threads",
+    ),
+    "missing column": (
+        "ALTER TABLE {schema}.buffer_threads RENAME COLUMN version TO gone",
+        "ALTER TABLE {schema}.buffer_threads RENAME COLUMN gone TO version",
+    ),
+    "missing schema": (
+        "ALTER SCHEMA {schema} RENAME TO {schema}_gone",
+        "ALTER SCHEMA {schema}_gone RENAME TO {schema}",
+    ),
+    "read-only": (
+        "ALTER ROLE {role} SET default_transaction_read_only = on",
+        "ALTER ROLE {role} RESET default_transaction_read_only",
+    ),
+    "too many connections": ("ALTER ROLE {role} CONNECTION LIMIT 0", "ALTER ROLE {role} CONNECTION LIMIT -1"),
+}
+
+
+async def test_postgres_that_refuses_parks_nothing_and_goes_on_when_mended(disturbed: Servers) -> None:
+    """Not one entry's fault: everything waits in the log, writes go on, and it is said what an operator must mend."""
+
+    async def one(fault: str) -> None:
+        try:
+            await _refused_and_mended(disturbed, fault)
+        except Exception as e:
+            e.add_note(f"the fault was: {fault}")
+            raise
+
+    async with asyncio.TaskGroup() as tasks:  # mostly they wait
+        for fault in FAULTS:
+            tasks.create_task(one(fault))
+
+
+async def _refused_and_mended(disturbed: Servers, fault: str) -> None:
+    deployment = Deployment(disturbed)
+    dsn = disturbed.postgres.dsn
+    names = {"role": f"role_{deployment.name}", "schema": deployment.name}
+    async with as_role(disturbed, deployment) as limited:
+        inner = PostgresThreadStore(limited, schema=deployment.name, pool_size=4, timeout_s=3)
+        async with deployment.store(inner, **SHORT) as store:
+            thread_id = fresh()
+            await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            await store.force_flush(thread_id)
+            await query(dsn, FAULTS[fault][0].format(**names))
+            await hang_up(dsn, deployment)
+            with in_time(20):
+                for n in range(1, 4):
+                    await store.checkpoint(thread_id, [said(i) for i in range(n + 1)], run_of(thread_id, n))
+                new = fresh("new")
+                await store.checkpoint(new, [said(0)], run_of(new))
+                with pytest.raises(FlushTimeout) as late:
+                    await store.force_flush(thread_id, timeout_s=1.5)
+            passing = fault == "too many connections"  # a transaction waits for half a minute before that is said
+            assert passing or "Postgres" in str(late.value), "says what it waits for"
+
+            async def said_so() -> str:
+                health = await store.health()
+                return health.store if passing else health.flusher
+
+            assert await eventually(said_so)
+            expected = StoreUnavailable if passing else StoreMisconfigured
+            if "buffer" not in fault and fault != "missing column":  # those the wrapped store does without
+                async with PostgresThreadStore(limited, schema=deployment.name, timeout_s=3) as direct:
+                    with in_time(10), pytest.raises(expected):
+                        await direct.checkpoint("direct", [said(0)], run_of("direct"))
+            assert (await store.statistics()).flusher.stopped is not passing
+            await query(dsn, FAULTS[fault][1].format(**names))
+
+            async def flushed() -> bool:
+                with contextlib.suppress(FlushTimeout):
+                    await store.force_flush_all(timeout_s=1)
+                    return True
+                return False
+
+            await eventually(flushed)
+            assert await store.quarantined() == 0
+            level = Consistency.EVENTUAL
+            assert await store.load_messages(thread_id, consistency=level) == [said(i) for i in range(4)]
+            assert await store.load_messages(new, consistency=level) == [said(0)]
+
+
+async def test_postgres_without_tls_is_refused_where_tls_is_asked_for(disturbed: Servers) -> None:
+    for mode in ("require", "verify-full"):
+        dsn = psycopg.conninfo.make_conninfo(disturbed.postgres.dsn, sslmode=mode)
+        async with PostgresThreadStore(dsn) as store:
+            with in_time(5), pytest.raises(StoreMisconfigured, match="SSL"):
+                await store.load_thread("t")
+
+
+async def test_a_full_disk_of_postgres_parks_nothing_and_goes_on_with_room(own_servers: Servers) -> None:
+    """SQLSTATE 53100 is no entry's fault."""
+    folder = own_servers.data / "small"
+    folder.mkdir()
+    with small_disk(folder, "24m"):
+        shutil.chown(folder, *_postgres_account(own_servers.postgres))
+        dsn = own_servers.postgres.dsn
+        await query(dsn, f"CREATE TABLESPACE small LOCATION '{folder}'")
+        await query(dsn, "ALTER ROLE bufstore SET default_tablespace = small")
+        deployment = Deployment(own_servers)
+        async with deployment.store(**SHORT) as store:
+            thread_id = fresh()
+            await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            await store.force_flush(thread_id)
+            filler = folder / "filler"
+            _fill(filler)
+            messages = [{"n": n, "blob": os.urandom(100_000)} for n in range(10)]
+            await store.checkpoint(thread_id, [said(0), *messages], run_of(thread_id))
+            with pytest.raises(FlushTimeout, match="53100"):
+                await store.force_flush(thread_id, timeout_s=2)
+            assert await store.load_messages(thread_id) == [said(0), *messages]
+            assert not (await store.statistics()).flusher.stopped
+            filler.unlink()
+            await eventually(lambda: _flushed(store))
+            found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+            assert found == [said(0), *messages]
+            assert await store.quarantined() == 0
+        own_servers.postgres.stop()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder that the account which runs Postgres for root can enter, with a `nats` in it."""
+    made = Path(tempfile.mkdtemp(prefix="full-"))
+    made.chmod(0o711)
+    (made / "nats").mkdir()
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+async def test_a_full_disk_of_nats_loses_nothing_that_was_acknowledged(folder: Path) -> None:
+    nats = folder / "nats"
+    with small_disk(nats, "64m"), Servers(folder) as servers:
+        deployment = Deployment(servers, max_bytes=16 << 20)
+        async with deployment.store(**SHORT) as store:
+            expected: dict[str, Any] = {}
+
+            async def write(n: int) -> None:
+                thread_id = fresh()
+                message = {"n": n, "blob": os.urandom(50_000)}
+                await store.checkpoint(thread_id, [message], run_of(thread_id))
+                expected[thread_id] = message
+
+            for n in range(5):
+                await write(n)
+            _fill(nats / "filler")
+            refused: list[BufstoreError] = []
+            for n in range(100):
+                try:
+                    with in_time(5):
+                        await write(n)
+                except (LogFull, LogUnavailable, OutcomeUnknown) as e:
+                    refused.append(e)
+                    if len(refused) == 3:
+                        break
+            print(repr(refused))
+            assert refused, "the disk is full"
+            (nats / "filler").unlink()
+            # A server that met a full disk switches JetStream off until it is started again.
+            await asyncio.to_thread(servers.nats.restart)
+
+            async def again() -> bool:
+                with contextlib.suppress(LogFull, LogUnavailable, OutcomeUnknown):
+                    await write(-1)
+                    return True
+                return False
+
+            await eventually(again, 30)
+            await eventually(lambda: _flushed(store))
+            for thread_id, message in expected.items():
+                assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [message]
+            assert await store.quarantined() == 0
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[None]:
+    """A file system of `size` on `folder`. Skips the test where we may not mount one."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("a full disk needs a small file system, and only root may mount one")
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=711", "tmpfs", folder], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip(f"no small file system can be mounted here: {made.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _fill(path: Path) -> None:
+    """Take all the room that there is."""
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 16)):
+            pass
+
+
+def _postgres_account(server: PostgresServer) -> tuple[int, int]:
+    owner = server._cluster.stat()
+    return owner.st_uid, owner.st_gid
+
+
+async def _flushed(store: BufferedThreadStore) -> bool:
+    with contextlib.suppress(FlushTimeout, LogUnavailable):
+        await store.force_flush_all(timeout_s=1)
+        return True
+    return False
+
+
+# --- NATS -------------------------------------------------------------------------------------------------------
+
+ALL = '">"'
+#: Users of one account: what each lacks.
+USERS = """
+authorization {{ users: [
+    {{ user: bufstore, password: {password} }}
+    {{ user: all, password: "p@ss:w/rd#%41" }}
+    {{ user: no_append, password: x, permissions: {{ publish: {{ deny: "{subject}.>" }} }} }}
+    {{ user: no_inbox, password: x, permissions: {{ subscribe: {{ deny: "_INBOX.>" }} }} }}
+    {{ user: no_api, password: x, permissions: {{ publish: {{ deny: "$JS.API.>" }} }} }}
+    {{ user: no_reads, password: x, permissions: {{ publish: {{ deny: "$JS.API.DIRECT.GET.>" }} }} }}
+    {{ user: no_bucket, password: x, permissions: {{ publish: {{ deny: "$KV.>" }} }} }}
+] }}
+"""
+
+
+@pytest.fixture(scope="module")
+def guarded(disturbed: Servers) -> Iterator[tuple[Servers, str, NatsServer]]:
+    """A NATS server with users that lack something; the subject that one of them may not publish on."""
+    folder = Path(tempfile.mkdtemp(prefix="guarded-"))
+    server = NatsServer(folder)
+    server.start()
+    password = server.url.partition("bufstore:")[2].partition("@")[0]
+    server.stop()
+    subject = fresh("t").replace("-", "_")
+    server.extra_config = USERS.format(password=f'"{password}"', subject=subject)
+    server.start()
+    yield disturbed, subject, server
+    server.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _as(server: NatsServer, user: str, password: str = "x") -> str:
+    return f"nats://{user}:{password}@127.0.0.1:{server.port}"
+
+
+async def test_a_password_in_a_url_is_percent_decoded(guarded: Any) -> None:
+    servers, _, server = guarded
+    for password in ("p%40ss%3Aw%2Frd%23%2541", "p@ss:w/rd#%2541"):
+        async with Deployment(servers).store(nats=_as(server, "all", password)) as store:
+            await store.checkpoint("t", [said(0)], run_of("t"))
+    for password in ("wrong", "p%40ss", ""):
+        with in_time(5), pytest.raises(ConfigError, match="refused the credentials"):
+            async with Deployment(servers).store(nats=_as(server, "all", password)):
+                pass
+
+
+@pytest.mark.parametrize(
+    ("user", "says"),
+    [("no_inbox", "subscribe to _INBOX"), ("no_api", r"publish on '\$js\.api"), ("no_bucket", r"publish on '\$kv")],
+)
+async def test_a_user_who_may_not_even_begin_is_told_at_once(guarded: Any, user: str, says: str) -> None:
+    servers, _, server = guarded
+    with in_time(4), pytest.raises(ConfigError, match=says):
+        async with Deployment(servers).store(nats=_as(server, user)) as store:
+            await store.checkpoint("t", [said(0)], run_of("t"))
+
+
+async def test_a_user_who_may_not_append_or_read_is_told_at_once_and_others_go_on(guarded: Any) -> None:
+    servers, subject, server = guarded
+    deployment = Deployment(servers)
+    deployment.verified = False  # not all of them may look
+    deployment.log = type(deployment.log)(
+        **{f: getattr(deployment.log, f) for f in ("stream", "bucket", "max_bytes")}, subject=subject
+    )
+    async with deployment.store(nats=_as(server, "all", "p%40ss:w/rd%23%2541")) as good:
+        await good.checkpoint("t", [said(0)], run_of("t"))
+        for user, call in (
+            ("no_append", lambda s: s.checkpoint("t", [said(0), said(1)], run_of("t"))),
+            ("no_append", lambda s: s.checkpoint("new", [{"blob": bytes(3 << 20)}], run_of("new"))),
+            ("no_reads", lambda s: s.load_messages("t")),
+        ):
+            async with deployment.store(nats=_as(server, user), flusher=False) as limited:
+                with in_time(3), pytest.raises(ConfigError, match="does not permit"):
+                    await call(limited)
+        assert await good.load_thread("new") is None
+        await good.checkpoint("t", [said(0), said(2)], run_of("t"))
+        await good.force_flush("t")
+        assert await good.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(2)]
+
+
+async def test_a_user_who_is_removed_and_comes_back_goes_on_by_itself(own_servers: Servers) -> None:
+    """The credentials are refused on a running store: it is said, and when they are right again all goes on."""
+    deployment = Deployment(own_servers)
+    nats = own_servers.nats
+    short = {**SHORT, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
+    async with deployment.store(**short) as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        port = nats.port
+        nats.stop()
+        other = NatsServer(own_servers.data / "other", port=port)
+        other.start()
+
+        async def said_so() -> bool:
+            return "authorization" in (await store.health()).log.lower()
+
+        await eventually(said_so)
+        with in_time(3), pytest.raises(LogUnavailable):
+            await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+        other.stop()
+        nats.start()
+        await eventually(lambda: _flushed(store))
+        await store.checkpoint("t", [said(0), said(1)], run_of("t"))
+        await store.force_flush("t")
+        assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [said(0), said(1)]

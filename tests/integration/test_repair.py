@@ -1,0 +1,368 @@
+"""Log and Postgres that do not fit together any more: each case is noticed, and `repair` is the way on."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from typing import Any
+
+import psycopg
+import pytest
+
+from bufstore import BufferedThreadStore, ConfigError, Consistency, LogRolledBack, NotFound, ThreadQuarantined
+from bufstore.buffer.repair import Repaired
+from bufstore.embedded import Servers
+from bufstore.nats.log import NatsLog
+from bufstore.threads.repairing import repair
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
+from integration.test_cli import bufstore_cli, where
+
+
+async def mend(deployment: Deployment, *, apply: bool = True) -> Repaired:
+    return await repair(deployment.inner(), nats=deployment.servers.nats.url, config=deployment.config(), apply=apply)
+
+
+async def refused(deployment: Deployment, why: str) -> None:
+    with pytest.raises(LogRolledBack, match=why):
+        async with deployment.store():
+            pass
+    looked = await mend(deployment, apply=False)
+    assert looked.reason is not None
+    assert not looked.done
+
+
+async def append(store: BufferedThreadStore, thread_id: str, *messages: Any) -> None:
+    for message in messages:
+        await store.checkpoint_append(thread_id, [message], run_of(thread_id))
+
+
+async def flushed(store: BufferedThreadStore, thread_id: str) -> list[Any] | None:
+    await store.force_flush(thread_id)
+    return await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+
+
+async def delete_stream(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        await store._log.api(f"STREAM.DELETE.{deployment.log.stream}")
+        deployment.verified = False
+    deployment.verified = True
+
+
+async def pg(deployment: Deployment, sql: str) -> list[tuple[Any, ...]]:
+    return await query(deployment.servers.postgres.dsn, sql.format(s=deployment.name))
+
+
+class Snapshot:
+    """A copy of the deployment's schema, to go back to: what a Postgres restored from a backup holds."""
+
+    _TABLES = "SELECT table_name FROM information_schema.tables WHERE table_schema = '{s}'"
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment = deployment
+
+    async def take(self) -> None:
+        await pg(self._deployment, "CREATE SCHEMA {s}_copy")
+        for (table,) in await pg(self._deployment, self._TABLES):
+            await pg(self._deployment, f"CREATE TABLE {{s}}_copy.{table} AS TABLE {{s}}.{table}")
+
+    async def restore(self) -> None:
+        tables = [t for (t,) in await pg(self._deployment, self._TABLES)]
+        await pg(self._deployment, "TRUNCATE " + ", ".join(f"{{s}}.{t}" for t in tables))
+        for table in tables:
+            await pg(self._deployment, f"INSERT INTO {{s}}.{table} SELECT * FROM {{s}}_copy.{table}")
+
+
+async def test_nothing_wrong_is_left_as_it_is(deployment: Deployment) -> None:
+    assert await mend(deployment) == Repaired(reason=None)
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store.force_flush("t")
+        assert await mend(deployment) == Repaired(reason=None)
+        await append(store, "t", 2)
+    result = await asyncio.to_thread(bufstore_cli, "repair", "--json", **where(deployment))
+    assert (result.code, result.json["reason"]) == (0, None)
+
+
+async def test_a_stream_that_is_gone(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store.force_flush("t")
+    await delete_stream(deployment)
+    await refused(deployment, "is gone")
+    shown = await asyncio.to_thread(bufstore_cli, "repair", **where(deployment))
+    assert (shown.code, "generation 1" in shown.out) == (1, True), shown
+    done = await asyncio.to_thread(bufstore_cli, "repair", "--apply", **where(deployment))
+    assert done.code == 0, done
+    async with deployment.store() as store:
+        receipt = await store.checkpoint_append("t", [2], run_of("t"), expected_version=1)
+        assert receipt.thread_seq >= 1 << 40
+        assert await flushed(store, "t") == [1, 2]
+    assert await mend(deployment) == Repaired(reason=None)
+
+
+class Backup:
+    """NATS' files as they were."""
+
+    def __init__(self, servers: Servers) -> None:
+        self._nats = servers.nats
+
+    def take(self) -> None:
+        self._nats.stop()
+        self._copy(self._nats.data, self._nats.data.with_name("older"))
+        self._nats.start()
+
+    def restore(self) -> None:
+        self._nats.stop()
+        self._copy(self._nats.data.with_name("older"), self._nats.data)
+        self._nats.start()
+
+    @staticmethod
+    def _copy(source: Any, target: Any) -> None:
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+
+
+async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
+    """What it still has and Postgres lacks is flushed; what Postgres has applied beyond its end is kept."""
+    deployment = Deployment(own_servers)
+    unflushed, both, new = "unflushed", "both", "new"
+    backup = Backup(own_servers)
+    async with deployment.store(flusher=False) as store:
+        await append(store, both, 1, 2)
+        await append(store, unflushed, *range(30))
+        await store._log.fill()
+    backup.take()
+    # The other thread's row is held: its entries stay in the log while Postgres gets beyond them.
+    async with deployment.store() as store, Held(deployment, unflushed):
+        await append(store, both, 3)
+        await append(store, new, "n")
+        await store.force_flush(new)
+        assert await flushed(store, both) == [1, 2, 3]
+        await store._flusher.aclose()  # type: ignore[union-attr]
+    backup.restore()
+    looked = await mend(deployment, apply=False)
+    assert (looked.applied, looked.parked, looked.done) == (30, 0, False)
+    await refused(deployment, "ends at")
+    done = await mend(deployment)
+    assert (done.applied, done.parked, done.done) == (30, 0, True)
+    async with deployment.store() as store:
+        await append(store, both, 4)
+        await append(store, unflushed, 30)
+        assert await flushed(store, both) == [1, 2, 3, 4]
+        assert await flushed(store, unflushed) == list(range(31))
+        assert await flushed(store, new) == ["n"]
+
+
+class Held:
+    """A thread's row, locked by somebody else."""
+
+    def __init__(self, deployment: Deployment, thread_id: str) -> None:
+        self._deployment, self._thread_id = deployment, thread_id
+
+    async def __aenter__(self) -> None:
+        schema = self._deployment.name
+        await pg(
+            self._deployment,
+            "INSERT INTO {s}.buffer_threads (thread_id, flushed_seq, applied_id, version, ring) "
+            f"VALUES ('{self._thread_id}', 0, 0, 0, '') ON CONFLICT DO NOTHING",
+        )
+        self._connection = await psycopg.AsyncConnection.connect(self._deployment.servers.postgres.dsn)
+        await self._connection.execute(
+            f"SELECT * FROM {schema}.buffer_threads WHERE thread_id = %s FOR UPDATE",  # type: ignore[arg-type]
+            (self._thread_id,),
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._connection.close()
+
+
+async def test_both_went_on_after_the_log_had_gone_back(own_servers: Servers) -> None:
+    """Postgres was down when the first writer came back, so it was noticed late: nothing acknowledged is dropped."""
+    deployment = Deployment(own_servers)
+    backup = Backup(own_servers)
+    deltas, whole, fine = "deltas", "whole", "fine"
+    async with deployment.store() as store:
+        for t in (deltas, whole, fine):
+            await append(store, t, 1)
+        await store.force_flush_all()
+    backup.take()
+    async with deployment.store() as store:
+        for t in (deltas, whole):
+            await append(store, t, 2, 3)
+        await store.force_flush_all()
+    backup.restore()
+    own_servers.postgres.stop()
+    deployment.verified = False
+    async with deployment.store(flush_timeout_s=1) as store:
+        await store.checkpoint(fine, [1, 2], run_of(fine))
+        await store.checkpoint(whole, ["all", "new"], run_of(whole))
+        await store.checkpoint(deltas, ["other"], run_of(deltas))
+        await append(store, deltas, "and more")
+        own_servers.postgres.start()
+        await eventually(lambda: _rolled_back(store))
+        with pytest.raises(LogRolledBack):
+            await append(store, fine, 3)
+    deployment.verified = True
+    await asyncio.sleep(0)
+    done = await eventually(lambda: _mended(deployment))
+    assert (done.applied, done.parked) == (4, 0)
+    async with deployment.store() as store:
+        expected = {fine: [1, 2], whole: ["all", "new"], deltas: ["other", "and more"]}
+        assert {t: await store.load_messages(t) for t in expected} == expected
+
+
+async def _known(store: BufferedThreadStore, thread_id: str) -> list[Any] | None:
+    return await store.load_messages(thread_id, quarantined="known")
+
+
+async def _rolled_back(store: BufferedThreadStore) -> bool:
+    return "repair" in (await store.health()).flusher
+
+
+async def _mended(deployment: Deployment) -> Repaired | None:
+    try:
+        return await mend(deployment)
+    except ConfigError:  # the store that was open is still on the list of flushers for a moment
+        return None
+
+
+async def test_a_postgres_restored_from_a_copy_older_than_the_log_reaches(deployment: Deployment) -> None:
+    """What is gone is said: deltas without a base go to quarantine, a full checkpoint is applied."""
+    snapshot = Snapshot(deployment)
+    delta, whole = fresh("delta"), fresh("whole")
+    short = {"failover_window_s": 1, "retain_after_flush_s": 1, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
+    async with deployment.store() as store:
+        await append(store, delta, 1)
+        await append(store, whole, 1)
+        await store.force_flush_all()
+        await snapshot.take()
+    async with deployment.store(**short) as store:
+        await append(store, delta, 2, 3)
+        await append(store, whole, 2, 3)
+        await store.force_flush_all()
+        await eventually(lambda: _purged(store, delta, whole))
+    deployment.verified = False
+    async with deployment.store(flusher=False) as store:
+        await append(store, delta, 4)
+        await append(store, whole, 4)
+        await store.checkpoint(whole, [said(n) for n in range(9)], run_of(whole))
+    await snapshot.restore()
+    looked = await mend(deployment, apply=False)
+    assert looked.reason is not None and "no longer holds the entry" in looked.reason
+    done = await mend(deployment)
+    assert done.done
+    assert done.parked >= 1
+    deployment.verified = True
+    async with deployment.store() as store:
+        with pytest.raises(ThreadQuarantined):
+            await store.load_messages(delta)
+        assert await _known(store, delta) == [1]
+        await store.checkpoint(delta, [1, 2, 3, 4], run_of(delta))
+        assert await flushed(store, delta) == [1, 2, 3, 4]
+        if await _known(store, whole) != [said(n) for n in range(9)]:
+            with pytest.raises(ThreadQuarantined):
+                await store.load_messages(whole)
+
+
+async def _purged(store: BufferedThreadStore, *threads: str) -> bool:
+    return not any([len(await store._log.after(store._subjects.of(t), 0, 5)) > 1 for t in threads])
+
+
+async def test_an_older_copy_of_postgres_or_stream_is_told_by_the_generation(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store.force_flush("t")
+    await pg(deployment, "UPDATE {s}.buffer_log SET epoch = 5")
+    await refused(deployment, "the stream is an older one")
+    assert (await mend(deployment)).epoch == 6
+    async with deployment.store() as store:
+        await append(store, "t", 2)
+        assert await flushed(store, "t") == [1, 2]
+    await pg(deployment, "UPDATE {s}.buffer_log SET epoch = 3")
+    await refused(deployment, "Postgres is an older copy")
+    assert (await mend(deployment)).epoch == 7
+    async with deployment.store() as store:
+        await append(store, "t", 3)
+        assert await flushed(store, "t") == [1, 2, 3]
+
+
+async def test_a_lost_hot_bucket_is_made_anew_and_needs_no_repair(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store._hot._stream.api(f"STREAM.UPDATE.KV_{deployment.log.bucket}", await _deletable(store))
+        await store._hot._stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await append(store, "t", 2)
+        await store.checkpoint("u", [1], run_of("u", 7))
+        assert await store.load_run(run_of("u", 7).run_id) == run_of("u", 7)
+        assert await flushed(store, "t") == [1, 2]
+    assert await mend(deployment) == Repaired(reason=None)
+
+
+async def _deletable(store: BufferedThreadStore) -> dict[str, Any]:
+    info = await store._hot._stream.api(f"STREAM.INFO.{store._hot._stream._name}")
+    config: dict[str, Any] = info["config"]
+    return config
+
+
+async def test_a_repair_that_was_interrupted_is_begun_anew(deployment: Deployment) -> None:
+    """At each step: after it the log is refused, and a second repair ends as one that was not interrupted."""
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store.force_flush("t")
+    async with deployment.store(flusher=False) as store:
+        await append(store, "t", 2)
+        await append(store, "u", 1)
+        deployment.verified = False
+    await pg(deployment, "UPDATE {s}.buffer_log SET epoch = 1")
+
+    class Stopped(Exception):
+        pass
+
+    remove = NatsLog.remove
+
+    async def stop(self: NatsLog) -> None:
+        raise Stopped
+
+    NatsLog.remove = stop  # type: ignore[method-assign]
+    try:
+        with pytest.raises(Stopped):
+            await mend(deployment)
+    finally:
+        NatsLog.remove = remove  # type: ignore[method-assign]
+    await refused(deployment, "begun and not finished")
+    done = await mend(deployment)
+    assert (done.applied, done.parked, done.epoch) == (0, 0, 3)
+    deployment.verified = True
+    async with deployment.store() as store:
+        assert await flushed(store, "t") == [1, 2]
+        assert await flushed(store, "u") == [1]
+
+
+async def test_a_repair_beside_a_live_flusher_is_refused(deployment: Deployment) -> None:
+    deployment.verified = False
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store.force_flush("t")
+        await pg(deployment, "UPDATE {s}.buffer_log SET epoch = 5")
+        with pytest.raises(ConfigError, match="stop all of them"):
+            await mend(deployment)
+
+
+async def test_what_the_store_refuses_is_parked_by_a_repair(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await append(store, "t", 1)
+        await store.force_flush("t")
+    async with deployment.store(flusher=False) as store:
+        await append(store, "t", 2, "poison", 3)
+        deployment.verified = False
+    await pg(deployment, "ALTER TABLE {s}.messages ADD CHECK (position('poison' in encode(payload, 'escape')) = 0)")
+    await pg(deployment, "UPDATE {s}.buffer_log SET epoch = 1")
+    done = await mend(deployment)
+    assert (done.applied, done.parked) == (1, 2)
+    async with deployment.store() as store:
+        assert await _known(store, "t") == [1, 2]
+        (first, _) = await store.quarantine.page()
+        assert first.cause
+        with pytest.raises(NotFound):
+            await store.quarantine.show(1 << 50)
