@@ -96,6 +96,10 @@ class Supervisor:
 
     async def _wait_until_ready(self) -> None:
         async def ready() -> bool:
+            for p in self.site.processes:
+                if p.exit_code is not None:
+                    log = (self.site.folder / f"{p.name}.log").read_text()
+                    raise RuntimeError(f"{p.name} ended at once:\n{log[-2000:]}")
             return all(self.site.started(p) for p in self.site.processes)
 
         await eventually(ready, 60)

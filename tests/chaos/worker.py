@@ -387,7 +387,8 @@ async def main(options: Options) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, worker.stop)
     loop.add_signal_handler(signal.SIGUSR1, _step_clock, worker.chance)
-    recorder.write(Started(time.monotonic(), options.name, os.getpid(), store._member if config.flusher else ""))
+    member = store._flusher._member if store._flusher is not None else ""
+    recorder.write(Started(time.monotonic(), options.name, os.getpid(), member))
     async with store:
         if options.role in ("writer", "all"):
             await Writer(worker).run()
