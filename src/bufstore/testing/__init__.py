@@ -32,6 +32,8 @@ columns keeps to what JSON has.
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
+
+Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
 """
 
 from bufstore.testing import applying, checkpoints, edits, lineage, lists
