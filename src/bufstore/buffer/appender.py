@@ -42,6 +42,7 @@ from bufstore.errors import (
     Rejected,
     TooLarge,
 )
+from bufstore.failpoints import Failpoint, reach
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class Appender(Generic[M]):
                 write.done.set_exception(
                     AppendUnknown("closed") if write.maybe_stored else Closed("the store is closed")
                 )
+        reach(Failpoint.CLOSE_DRAINED)
 
     def tip(self, thread_id: str) -> Tip[M] | None:
         """The thread's last entry if this process wrote or saw it lately."""
@@ -343,6 +345,7 @@ class Appender(Generic[M]):
 
     def _on_stored(self, lane: _Lane[M], unit: _Unit[M], seq: int) -> None:
         assert unit.after is not None and unit.before is not None
+        reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
         if lane.stale:

@@ -17,6 +17,7 @@ from bufstore.buffer.ports import AppendUnknown, Cursor, FlushFailed, Ledger, Lo
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, LogRolledBack, StoreMisconfigured
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class Takeover:
             self._state.report(e, stopped=isinstance(e, (StoreMisconfigured, LogRolledBack)))
             self._untakeable.update(dict.fromkeys(missing, now + _TAKE_RETRY_S))
             return
+        reach(Failpoint.TAKE_RAISED)
         # All at once: while a cluster elects its leaders each of them may wait for an answer that does not come.
         await asyncio.gather(*(self._try_to_follow(cursor) for cursor in cursors))
 
@@ -157,4 +159,5 @@ class Takeover:
         _log.info("partition %d: %s", share.cursor.partition, reason, extra={"action": "partition_dropped"})
         self.shares.pop(share.cursor.partition, None)
         self._state.partitions = tuple(sorted(self.shares))
+        reach(Failpoint.SHARE_DROPPED)
         await share.feed.close()

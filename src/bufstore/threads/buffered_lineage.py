@@ -19,6 +19,7 @@ import contextlib
 import secrets
 
 import msgspec
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
@@ -34,6 +35,7 @@ from bufstore.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
 from bufstore.threads.lineage import Children, LineageChange, NamedParents, carry_out, check
@@ -107,6 +109,7 @@ class BufferedLineage:
                 continue
             await self._check(wanted)
             self._placed.add(mine.id)
+            reach(Failpoint.LINEAGE_BEFORE)
             try:
                 seq = await self._hot.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
             except (Conflict, AppendUnknown):
@@ -114,6 +117,7 @@ class BufferedLineage:
                 if record is None or record.id != mine.id:
                     self._placed.discard(mine.id)
                     continue  # another's; if mine was there before it, it has been carried out and repeats
+            reach(Failpoint.LINEAGE_PLACED)
             try:
                 receipt = await self._carry_out(mine, seq)
             except (Overtaken, NotFound):
@@ -126,7 +130,9 @@ class BufferedLineage:
                 if await self._mark(mine, seq) and not several:
                     raise
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+            reach(Failpoint.LINEAGE_CARRIED_OUT)
             await self._mark(mine, seq)
+            reach(Failpoint.LINEAGE_MARKED)
             return receipt
 
     async def _check(self, wanted: LineageChange) -> None:
@@ -150,11 +156,19 @@ class BufferedLineage:
         return await carry_out(_Family(self, seq), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> bool:
-        """Note that the change is done; whether that succeeded."""
-        done = msgspec.structs.replace(record, done=True)
-        with contextlib.suppress(Conflict, AppendUnknown, LogUnavailable):  # else the next one does it again
-            await self._hot.put_lineage(_encode(done), seq, self._config.append_timeout_s)
-            return True
+        """Note that the change is done, however often that has to be tried; False when somebody else was faster.
+
+        The caller bounds the time. Nobody may be told before that his change is done: the next one would do it again,
+        and delete a second time what was written in between.
+        """
+        done = _encode(msgspec.structs.replace(record, done=True))
+        async for attempt in AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.02, max=0.2),
+            retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
+        ):
+            with attempt, contextlib.suppress(Conflict):
+                await self._hot.put_lineage(done, seq, self._config.append_timeout_s)
+                return True
         return False
 
     async def _record(self) -> tuple[int, _Record | None]:
@@ -186,7 +200,9 @@ class BufferedLineage:
         async def overtaken() -> bool:
             return (await self._hot.lineage(self._config.append_timeout_s))[0] != seq
 
-        return await self._edits.edit(wanted, overtaken=overtaken)
+        receipt = await self._edits.edit(wanted, overtaken=overtaken)
+        reach(Failpoint.LINEAGE_EDITED)
+        return receipt
 
 
 class _Family:

@@ -10,6 +10,7 @@ from bufstore.buffer.subjects import first_position
 from bufstore.buffer.takeover import mismatch
 from bufstore.config import BufferConfig
 from bufstore.errors import LogRolledBack, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore
 
@@ -40,7 +41,9 @@ async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config:
         raise LogRolledBack(reason)
     if epoch is None:
         await ledger.set_epoch(known or 0)
+        reach(Failpoint.EPOCH_SET)
         await log.create(known or 0)
+        reach(Failpoint.STREAM_CREATED)
         await log.epoch()
     elif known is None:
         await ledger.set_epoch(epoch)
