@@ -135,8 +135,9 @@ class Steps(Reads, Poison):
     async def repair(self, chance: random.Random) -> None:
         """The log loses its end, or all of it, when everything in it is flushed; an operator repairs."""
         world = self.world
-        if world.loop.time() < world.weather.late_until:
-            return
+        given_up = any(e.discarded for s in world.archive.stories.values() for e in s.events)
+        if given_up or world.loop.time() < world.weather.late_until:
+            return  # a repair finds what was given up in the log, and puts it into quarantine again
         self.fault("repair", 40)
         world.weather.calm()
         for instance in world.instances:

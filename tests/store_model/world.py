@@ -277,4 +277,12 @@ class World:
     async def _all_flushed(self) -> str:
         stream = self.nats.stream
         late = [t for t in THREADS if self.flushed(t) < stream.last_of(SUBJECTS.of(t))]
-        return ", ".join(f"{t}: {self.flushed(t)} of {stream.last_of(SUBJECTS.of(t))}" for t in late)
+        behind = []
+        for partition in range(CONFIG.log.partitions):
+            end = max((m.seq for m in stream.last([SUBJECTS.of_partition(partition)]).values()), default=0)
+            cursor = self.postgres.ledger._cursors.get(partition)
+            if end and (cursor is None or cursor.seq < end):
+                behind.append(f"partition {partition}: {cursor} of {end}")
+        return ", ".join(f"{t}: {self.flushed(t)} of {stream.last_of(SUBJECTS.of(t))}" for t in late) + str(
+            behind or ""
+        )
