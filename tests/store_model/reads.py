@@ -90,8 +90,7 @@ class Reads(Drafts):
         if level is Consistency.READ_YOUR_WRITES:
             watermarks = story.between(lowest, highest) if story.tainted else [lowest]
             points = [story.shown(w, e) for w in watermarks for e in story.between(*end)]
-            # Without Postgres nobody knows what was parked, or that a late copy is superseded.
-            if alone and (story.tainted or "superseded" in story.fate.values()):
+            if alone and story.tainted:
                 points += [point for e in story.between(*end) for point in story.alone(e)]
         else:
             first = max(end[0], lowest) if level is Consistency.STRONG else max(lowest, min(end[0], highest))

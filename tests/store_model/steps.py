@@ -87,12 +87,16 @@ class Steps(Reads, Poison):
 
     async def store_faults(self, chance: random.Random) -> None:
         """The next calls of Postgres fail, before or after they took effect."""
+        if self.world.weather.late_after_purge:
+            return
         self.world.weather.store.extend(chance.choice((*STORE_FAULTS, "")) for _ in range(chance.choice((1, 2, 4))))
         self.fault("store faults")
         await self.write(chance)
 
     async def store_outage(self, chance: random.Random) -> None:
         """Postgres is away for a while."""
+        if self.world.weather.late_after_purge:
+            return
         seconds = chance.choice((0.5, 3, 20))
         self.world.weather.store_away_until = self.world.loop.time() + seconds
         self.fault("store outage", seconds + 15)

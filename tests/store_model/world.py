@@ -117,7 +117,7 @@ class World:
         ]
         for patch in self._patches:
             patch.start()
-        self.weather = Weather(random.Random(seed + 1))
+        self.weather = Weather(random.Random(seed + 1), late_after_purge=seed % 5 < 2)
         self.archive = Archive(SUBJECTS.thread_id, self.weather.archive)
         self.nats = FaultyNats(self.weather, CONFIG.log)
         self.postgres = Postgres(self.weather)
@@ -218,6 +218,7 @@ class World:
 
     def _on_burial(self, thread_id: str, seq: int) -> None:
         self.weather.seen["buried"] += 1
+        self.weather.buried.add(SUBJECTS.of(thread_id))
         self.audit()
         story = self.archive.story(thread_id)
         story.events.append(Event(seq, buried=True))
