@@ -36,6 +36,8 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 	$(BIN)/lint-imports
 
 # The long versions of tests that `make test` runs for a few seconds. Their options: ARGS="--rounds 5 --seed 7".
+SECONDS ?= 60
+SEED ?= 1
 LONG := PYTHONPATH=tests $(BIN)/python -m
 
 .PHONY: crash-sweep
@@ -43,13 +45,16 @@ crash-sweep: $(READY) ## Kill a process at each crash point under load and check
 	$(LONG) sweep.crash $(ARGS)
 
 .PHONY: cluster
-SECONDS ?= 120
-cluster: $(READY) ## Kill, wipe and cut off nodes of a three-node NATS cluster for SECONDS=120
+cluster: $(READY) ## Kill, wipe and cut off nodes of a three-node NATS cluster for SECONDS=60
 	$(LONG) sweep.nodes --seconds $(SECONDS) $(ARGS)
 
 .PHONY: powercut
 powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop mounts)
 	$(LONG) sweep.powercut $(ARGS)
+
+.PHONY: chaos
+chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that nothing was lost, doubled or stale
+	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED)
 
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)

@@ -81,7 +81,7 @@ class Failed(_Event, tag="failed"):
 
 
 class Fault(_Event, tag="fault"):
-    """A fault begins ("inject") or is over ("heal")."""
+    """A fault is about to begin ("begin"), has begun ("inject"), or is over ("heal")."""
 
     t: float
     kind: str
@@ -121,8 +121,6 @@ class Recovery(_Event, tag="recovery"):
     flushing_s: float | None
     #: Until everything that was in the log at the heal was flushed.
     caught_up_s: float | None
-    #: Until the next write was acknowledged.
-    acknowledged_s: float | None
 
 
 Event = Started | Begin | End | Read | Failed | Fault | Poison | Sample | Recovery

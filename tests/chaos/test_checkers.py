@@ -208,7 +208,7 @@ def test_edits_that_cannot_have_been_are_found(tale: Tale, final: list[str]) -> 
 
 def test_a_slow_recovery_is_found() -> None:
     def rules(seconds: float | None) -> list[str]:
-        history = History.of([Recovery(1.0, ("cut",), seconds, seconds, seconds)])
+        history = History.of([Recovery(1.0, ("cut",), seconds, seconds)])
         return [v.rule for v in checkers.slow_recovery(history, Final({}))]
 
     assert rules(3.0) == []

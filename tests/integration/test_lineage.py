@@ -14,14 +14,17 @@ from bufstore import (
     ConfigError,
     Consistency,
     LineageError,
+    LogUnavailable,
     MessageQuery,
     NotFound,
+    OutcomeUnknown,
     Run,
     StoreUnavailable,
     ThreadMetadata,
     ThreadQuery,
     Visibility,
 )
+from bufstore.buffer.ports import AppendUnknown
 from bufstore.embedded import Servers
 from bufstore.threads.lineage import deletion, new_parent
 from conftest import Deployment
@@ -253,3 +256,47 @@ async def test_a_list_without_postgres_says_so(own_servers: Servers) -> None:
         with pytest.raises(StoreUnavailable):
             await store.query_threads(consistency=Consistency.EVENTUAL)
         own_servers.postgres.start()
+
+
+async def test_a_deletion_that_took_its_place_is_not_said_to_have_failed(deployment: Deployment) -> None:
+    """Another's change may carry it out at any time from then on: its outcome is not known."""
+    async with deployment.store() as a, deployment.store(flusher=False) as b:
+        thread_id, other = fresh(), fresh()
+        for t in (thread_id, other):
+            await a.checkpoint(t, [said(0)], run_of(t))
+
+        async def fail(*_: object) -> Any:
+            raise LogUnavailable("NATS is lost between the record and the edit")
+
+        a._lineage._carry_out = fail  # type: ignore[method-assign]
+        with pytest.raises(OutcomeUnknown):
+            await a.delete_thread(thread_id)
+        assert await b.load_messages(thread_id) == [said(0)]
+        await b.delete_thread(other)
+        assert await b.load_messages(thread_id) is None
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_deletion_that_was_answered_is_not_done_again(deployment: Deployment, stored: bool) -> None:
+    """The mark that it is done gets lost, or its answer; the next change must not delete what was written since."""
+    async with deployment.store() as a, deployment.store(flusher=False) as b:
+        thread_id, other = fresh(), fresh()
+        for t in (thread_id, other):
+            await a.checkpoint(t, [said(0)], run_of(t))
+        put, calls = a._hot.put_lineage, 0
+
+        async def put_badly(record: bytes, expected: int, timeout_s: float) -> int:
+            nonlocal calls
+            calls += 1
+            if calls != 2:
+                return await put(record, expected, timeout_s)
+            if stored:
+                await put(record, expected, timeout_s)
+            raise AppendUnknown("the test dropped the mark or its answer")
+
+        a._hot.put_lineage = put_badly  # type: ignore[method-assign]
+        await a.delete_thread(thread_id)
+        assert calls > 1
+        await a.checkpoint(thread_id, [said(1)], run_of(thread_id, 1))
+        await b.delete_thread(other)
+        assert await b.load_messages(thread_id) == [said(1)]

@@ -19,6 +19,7 @@ import contextlib
 import secrets
 
 import msgspec
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
@@ -145,11 +146,19 @@ class BufferedLineage:
         return await carry_out(_Family(self, seq), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> bool:
-        """Note that the change is done; whether that succeeded."""
-        done = msgspec.structs.replace(record, done=True)
-        with contextlib.suppress(Conflict, AppendUnknown, LogUnavailable):  # else the next one does it again
-            await self._hot.put_lineage(_encode(done), seq, self._config.append_timeout_s)
-            return True
+        """Note that the change is done, however often that has to be tried; False when somebody else was faster.
+
+        The caller bounds the time. Nobody may be told before that his change is done: the next one would do it again,
+        and delete a second time what was written in between.
+        """
+        done = _encode(msgspec.structs.replace(record, done=True))
+        async for attempt in AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.02, max=0.2),
+            retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
+        ):
+            with attempt, contextlib.suppress(Conflict):
+                await self._hot.put_lineage(done, seq, self._config.append_timeout_s)
+                return True
         return False
 
     async def _record(self) -> tuple[int, _Record | None]:
