@@ -37,7 +37,7 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
-	BUFSTORE_STORM=1 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
+	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
 
 .PHONY: bench-quick
 bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
