@@ -14,6 +14,8 @@ import pytest
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable
 from bufstore.embedded import Servers
 
+pytest.register_assert_rewrite("bufstore.testing")
+
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:

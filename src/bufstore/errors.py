@@ -138,7 +138,8 @@ class Closed(Unavailable):
 class OutcomeUnknown(BufstoreError):
     """The entry was sent and no answer came: it may be stored or not.
 
-    Retrying is safe: repeat the same call with ``idempotency_key=error.token``.
+    Retrying is safe: repeat the same call with ``idempotency_key=error.token``. A thread knows the keys of its last
+    16 entries: where others write that many to it in between, look into the thread before you repeat an append.
     """
 
     def __init__(self, thread_id: str, token: str) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import thread_store_contract as contract
 from bufstore import (
     AlreadyExists,
     BlockingBufferedStore,
@@ -26,15 +25,22 @@ from bufstore import (
 )
 from bufstore.embedded import Servers
 from bufstore.nats import frames
+from bufstore.testing import CHECKS, Check
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from transaction_pooler import TransactionPooler
 
 
-@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=str)
 @pytest.mark.parametrize("inner", ["postgres", "memory"])
-async def test_it_keeps_the_contract(deployment: Deployment, check: contract.Check, inner: str) -> None:
+async def test_it_keeps_the_contract(deployment: Deployment, check: Check, inner: str) -> None:
     async with deployment.store(MemoryThreadStore() if inner == "memory" else None) as store:
+        await check(store)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_strong_reads_keep_the_contract(deployment: Deployment, check: Check) -> None:
+    async with deployment.store(consistency=Consistency.STRONG) as store:
         await check(store)
 
 
@@ -101,6 +107,17 @@ async def test_all_three_levels_show_what_they_promise(deployment: Deployment) -
         assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(0), said(1)]
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
         assert (await store.statistics()).flusher.transactions == 1
+
+
+async def test_what_is_written_is_flushed_by_itself_in_time(deployment: Deployment) -> None:
+    async with deployment.store(flush_interval_s=0.2) as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+
+        async def there() -> bool:
+            return await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0)]
+
+        await eventually(there, 3)
 
 
 async def test_a_tail_in_the_middle_of_a_thread_is_overlaid(deployment: Deployment) -> None:
@@ -285,8 +302,8 @@ async def test_poison_is_parked_whole_and_delays_nobody(deployment: Deployment) 
         thread_id, other = fresh(), fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         subject = store._subjects.of(thread_id)
-        await store._connection.request(subject, b"no entry at all", 5)
-        await store._connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store._link.connection.request(subject, b"no entry at all", 5)
+        await store._link.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         await store.checkpoint(other, [said(0)], run_of(other))
         await store.force_flush(other)
         await eventually(lambda: _is(store.quarantined(), 2))

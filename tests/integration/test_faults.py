@@ -299,3 +299,28 @@ async def _all_back(*pools: Any) -> bool:
 
 def _tasks() -> set[str]:
     return {t.get_name() for t in asyncio.all_tasks() if "bufstore" in repr(t.get_coro())}
+
+
+async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(own_servers: Servers) -> None:
+    """With Postgres just back, a writer reads the row, then the tail, then the end: the three must fit together."""
+    deployment = Deployment(own_servers)
+    async with deployment.store() as one, deployment.store(flusher=False) as two:
+        thread_id, looks = fresh(), 0
+        after = two._log.after
+
+        async def overtaken(subject: str, seq: int, timeout_s: float, limit: int = 0) -> Any:
+            nonlocal looks
+            looks += 1
+            found = await after(subject, seq, timeout_s, limit)
+            if looks == 2:
+                assert not found
+                await one.checkpoint_append(thread_id, ["one"], run_of(thread_id))
+            return found
+
+        two._log.after = overtaken  # type: ignore[method-assign]
+        two._reads.store_down = "the test says so"
+        await two.checkpoint_append(thread_id, ["two"], run_of(thread_id))
+        assert looks > 2
+        await one.force_flush(thread_id)
+        assert await one.quarantined() == 0
+        assert await one.load_messages(thread_id, consistency=Consistency.EVENTUAL) == ["one", "two"]

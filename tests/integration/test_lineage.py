@@ -14,14 +14,17 @@ from bufstore import (
     ConfigError,
     Consistency,
     LineageError,
+    LogUnavailable,
     MessageQuery,
     NotFound,
+    OutcomeUnknown,
     Run,
     StoreUnavailable,
     ThreadMetadata,
     ThreadQuery,
     Visibility,
 )
+from bufstore.buffer.ports import AppendUnknown
 from bufstore.embedded import Servers
 from bufstore.threads.lineage import deletion, new_parent
 from conftest import Deployment
@@ -40,7 +43,9 @@ async def test_edits_are_read_before_they_are_flushed(deployment: Deployment) ->
             found = await reader.load_checkpoint(thread_id)
             assert found is not None
             assert (found.messages, found.state, found.thread.metadata.title) == ([said(1)], [1], "t")
+            assert await reader.load_run(run.run_id) == run
             assert await reader.load_checkpoint(thread_id, consistency=Consistency.EVENTUAL) is None
+            assert await reader.load_run(run.run_id, consistency=Consistency.EVENTUAL) is None
         await store.delete_thread(thread_id)
         for reader in (store, other):
             assert await reader.load_checkpoint(thread_id) is None
@@ -88,6 +93,18 @@ async def test_a_deletion_stays_when_everything_is_delivered_again(deployment: D
         await store.force_flush_all()
         assert await store.load_thread(thread_id, consistency=Consistency.EVENTUAL) is None
         assert await store.load_thread(thread_id) is None
+
+
+async def test_parents_are_checked_on_what_is_written_and_not_on_what_is_flushed(deployment: Deployment) -> None:
+    async with deployment.store(flush_interval_s=600, consistency=Consistency.EVENTUAL) as store:
+        parent, child = fresh(), fresh()
+        await store.checkpoint(parent, [], run_of(parent))
+        await store.checkpoint(child, [], run_of(child, parent_thread_id=parent))
+        assert await store.load_thread(child) is None, "not flushed"
+        with pytest.raises(LineageError):
+            await store.checkpoint(parent, [], run_of(parent, 1, parent_thread_id=child))
+        with pytest.raises(LineageError):
+            await store.set_parent(parent, child)
 
 
 async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deployment: Deployment) -> None:
@@ -142,6 +159,22 @@ async def test_lineage_holds_across_instances(deployment: Deployment) -> None:
             assert found[1] is None or found[1].parent_thread_id is None
 
 
+async def test_parents_named_on_two_instances_at_once_make_no_cycle(deployment: Deployment) -> None:
+    async with deployment.store() as a, deployment.store() as b:
+        for _ in range(5):
+            x, y = fresh(), fresh()
+            for thread_id in (x, y):
+                await a.checkpoint(thread_id, [], run_of(thread_id))
+            outcomes = await asyncio.gather(
+                a.checkpoint(x, [1], run_of(x, 1, parent_thread_id=y)),
+                b.checkpoint(y, [1], run_of(y, 1, parent_thread_id=x)),
+                return_exceptions=True,
+            )
+            assert sorted(type(o).__name__ for o in outcomes) == ["LineageError", "Receipt"]
+            threads = [await b.load_thread(t) for t in (x, y)]
+            assert [t.parent_thread_id for t in threads if t is not None].count(None) == 1
+
+
 @pytest.mark.parametrize("kind", ["parent", "detach"])
 async def test_what_another_began_is_finished_first(deployment: Deployment, kind: str) -> None:
     """As if its process had died right behind the record."""
@@ -172,7 +205,7 @@ async def test_a_thread_in_quarantine_can_be_deleted(deployment: Deployment) -> 
         thread_id = fresh()
         run = run_of(thread_id)
         await store.checkpoint(thread_id, [said(0)], run)
-        await store._connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
+        await store._link.connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
 
         async def parked() -> bool:
             return await store.quarantined() > 0
@@ -223,3 +256,47 @@ async def test_a_list_without_postgres_says_so(own_servers: Servers) -> None:
         with pytest.raises(StoreUnavailable):
             await store.query_threads(consistency=Consistency.EVENTUAL)
         own_servers.postgres.start()
+
+
+async def test_a_deletion_that_took_its_place_is_not_said_to_have_failed(deployment: Deployment) -> None:
+    """Another's change may carry it out at any time from then on: its outcome is not known."""
+    async with deployment.store() as a, deployment.store(flusher=False) as b:
+        thread_id, other = fresh(), fresh()
+        for t in (thread_id, other):
+            await a.checkpoint(t, [said(0)], run_of(t))
+
+        async def fail(*_: object) -> Any:
+            raise LogUnavailable("NATS is lost between the record and the edit")
+
+        a._lineage._carry_out = fail  # type: ignore[method-assign]
+        with pytest.raises(OutcomeUnknown):
+            await a.delete_thread(thread_id)
+        assert await b.load_messages(thread_id) == [said(0)]
+        await b.delete_thread(other)
+        assert await b.load_messages(thread_id) is None
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_deletion_that_was_answered_is_not_done_again(deployment: Deployment, stored: bool) -> None:
+    """The mark that it is done gets lost, or its answer; the next change must not delete what was written since."""
+    async with deployment.store() as a, deployment.store(flusher=False) as b:
+        thread_id, other = fresh(), fresh()
+        for t in (thread_id, other):
+            await a.checkpoint(t, [said(0)], run_of(t))
+        put, calls = a._hot.put_lineage, 0
+
+        async def put_badly(record: bytes, expected: int, timeout_s: float) -> int:
+            nonlocal calls
+            calls += 1
+            if calls != 2:
+                return await put(record, expected, timeout_s)
+            if stored:
+                await put(record, expected, timeout_s)
+            raise AppendUnknown("the test dropped the mark or its answer")
+
+        a._hot.put_lineage = put_badly  # type: ignore[method-assign]
+        await a.delete_thread(thread_id)
+        assert calls > 1
+        await a.checkpoint(thread_id, [said(1)], run_of(thread_id, 1))
+        await b.delete_thread(other)
+        assert await b.load_messages(thread_id) == [said(1)]

@@ -23,6 +23,7 @@ from psycopg import sql
 from bufstore.buffer.chain import Row
 from bufstore.embedded import PostgresServer
 from bufstore.errors import (
+    AlreadyExists,
     BufstoreError,
     Closed,
     ConfigError,
@@ -36,10 +37,11 @@ from bufstore.postgres.errors import map_errors, mapped_error
 from bufstore.postgres.migrate import migrate
 from bufstore.postgres.pool import open_pool
 from bufstore.postgres.store import PostgresThreadStore
+from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Check
+from bufstore.testing.applying import change
+from bufstore.testing.basics import fresh, run_of
 from bufstore.threads.model import RunStatus, ThreadChange, ThreadMetadata, decode_message, encode_messages
 from bufstore.threads.queries import ThreadQuery
-from thread_store_basics import fresh, run_of
-from thread_store_contract import APPLY_CHECKS, CHECKS, Check, change
 from transaction_pooler import TransactionPooler
 
 
@@ -74,13 +76,13 @@ async def applied(server: PostgresServer) -> AsyncIterator[PostgresThreadStore]:
         yield store
 
 
-class PostgresApplier:
-    def __init__(self, store: PostgresThreadStore) -> None:
-        self.store = store
+async def apply_to(store: PostgresThreadStore, *batch: ThreadChange) -> None:
+    async with store.pool.lend(10) as connection, connection.transaction():
+        await store.apply(connection, batch)
 
-    async def apply(self, *changes: ThreadChange) -> None:
-        async with self.store.pool.lend(10) as connection, connection.transaction():
-            await self.store.apply(connection, changes)
+
+def applier(store: PostgresThreadStore) -> Applier:
+    return Applier(store, lambda batch: apply_to(store, *batch))
 
 
 async def rows(store: PostgresThreadStore, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -95,24 +97,31 @@ async def rows(store: PostgresThreadStore, query: str, parameters: Sequence[Any]
 # -- the contract ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_direct_writes(check: Check, shared: PostgresThreadStore) -> None:
     await check(shared)
 
 
-@pytest.mark.parametrize("check", APPLY_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", APPLY_CHECKS, ids=str)
 async def test_batches(check: Check, shared: PostgresThreadStore) -> None:
-    await check(PostgresApplier(shared))
+    await check(applier(shared))
 
 
-@pytest.mark.parametrize("check", CHECKS + APPLY_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS + APPLY_CHECKS, ids=str)
 async def test_behind_a_transaction_pooler(check: Check, server: PostgresServer) -> None:
     async with (
         TransactionPooler(server.dsn, servers=2) as pooler,
         ready(pooler.dsn, schema="pooled", pool_size=20) as store,
     ):
-        await check(PostgresApplier(store) if check in APPLY_CHECKS else store)
+        await check(applier(store) if check in APPLY_CHECKS else store)
         assert pooler.prepared == []
+
+
+async def test_applied_messages_have_ids(shared: PostgresThreadStore) -> None:
+    thread_id = fresh()
+    await apply_to(shared, change(thread_id, 0, [{"id": "a"}], run_of(thread_id)))
+    with pytest.raises(AlreadyExists):
+        await shared.checkpoint_append(thread_id, [{"id": "a"}], run_of(thread_id))
 
 
 async def test_20_clients_share_2_server_connections(server: PostgresServer) -> None:
@@ -126,11 +135,10 @@ async def test_20_clients_share_2_server_connections(server: PostgresServer) -> 
 
         async def client(n: int, store: PostgresThreadStore) -> None:
             own = fresh(f"{n}")
-            applier = PostgresApplier(store)
             for i in range(5):
                 await store.checkpoint(own, list(range(i + 1)), run_of(own))
                 await store.checkpoint_append(common, [{"id": f"{n}-{i}"}], run_of(common))
-                await applier.apply(change(own, i + 1, [{"id": f"{own}-{i}"}], run_of(own)))
+                await apply_to(store, change(own, i + 1, [{"id": f"{own}-{i}"}], run_of(own)))
                 assert await store.load_messages(own) == [*range(i + 1), {"id": f"{own}-{i}"}]
 
         await asyncio.gather(*(client(n, store) for n, store in enumerate(stores)))
@@ -207,9 +215,9 @@ async def test_all_ways_to_write_agree(
         earlier = pending.get(thread_id)
         pending[thread_id] = fold(earlier, changed) if earlier else changed
         if flush:
-            await PostgresApplier(applied).apply(*pending.values())
+            await apply_to(applied, *pending.values())
             pending.clear()
-    await PostgresApplier(applied).apply(*pending.values())
+    await apply_to(applied, *pending.values())
     for thread_id in threads:
         expected = await memory.load_checkpoint(thread_id)
         for store in (memory_applied, shared, applied):
@@ -274,7 +282,7 @@ async def test_only_messages_that_differ_are_written(how: str, shared: PostgresT
         if how == "checkpoint":
             await shared.checkpoint(thread_id, messages, run)
         else:
-            await PostgresApplier(shared).apply(change(thread_id, 0, messages, run, whole=True))
+            await apply_to(shared, change(thread_id, 0, messages, run, whole=True))
 
     messages: list[Any] = list(range(50))
     await save(messages)
@@ -292,7 +300,7 @@ async def test_statements_of_a_large_batch_are_split(
 ) -> None:
     monkeypatch.setattr(columns, "STATEMENT_BYTES", 100)
     threads = [fresh() for _ in range(5)]
-    await PostgresApplier(shared).apply(*(change(t, 0, ["x" * 90, "y" * 200, 1, 2], run_of(t)) for t in threads))
+    await apply_to(shared, *(change(t, 0, ["x" * 90, "y" * 200, 1, 2], run_of(t)) for t in threads))
     for thread_id in threads:
         assert await shared.load_messages(thread_id) == ["x" * 90, "y" * 200, 1, 2]
         assert await shared.latest_run(thread_id) == run_of(thread_id)
@@ -303,7 +311,7 @@ async def test_a_large_message_is_stored(shared: PostgresThreadStore) -> None:
     messages = [random.Random(1).randbytes(n) for n in (7000, 9000, 20 << 20)]
     await shared.checkpoint(thread_id, messages, run_of(thread_id))
     assert await shared.load_messages(thread_id) == messages
-    await PostgresApplier(shared).apply(change(thread_id, 1, messages, run_of(thread_id)))
+    await apply_to(shared, change(thread_id, 1, messages, run_of(thread_id)))
     assert await shared.load_messages(thread_id) == [messages[0], *messages]
 
 
@@ -318,7 +326,7 @@ async def test_overlapping_batches_do_not_deadlock(shared: PostgresThreadStore) 
         for i in range(10):
             some = order.sample(threads, 20)
             batch = [change(t, 0, [n, i], run_of(t), run_of(t, f"{n}-{t}"), whole=True) for t in some]
-            await PostgresApplier(shared).apply(*batch)
+            await apply_to(shared, *batch)
 
     await asyncio.gather(*(writer(n) for n in range(6)))
     for thread_id in threads:
@@ -455,7 +463,7 @@ async def test_any_schema_name(schema: str, server: PostgresServer) -> None:
         await store.setup()
         thread_id = fresh()
         await store.checkpoint(thread_id, [1], run_of(thread_id))
-        await PostgresApplier(store).apply(change(thread_id, 1, [2], run_of(thread_id)))
+        await apply_to(store, change(thread_id, 1, [2], run_of(thread_id)))
         checkpoint = await store.load_checkpoint(thread_id)
         assert checkpoint is not None
         assert checkpoint.messages == [1, 2]

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from bufstore import AlreadyExists, Consistency, MemoryThreadStore, NotFound, PostgresThreadStore, ThreadQuarantined
+from bufstore import (
+    AlreadyExists,
+    Consistency,
+    MemoryThreadStore,
+    NotFound,
+    PostgresThreadStore,
+    RunQuery,
+    ThreadQuarantined,
+    ThreadQuery,
+)
 from bufstore.buffer.entry import Malformed, StoredEntry
 from bufstore.buffer.replay import Outcome
 from conftest import Deployment
@@ -37,6 +46,15 @@ class PickyMemory(MemoryThreadStore):
         if not self.mended and any(b"poison" in m for c in batch for m in c.messages):
             raise AlreadyExists("refused")
         await super().apply(connection, batch)
+
+
+class Own:
+    """An app's store with the two reads and `apply`, in tables that bufstore knows nothing of."""
+
+    def __init__(self, tables: Picky) -> None:
+        self.apply = tables.apply
+        self.load_checkpoint = tables.load_checkpoint
+        self.load_run = tables.load_run
 
 
 def picky(deployment: Deployment) -> Picky:
@@ -110,14 +128,6 @@ async def test_what_was_parked_is_replayed_in_order_and_once(deployment: Deploym
 
 
 async def test_an_apps_own_store_gets_what_is_replayed(deployment: Deployment) -> None:
-    class Own:
-        """An app's store, in tables that bufstore knows nothing of."""
-
-        def __init__(self, tables: Picky) -> None:
-            self.apply = tables.apply
-            self.load_checkpoint = tables.load_checkpoint
-            self.load_run = tables.load_run
-
     dsn = deployment.servers.postgres.dsn
     async with Picky(dsn, schema=f"{deployment.name}_own", pool_size=2) as tables:
         await tables.setup()
@@ -129,6 +139,90 @@ async def test_an_apps_own_store_gets_what_is_replayed(deployment: Deployment) -
             assert results(await store.quarantine.replay_thread(thread_id)) == ["applied"] * 3
             assert await tables.load_messages(thread_id) == messages
             assert await store.load_messages(thread_id) == messages
+
+
+async def test_pages_of_a_store_without_queries_are_marked_too(deployment: Deployment) -> None:
+    dsn = deployment.servers.postgres.dsn
+    async with Picky(dsn, schema=f"{deployment.name}_own", pool_size=2) as tables:
+        await tables.setup()
+        async with deployment.store(Own(tables), postgres=dsn, schema=deployment.name) as store:
+            bad = fresh()
+            await poisoned(store, bad)
+            for level in Consistency:
+                page = await store.query_messages(bad, consistency=level)
+                assert ([r.message for r in page.records], page.quarantined) == ([said(0)], {bad})
+            with pytest.raises(ThreadQuarantined):
+                await store.load_message(bad, "m0")
+            await store.checkpoint(bad, [said(1)], run_of(bad))
+            page = await store.query_messages(bad)
+            assert ([r.message for r in page.records], page.quarantined) == ([said(1)], frozenset())
+
+
+@pytest.mark.parametrize("kind", ["postgres", "memory"])
+async def test_lists_show_what_is_flushed_of_a_thread_in_quarantine_and_mark_it(
+    deployment: Deployment, kind: str
+) -> None:
+    inner: Any = picky(deployment) if kind == "postgres" else PickyMemory()
+    async with deployment.store(inner) as store:
+        prefix = fresh()
+        bad, good = f"{prefix}-bad", f"{prefix}-good"
+        await store.checkpoint(good, [said(5)], run_of(good))
+        await poisoned(store, bad)
+        both, alone = ThreadQuery(id_prefix=prefix), ThreadQuery(id_prefix=good)
+        for level in Consistency:
+            threads = await store.query_threads(both, consistency=level)
+            assert {t.thread_id: t.version for t in threads.threads} == {bad: 1, good: 1}
+            assert threads.quarantined == {bad}
+            assert (await store.query_threads(alone, consistency=level)).quarantined == frozenset()
+            messages = await store.query_messages(bad, consistency=level)
+            assert ([r.message for r in messages.records], messages.quarantined) == ([said(0)], {bad})
+            assert (await store.query_messages(good, consistency=level)).quarantined == frozenset()
+            runs = await store.query_runs(RunQuery(id_prefix="run-0-of-" + prefix), consistency=level)
+            assert {r.thread_id for r in runs.runs} == {bad, good}
+            assert runs.quarantined == {bad}
+            runs = await store.query_runs(RunQuery(thread_id=bad), consistency=level)
+            assert (runs.runs, runs.quarantined) == ([run_of(bad)], {bad})
+            assert (await store.query_runs(RunQuery(thread_id=good), consistency=level)).quarantined == frozenset()
+        pages = [await store.query_threads(both, limit=1)]
+        pages.append(await store.query_threads(both, limit=1, cursor=pages[0].next_cursor))
+        assert [page.quarantined == {page.threads[0].thread_id} for page in pages].count(True) == 1
+        for call in (store.load_message(bad, "m0"), store.load_message_range(bad, 1, 9)):
+            with pytest.raises(ThreadQuarantined):
+                await call
+        found = await store.load_message(bad, "m0", consistency=Consistency.EVENTUAL)
+        assert found is not None
+        assert len(await store.load_message_range(bad, 1, 9, consistency=Consistency.EVENTUAL)) == 1
+        await store.checkpoint(bad, [said(7)], run_of(bad))
+        assert (await store.query_threads(both)).quarantined == frozenset()
+        messages = await store.query_messages(bad)
+        assert ([r.message for r in messages.records], messages.quarantined) == ([said(7)], frozenset())
+        assert [r.message for r in await store.load_message_range(bad, 1, 9)] == [said(7)]
+
+
+async def test_a_thread_of_which_nothing_could_be_applied_is_marked_too(deployment: Deployment) -> None:
+    async with deployment.store(picky(deployment)) as store:
+        bad = fresh()
+        await store.checkpoint(bad, [{"content": "poison"}], run_of(bad))
+        page = await store.query_messages(bad)
+        assert (page.records, page.quarantined) == ([], {bad})
+        runs = await store.query_runs(RunQuery(thread_id=bad))
+        assert (runs.runs, runs.quarantined) == ([], {bad})
+
+
+async def test_poison_delays_no_list_no_deletion_and_no_end(deployment: Deployment) -> None:
+    async with deployment.store(picky(deployment), flush_timeout_s=10) as store:
+        bad, good = fresh(), fresh()
+        await store.checkpoint(good, [said(0)], run_of(good))
+        await poisoned(store, bad)
+        async with asyncio.timeout(10):
+            assert good in {t.thread_id for t in (await store.query_threads()).threads}
+            assert good in {r.thread_id for r in (await store.query_runs()).runs}
+            await store.force_flush_all()
+            await store.force_flush(bad)
+            await store.delete_thread(good)
+            await store.delete_thread(bad)
+            assert {t.thread_id for t in (await store.query_threads()).threads}.isdisjoint({good, bad})
+            await store.aclose()
 
 
 async def test_a_thread_that_was_healed_is_not_touched_by_a_replay(deployment: Deployment) -> None:
@@ -149,13 +243,44 @@ async def test_a_thread_that_was_healed_is_not_touched_by_a_replay(deployment: D
         assert await store.load_messages(thread_id) == [said(7)]
 
 
+async def test_equal_garbage_is_kept_each_time_it_comes(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        threads = [fresh(), fresh()]
+        for n in range(6):
+            await store._link.connection.request(store._subjects.of(threads[n % 2]), b"garbage", 5)
+        await store.force_flush_all()
+        page = await store.quarantine.page()
+        assert [p.thread_id for p in page] == threads * 3
+        assert len({p.seq for p in page}) == 6
+        assert len({p.hash for p in page}) == 6, "of where it stood, too"
+        lag = await store.lag()
+        assert set(lag.values()) == {0}, "nothing of it comes again"
+
+
+async def test_poison_is_parked_without_the_hot_bucket(deployment: Deployment) -> None:
+    deployment.verified = False
+    async with deployment.store(picky(deployment)) as store:
+        bad, good = fresh(), fresh()
+        await store.checkpoint(bad, [said(0)], run_of(bad))
+        await store.checkpoint(good, [said(0)], run_of(good))
+        await store._log.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store.checkpoint_append(bad, [{"content": "poison"}], run_of(bad))
+        await store.checkpoint_append(good, [said(1)], run_of(good))
+        await store.force_flush_all()
+        assert [p.thread_id for p in await store.quarantine.page()] == [bad]
+        assert set((await store.lag()).values()) == {0}
+        assert await store.load_messages(good, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+        with pytest.raises(ThreadQuarantined):
+            await store.load_messages(bad)
+
+
 async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deployment: Deployment) -> None:
     inner = picky(deployment)
     async with deployment.store(inner, flush_interval_s=600) as store:
         thread_id = fresh()
         await poisoned(store, thread_id, behind=0)
-        await store._connection.request(store._subjects.of(thread_id), b"garbage", 5)
-        await store._connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store._link.connection.request(store._subjects.of(thread_id), b"garbage", 5)
+        await store._link.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == [thread_id, thread_id, None]
@@ -220,7 +345,7 @@ async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deploy
         for thread_id in [*bad, *good]:
             content = {"content": "poison"} if thread_id in bad else said(0)
             await store.checkpoint(thread_id, [content], run_of(thread_id))
-        await store._connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
+        await store._link.connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
         for thread_id in good:
             await store.force_flush(thread_id)
 
@@ -270,7 +395,7 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
             if thread_id in refused:
                 await writer.checkpoint_append(thread_id, [{"content": "poison"}], run_of(thread_id))
             elif thread_id in garbage:
-                await writer._connection.request(writer._subjects.of(thread_id), b"garbage", 10)
+                await writer._link.connection.request(writer._subjects.of(thread_id), b"garbage", 10)
 
         for i in range(0, len(threads), 500):
             await asyncio.gather(*(talk(t, good // len(threads)) for t in threads[i : i + 500]))

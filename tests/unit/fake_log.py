@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 from bufstore.buffer import ring as rings
 from bufstore.buffer.entry import Base, Entry, StoredMessage, decode, encode
 from bufstore.buffer.ports import AppendUnknown, BatchRefused, Conflict, Outgoing
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogFull, LogUnavailable
+from bufstore.memory.log import MemoryLog, MemoryStream
 from bufstore.threads.model import Run, encode_messages, encode_run
 from bufstore.threads.payload import Payload, encode_payload
 from bufstore.threads.write import save_of
@@ -38,7 +40,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-class _JumpingLoop(asyncio.SelectorEventLoop):
+class JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.jumping = _JumpingSelector()
         super().__init__(self.jumping)
@@ -49,7 +51,7 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """Run `main` in virtual time. Fails on a leaked task, and on an exception that nobody looked at."""
-    loop = _JumpingLoop()
+    loop = JumpingLoop()
     complaints: list[dict[str, Any]] = []
     loop.set_exception_handler(lambda _, context: complaints.append(context))
     try:
@@ -69,38 +71,42 @@ def run(main: Coroutine[Any, Any, T]) -> T:
         loop.close()
 
 
-class FakeLog:
-    """See `bufstore.buffer.ports.Log`, without feeds. `fault` names what happens to the next call."""
-
-    generation_start = 1
-
-    async def barrier(self, timeout_s: float) -> None:
-        pass
+class FakeLog(MemoryLog):
+    """A log in memory whose calls fail: `fault` names what happens to the next one."""
 
     def __init__(self, message_bytes_max: int = 1 << 20) -> None:
-        self.message_bytes_max = message_bytes_max
-        self.messages: list[StoredMessage] = []
-        self.last_seq = 0
+        config = BufferConfig(log=LogConfig(partitions=4, max_bytes=1 << 30))
+        self.stream = MemoryStream(config.log)
+        super().__init__({config.log.stream: self.stream}, config, message_bytes_max)
         #: Called with "publish", "batch" or "read".
         self.fault: Callable[[str], str] = lambda _: ""
-        self.calls = 0
         self.batches: list[int] = []
+        self.last_of = self.stream.last_of
+        self.store = self.stream.store
         self._late: list[tuple[int, Sequence[Outgoing]]] = []
         self._ids = itertools.count(1 << 62)
+
+    @property
+    def messages(self) -> list[StoredMessage]:
+        return self.stream.messages
+
+    @property
+    def last_seq(self) -> int:
+        return self.stream.end
 
     # --- writes
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        return await self._write("publish", [message])
+        return await self._send("publish", [message])
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
-        assert 0 < len(messages) <= 1000
         self.batches.append(len(messages))
-        return await self._write("batch", messages)
+        return await self._send("batch", messages)
 
-    async def _write(self, kind: str, messages: Sequence[Outgoing]) -> int:
+    async def _send(self, kind: str, messages: Sequence[Outgoing]) -> int:
         fault = self.fault(kind)
-        await self._turn()
+        await super()._turn()
+        self._land()
         match fault:
             case "unavailable":
                 raise LogUnavailable("no leader")
@@ -127,21 +133,6 @@ class FakeLog:
         await asyncio.sleep(0)
         return seq
 
-    def store(self, messages: Sequence[Outgoing]) -> int:
-        """What the server does: check every expectation against what is there, then store all or nothing."""
-        seen: set[str] = set()
-        for message in messages:
-            if message.expected is not None:
-                if message.subject in seen:
-                    raise Conflict("expectation on a subject already in the batch")
-                if self.last_of(message.subject) != message.expected:
-                    raise Conflict("wrong last sequence")
-            seen.add(message.subject)
-        for message in messages:
-            self.last_seq += 1
-            self.messages.append(StoredMessage(message.subject, self.last_seq, message.header, message.body))
-        return self.last_seq
-
     def intrude(self, subject: str, content: str = "intruder") -> int:
         """Another process writes a full checkpoint to the thread; the id of its entry."""
         there = [m for m in self.messages if m.subject == subject]
@@ -164,41 +155,20 @@ class FakeLog:
 
     # --- reads
 
-    def last_of(self, subject: str) -> int:
-        return next((m.seq for m in reversed(self.messages) if m.subject == subject), 0)
-
-    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-        await self._read()
-        return {m.subject: m for m in self.messages if m.subject in subjects}
-
-    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        await self._read()
-        found = [m for m in self.messages if m.subject == subject and m.seq > seq]
-        return found[:limit] if limit else found
-
-    async def end(self, timeout_s: float) -> int:
-        await self._read()
-        return self.last_seq
-
-    async def identity(self, seq: int) -> StoredMessage | None:
-        return next((m for m in self.messages if m.seq == seq), None)
-
-    async def fill(self) -> tuple[int, int]:
-        return sum(len(m.body) for m in self.messages), 1 << 30
+    async def _turn(self) -> MemoryStream:
+        fault = self.fault("read")
+        stream = await super()._turn()
+        self._land()
+        if fault == "unavailable":
+            raise LogUnavailable("no answer")
+        return stream
 
     def purge_below(self, seq: int) -> None:
         """Retention: everything below `seq` goes."""
-        self.messages = [m for m in self.messages if m.seq >= seq]
+        self.stream.purge("*.*.*", seq)
 
-    async def _read(self) -> None:
-        fault = self.fault("read")
-        await self._turn()
-        if fault == "unavailable":
-            raise LogUnavailable("no answer")
-
-    async def _turn(self) -> None:
-        await asyncio.sleep(0)
-        self.calls += 1
+    def _land(self) -> None:
+        """What was late arrives."""
         assert self.calls < _CALLS_MAX, "a storm of calls: somebody tries again and again without a pause"
         due = [messages for when, messages in self._late if when <= self.calls]
         self._late = [(when, messages) for when, messages in self._late if when > self.calls]

@@ -221,6 +221,24 @@ def test_a_large_entry_is_stored_in_pieces_and_read_whole() -> None:
     run(whole())
 
 
+def test_a_large_entry_of_which_only_the_end_is_left_is_followed() -> None:
+    """Retention stops at the cursor's entry, whose first pieces may be gone then."""
+
+    async def whole() -> None:
+        world = World(FakeLog(message_bytes_max=4096))
+        one, two = Instance(world), Instance(world)
+        await one.checkpoint(["a"])
+        await two.append(["x" * 10_000])
+        await world.flush()
+        world.log.purge_below(world.log.last_seq)
+        assert (await one.append(["b"])).version == 3
+        assert await world.messages() == ["a", "x" * 10_000, "b"]
+        for instance in (one, two):
+            await instance.aclose()
+
+    run(whole())
+
+
 def test_what_is_too_large_is_rejected_and_its_neighbours_are_not() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
@@ -263,6 +281,32 @@ def test_two_processes_take_turns_on_one_thread() -> None:
         for k in range(2):
             own = [m for m in found[1:] if m.endswith(f".{k}")]
             assert own == [f"{n}.{k}" for n in range(30)], "each process' own order"
+
+    test(main)
+
+
+def test_nothing_is_refused_because_of_what_was_remembered_and_is_no_more() -> None:
+    """Else a caller who loads the thread and decides again is refused for ever: a refusal makes nobody look."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint([{"id": "a"}, {"id": "b"}])
+        await two.checkpoint([{"id": "a"}])
+        await one.append([{"id": "c"}], expected=1, key="k")
+        assert await world.messages() == [{"id": "a"}, {"id": "c"}]
+        await two.checkpoint([])
+        await one.append([{"id": "c"}])
+        with pytest.raises(VersionConflict) as stale:
+            await two.append([1], expected=0)
+        assert stale.value.actual == 1
+        await _break(world, two)
+        one.appender.forget("t")
+        for instance in (one, two):
+            with pytest.raises(ThreadQuarantined):
+                await instance.append(["x"])
+        await two.checkpoint(["healed"])
+        await one.append(["y"])
+        assert await world.messages() == ["healed", "y"]
 
     test(main)
 

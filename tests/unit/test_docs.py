@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from bufstore import errors
+from bufstore.testing import APPLY_CHECKS, CHECKS
 
 _ROOT = Path(__file__).parent.parent.parent
 
@@ -15,6 +16,26 @@ def test_every_test_that_the_guarantees_name_exists() -> None:
     sources = "\n".join(p.read_text() for p in (_ROOT / "tests").rglob("test_*.py"))
     assert named
     assert not {name for name in named if f"def {name}(" not in sources}
+
+
+def test_every_test_and_check_that_the_tests_readme_names_exists() -> None:
+    text = (_ROOT / "tests" / "README.md").read_text()
+    # A check's name is a sentence; shorter words are methods and settings.
+    named = set(re.findall(r"`(test_\w+|[a-z0-9]+(?:_[a-z0-9]+){2,})`", text))
+    sources = "\n".join(p.read_text() for p in (_ROOT / "tests").rglob("test_*.py"))
+    checks = {check.name for check in CHECKS + APPLY_CHECKS}
+    assert len(named) > 100
+    assert not {n for n in named if not (f"def {n}(" in sources if n.startswith("test_") else n in checks)}
+
+
+def test_each_of_the_tests_readmes_rows_names_a_test_or_says_why_not() -> None:
+    text = (_ROOT / "tests" / "README.md").read_text()
+    rows = [line.split(" | ") for line in text.partition("## awaken's")[2].splitlines() if line.startswith("| ")]
+    cases = [row for row in rows if not row[-1].startswith("ours") and row[-1] != "the test |"]
+    assert len(cases) > 100
+    assert not [row for row in cases if "`" not in row[-1] and "no meaning" not in row[-1]]
+    # The numbered weaknesses are there, each once.
+    assert [int(row[0][2:].split()[0]) for row in cases if re.match(r"\| \d", row[0])] == list(range(1, 28))
 
 
 def test_every_guarantee_has_a_line() -> None:

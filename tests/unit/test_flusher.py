@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,8 +15,10 @@ from bufstore.buffer.ports import Cursor, FlushFailed
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import LogConfig
-from bufstore.errors import ConfigError, LogRolledBack
+from bufstore.errors import ConfigError, LogRolledBack, StoreUnavailable
+from bufstore.memory.hot import MemoryBucket, MemoryHotState
 from bufstore.memory.ledger import MemoryLedger
+from bufstore.memory.log import MemoryFeed
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Run
@@ -26,68 +28,33 @@ from unit.test_appender import Instance, World
 SUBJECTS = Subjects("thread", 4)
 
 
-class FakeHot:
-    """One member, whose progress reports go nowhere."""
+class HidingFeed:
+    """A feed that does not deliver some messages, and does not say so."""
 
-    async def renew_member(self, member: str, ttl_s: int) -> None: ...
+    def __init__(self, feed: MemoryFeed, hidden: set[int]) -> None:
+        self._feed, self._hidden = feed, hidden
 
-    async def leave(self, member: str) -> None: ...
-
-    async def announce(self) -> None: ...
-
-    async def members(self) -> list[str]:
-        return ["me"]
-
-    async def report(self, progress: Mapping[int, int]) -> None: ...
-
-    async def tell_parked(self, thread_id: str) -> None: ...
-
-    async def on_call(self, callback: Callable[[int], None]) -> None: ...
-
-
-class LogFeed:
-    """Hands over what stands in the fake log; `hidden` messages are never delivered."""
-
-    def __init__(self, log: FeedLog, partition: int, start: int) -> None:
-        self.lost: str | None = None
-        self._log, self._partition, self._next = log, partition, start
-        self.acked = 0
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._feed, name)
 
     def take(self) -> list[StoredMessage]:
-        prefix = SUBJECTS.of_partition(self._partition)[:-1]
-        found = [m for m in self._log.messages if m.seq >= self._next and m.subject.startswith(prefix)]
-        if found:
-            self._next = found[-1].seq + 1
-        return [m for m in found if m.seq not in self._log.hidden]
-
-    async def more(self) -> None: ...
-
-    async def ack(self, seq: int) -> None:
-        self.acked = seq
-
-    async def close(self) -> None: ...
+        return [m for m in self._feed.take() if m.seq not in self._hidden]
 
 
 class FeedLog(FakeLog):
-    """A fake log that can be followed."""
+    """A fake log whose feeds can be refused, and hide what they should deliver."""
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: set[int] = set()
         self.refuse_feed: dict[int, Exception] = {}
-        self.feeds: dict[int, LogFeed] = {}
-        self.purges: list[tuple[int, int]] = []
+        self.feeds: dict[int, HidingFeed] = {}
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> LogFeed:
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
         if partition in self.refuse_feed:
             raise self.refuse_feed[partition]
-        self.feeds[partition] = LogFeed(self, partition, start)
+        self.feeds[partition] = HidingFeed(await super().feed(partition, term, start, wake), self.hidden)
         return self.feeds[partition]
-
-    async def purge(self, partition: int, below: int) -> None:
-        prefix = SUBJECTS.of_partition(partition)[:-1]
-        self.purges.append((partition, below))
-        self.messages = [m for m in self.messages if m.seq >= below or not m.subject.startswith(prefix)]
 
 
 class Bench:
@@ -103,7 +70,7 @@ class Bench:
     async def start(self) -> None:
         self.flusher = Flusher(
             self.log,
-            FakeHot(),
+            MemoryHotState(MemoryBucket()),
             self.ledger,
             coalesce,
             SUBJECTS,
@@ -189,11 +156,66 @@ def test_a_postgres_that_went_back_gets_what_it_missed() -> None:
     bench(main)
 
 
+def went_back(it: Bench) -> Callable[[], None]:
+    """Puts the database back to what it is now."""
+    parts = it.ledger._rows, it.ledger._cursors, it.world.store._messages, it.world.store._threads
+    copies = [dict(part) for part in parts]
+
+    def put_back() -> None:
+        for part, copy in zip(parts, copies, strict=True):
+            part.clear()
+            part.update(copy)
+
+    return put_back
+
+
+def test_a_postgres_that_went_back_gets_what_it_missed_also_when_nothing_is_written_any_more() -> None:
+    async def main(it: Bench) -> None:
+        await it.start()
+        await it.writer.append(["a"])
+        assert await it.flushed("t")
+        put_back = went_back(it)
+        await it.writer.append(["b"])
+        assert await it.flushed("t")
+        put_back()
+        assert await it.stored() == ["a"]
+        assert await it.flushed("t", within_s=10.0)
+        assert await it.stored() == ["a", "b"]
+
+    bench(main)
+
+
+def test_nothing_is_purged_that_a_postgres_which_is_away_may_have_lost() -> None:
+    """It may come back as a copy of before, long after the failover window: what counts is when it went away."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        await it.writer.append(["a"])
+        assert await it.flushed("t")
+        put_back = went_back(it)
+        for n in range(5):
+            await it.writer.append([n])
+            assert await it.flushed("t")
+        cursors = it.ledger.cursors
+
+        async def away() -> dict[int, Cursor]:
+            raise StoreUnavailable("Postgres is away")
+
+        it.ledger.cursors = away  # type: ignore[method-assign]
+        await asyncio.sleep(300)
+        put_back()
+        it.ledger.cursors = cursors  # type: ignore[method-assign]
+        assert await it.flushed("t")
+        assert await it.stored() == ["a", 0, 1, 2, 3, 4]
+
+    bench(main, failover_window_s=20.0, retain_after_flush_s=20.0)
+
+
 def test_several_holes_in_one_delivery_are_all_filled() -> None:
     async def main(it: Bench) -> None:
         for n in range(8):
             await it.writer.append([n])
-        it.log.hidden = {2, 5, 6}
+        it.log.hidden.update({2, 5, 6})
         await it.start()
         assert await it.flushed("t")
         assert await it.stored() == list(range(8))
@@ -382,5 +404,116 @@ def test_a_thread_that_the_wrapped_store_held_before_is_flushed_on_top() -> None
         assert await it.flushed("t")
         assert await it.stored() == ["old", "new"]
         assert (await it.ledger.row("t")) != Row()
+
+    bench(main)
+
+
+def test_a_log_that_runs_full_gives_up_what_it_wishes_to_retain_but_not_the_failover_window() -> None:
+    async def main(it: Bench) -> None:
+        fill = 0.6
+
+        async def filled() -> tuple[int, int]:
+            return int(fill * 1000), 1000
+
+        it.log.fill = filled  # type: ignore[method-assign]
+        await it.start()
+        for n in range(5):
+            await it.writer.append([n])
+        assert await it.flushed("t")
+        await asyncio.sleep(3600)
+        assert len(it.log.messages) == 5, "there is room"
+        fill = 0.8
+        for n in range(5):
+            await it.writer.append([n])
+        assert await it.flushed("t")
+        flushed_before = [m.seq for m in it.log.messages][:4]
+        await asyncio.sleep(20)
+        assert not set(flushed_before) & {m.seq for m in it.log.messages}, "flushed long ago: gone"
+        assert len(it.log.messages) == 6, "flushed just now: a failover may still need it"
+        await asyncio.sleep(100)
+        assert [m.seq for m in it.log.messages] == [10]
+
+    bench(main, failover_window_s=60.0, retain_after_flush_s=24 * 3600.0)
+
+
+def test_partitions_that_are_idle_or_stuck_hold_no_purge_up() -> None:
+    async def main(it: Bench) -> None:
+        other = other_partition("t")
+        failing(it, lambda c: FlushFailed("55P03", Verdict.ISOLATE) if c.thread_id == other else None)
+        await it.start()
+        await it.writer.append(["stuck"], other)
+        for n in range(5):
+            await it.writer.append([n])
+        await asyncio.sleep(600)
+        assert [m.seq for m in it.log.messages] == [1, 6]
+        assert await it.stored(other) is None
+
+    bench(main, failover_window_s=20.0, retain_after_flush_s=100.0)
+
+
+def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
+    async def main(it: Bench) -> None:
+        acks = []
+
+        def look(partition: int, seq: int) -> None:
+            for m in it.log.messages:
+                if m.seq <= seq and int(m.subject.split(".")[1]) == partition:
+                    thread_id = "t" if m.subject == SUBJECTS.of("t") else "u"
+                    row = it.ledger._rows[thread_id]
+                    assert row.flushed_seq >= m.seq, "acknowledged, and Postgres knows nothing of it"
+                    assert m.seq in it.ledger.parked.entries or row.broken_since is None or m.seq < row.broken_since
+            acks.append(seq)
+
+        feed = it.log.feed
+
+        async def watched(partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
+            made = await feed(partition, term, start, wake)
+            acknowledge = made.ack
+
+            async def ack(seq: int) -> None:
+                look(partition, seq)
+                await acknowledge(seq)
+
+            made.ack = ack  # type: ignore[method-assign]
+            return made
+
+        it.log.feed = watched  # type: ignore[method-assign]
+        failing(it, lambda c: FlushFailed("22021", Verdict.POISON) if b"\xa6poison" in c.messages else None)
+        await it.start()
+        for message in ("good", "poison", "behind it"):
+            await it.writer.append([message], "t")
+            await it.writer.append(["good"], "u")
+        assert await it.flushed("t", "u")
+        await asyncio.sleep(5)
+        assert it.ledger.parked.entries.keys() == {3, 5}
+        assert max(acks) == 6
+
+    bench(main)
+
+
+def test_an_error_nobody_thought_of_is_told_and_tried_again() -> None:
+    async def main(it: Bench) -> None:
+        flush, fails = it.ledger.flush, 3
+
+        async def sometimes(*args: Any, **options: Any) -> Any:
+            nonlocal fails
+            fails -= 1
+            if fails >= 0:
+                raise RuntimeError("nobody thought of it")
+            return await flush(*args, **options)
+
+        it.ledger.flush = sometimes  # type: ignore[method-assign]
+        await it.start()
+        await it.writer.append([1])
+        troubles = set()
+        while fails >= 0:
+            await asyncio.sleep(0.1)
+            assert it.flusher is not None
+            troubles.add(it.flusher.state.trouble)
+        assert any(troubles), "health() must show it"
+        assert await it.flushed("t", within_s=10.0)
+        assert await it.stored() == [1]
+        await asyncio.sleep(2)
+        assert it.flusher.state.trouble == ""
 
     bench(main)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from bufstore.memory.store import MemoryThreadStore
+from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Check
 from bufstore.threads.model import ThreadChange
-from thread_store_contract import APPLY_CHECKS, CHECKS, Check
 
 
-class MemoryApplier:
-    def __init__(self) -> None:
-        self.store = MemoryThreadStore()
-
-    async def apply(self, *changes: ThreadChange) -> None:
-        await self.store.apply(None, changes)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_direct_writes(check: Check) -> None:
     await check(MemoryThreadStore())
 
 
-@pytest.mark.parametrize("check", APPLY_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", APPLY_CHECKS, ids=str)
 async def test_batches(check: Check) -> None:
-    await check(MemoryApplier())
+    store = MemoryThreadStore()
+
+    async def apply(batch: Sequence[ThreadChange]) -> None:
+        await store.apply(None, batch)
+
+    await check(Applier(store, apply))

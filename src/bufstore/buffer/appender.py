@@ -39,8 +39,10 @@ from bufstore.errors import (
     IdempotencyConflict,
     LogUnavailable,
     OutcomeUnknown,
+    Rejected,
     TooLarge,
 )
+from bufstore.failpoints import Failpoint, reach
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -52,6 +54,10 @@ _PAUSE_MAX_S = 0.2
 
 class _NeedRow(Exception):
     """An idempotency key can only be judged by what Postgres remembers of the thread."""
+
+
+class _Doubtful(Exception):
+    """A write is to be refused because of a tip that another writer may have left behind by now."""
 
 
 @dataclass(eq=False)
@@ -136,6 +142,7 @@ class Appender(Generic[M]):
                 write.done.set_exception(
                     AppendUnknown("closed") if write.maybe_stored else Closed("the store is closed")
                 )
+        reach(Failpoint.CLOSE_DRAINED)
 
     def tip(self, thread_id: str) -> Tip[M] | None:
         """The thread's last entry if this process wrote or saw it lately."""
@@ -190,18 +197,22 @@ class Appender(Generic[M]):
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------
 
     def _advance(self, lane: _Lane[M], tip: Tip[M] | None = None) -> None:
-        """Send what is queued, if the tip is known; else look it up first."""
+        """Send what is queued, if the tip is known; else look it up first. `tip`: one that was just looked up."""
         while lane.queue and lane.queue[0].done.done():
             lane.queue.popleft()
         if not lane.queue:
             self._lanes.pop(lane.thread_id, None)
             return
-        tip = tip or self._tips.get(lane.thread_id)
+        looked_up, tip = tip is not None, tip or self._tips.get(lane.thread_id)
         if tip is None:
             self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
         try:
-            unit = self._build(lane, tip)
+            unit = self._build(lane, tip, looked_up=looked_up)
+        except _Doubtful:
+            doubtful = tip
+            self._spawn(self._find(lane, lambda: self._finder.confirm(lane.thread_id, doubtful), for_head=True))
+            return
         except NeedBase:
             self._spawn(self._find(lane, lambda: self._finder.of_content(lane.thread_id), for_head=True))
             return
@@ -213,8 +224,8 @@ class Appender(Generic[M]):
             return
         self._send(lane, unit)
 
-    def _build(self, lane: _Lane[M], tip: Tip[M]) -> _Unit[M] | None:
-        """Take writes off the queue into a unit; None if all of them ended without one."""
+    def _build(self, lane: _Lane[M], tip: Tip[M], *, looked_up: bool) -> _Unit[M] | None:
+        """Take writes off the queue into a unit; None if all of them ended without one. Raises _Doubtful."""
         unit: _Unit[M] = _Unit(before=tip)
         size = 0
         while lane.queue:
@@ -245,6 +256,8 @@ class Appender(Generic[M]):
             except Exception as e:
                 if not first:
                     break
+                if isinstance(e, Rejected) and not looked_up:
+                    raise _Doubtful from e
                 lane.queue.popleft()
                 if not write.done.done():
                     write.done.set_exception(e)
@@ -323,6 +336,7 @@ class Appender(Generic[M]):
 
     def _on_stored(self, lane: _Lane[M], unit: _Unit[M], seq: int) -> None:
         assert unit.after is not None and unit.before is not None
+        reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
         if lane.stale:

@@ -1,7 +1,7 @@
 """Waiting until something is flushed, by whichever instance flushes it.
 
-The owner of a partition is asked to flush now, its progress reports are heard, and Postgres is asked now and then: a
-report may be lost, the truth is there.
+The owner of a partition is asked to flush now, its progress reports are heard, and then Postgres is asked, and now and
+then before: a report may be lost, or speak of a commit that a failover has lost; the truth is there.
 """
 
 from __future__ import annotations
@@ -67,22 +67,23 @@ class FlushWaiter:
         *,
         look_first: bool,
     ) -> None:
-        left = dict(targets)
+        left = targets
         reached, reason = 0, ""
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     moved = self._moved
-                    left = {p: t for p, t in left.items() if self._progress.get(p, 0) < t}
-                    if left and look_first:
+                    if look_first or all(self._progress.get(p, 0) >= t for p, t in left.items()):
                         try:
                             found = await look()
                             reached = max((found.get(p, 0) for p in left), default=0)
                             left = {p: t for p, t in left.items() if found.get(p, 0) < t}
+                            if not left:
+                                return
+                            # What was reported beyond that is no more.
+                            self._progress.update({p: found.get(p, 0) for p in left})
                         except BufstoreError as e:
                             reason = str(e)
-                    if not left:
-                        return
                     look_first = True
                     reason = await self._ask(left) or reason
                     with contextlib.suppress(TimeoutError):

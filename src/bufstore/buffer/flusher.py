@@ -35,6 +35,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.takeover import Takeover
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Flusher:
         self._shares = self._takeover.shares
         self._settler = Settler(log, hot, ledger, coalesce, subjects, config, self._takeover, self.state)
         self._lease = Lease(hot, member, subjects.partitions, config.lease_s, self._takeover.want)
-        self._retention = Retention(log, ledger, subjects, config, self._shares)
+        self._retention = Retention(log, ledger, subjects, config, self._shares, self._takeover.compare)
 
     async def start(self) -> None:
         """Join the members and begin to flush."""
@@ -84,6 +85,7 @@ class Flusher:
         """Stop: finish the window on its way, give up the partitions, leave the members."""
         if not self.state.running:
             return
+        reach(Failpoint.CLOSE_FLUSHED)
         self._stopping.set()
         self._wake.set()
         self._lease.members_changed()
@@ -93,8 +95,10 @@ class Flusher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for share in list(self._shares.values()):
             await self._takeover.drop(share, "closing")
+        reach(Failpoint.CLOSE_GIVEN_UP)
         with contextlib.suppress(BufstoreError, AppendUnknown):
             await self._hot.leave(self._member)
+        reach(Failpoint.CLOSE_LEFT)
         self.state.running = False
 
     def ask(self) -> None:
@@ -164,6 +168,8 @@ class Flusher:
             self.state.pending = sum(len(share.pending) for share in self._shares.values())
             if not self.state.pending:
                 self._clear_trouble()
+                if self._loop.time() - self._asked_at < 1.0:
+                    await self._takeover.compare_for_asker()
             wait = self._due_in()
             if wait <= 0:
                 break

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from bufstore.buffer.membership import owned
 from bufstore.buffer.ports import AppendUnknown, HotState
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Lease:
         await self._hot.renew_member(self._member, round(self._lease_s))
         self._until = began + self._lease_s  # counted from before the server's clock started
         if not self._announced:
+            reach(Failpoint.LEASE_RENEWED)
             await self._hot.announce()
             self._announced = True
         self._own(owned(self._member, await self._hot.members(), self._partitions))

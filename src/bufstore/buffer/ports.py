@@ -17,6 +17,9 @@ from bufstore.buffer.entry import StoredEntry, StoredMessage
 from bufstore.buffer.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.verdict import Verdict
 
+#: How long a run's id is kept in the hot state: to find the run until Postgres has it, and to refuse its id to others.
+RUN_TTL_S = 7 * 24 * 3600
+
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):
     """One message to be written."""
@@ -98,7 +101,37 @@ class Feed(Protocol):
         ...
 
 
-class Log(Stream, Protocol):
+class Generations(Protocol):
+    """The log as something that is made, looked at and taken out of service, one generation (epoch) at a time.
+
+    Raises ConfigDrift when it is not as configured, LogUnavailable.
+    """
+
+    async def epoch(self, *, checked: bool = True) -> int | None:
+        """The stream's epoch; None if there is no stream. `checked`: it must be as it is configured, and in service."""
+        ...
+
+    async def bounds(self) -> tuple[int, int]:
+        """The first sequence that is (or will be) in the log, and the last."""
+        ...
+
+    async def create(self, epoch: int) -> None:
+        """Create the stream as generation `epoch`; a no-op if another process was faster."""
+        ...
+
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        """Take the stream out of service: it can be read, and takes no more entries.
+
+        Remembers `common`, a position per partition; if it was taken out of service before, those of then are returned.
+        """
+        ...
+
+    async def remove(self) -> None:
+        """Delete the stream and all that is in it; a no-op if it is gone."""
+        ...
+
+
+class Log(Stream, Generations, Protocol):
     """The stream of entries."""
 
     @property
@@ -150,38 +183,12 @@ class Log(Stream, Protocol):
         ...
 
 
-class Generations(Protocol):
-    """The log as something that is made, looked at and taken out of service, one generation (epoch) at a time.
-
-    Raises ConfigDrift when it is not as configured, LogUnavailable.
-    """
-
-    async def epoch(self, *, checked: bool = True) -> int | None:
-        """The stream's epoch; None if there is no stream. `checked`: it must be as it is configured, and in service."""
-        ...
-
-    async def bounds(self) -> tuple[int, int]:
-        """The first sequence that is (or will be) in the log, and the last."""
-        ...
-
-    async def create(self, epoch: int) -> None:
-        """Create the stream as generation `epoch`; a no-op if another process was faster."""
-        ...
-
-    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
-        """Take the stream out of service: it can be read, and takes no more entries.
-
-        Remembers `common`, a position per partition; if it was taken out of service before, those of then are returned.
-        """
-        ...
-
-    async def remove(self) -> None:
-        """Delete the stream and all that is in it; a no-op if it is gone."""
-        ...
-
-
 class HotState(Protocol):
     """Small shared facts that may be lost: run → thread, members, progress, and calls to the owner of a partition."""
+
+    async def setup(self) -> None:
+        """Create what is needed, or check what is there; get ready."""
+        ...
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
         """Make `run_id` known as a run of `thread_id`; the thread that it belongs to (maybe another one)."""
@@ -241,6 +248,33 @@ class HotState(Protocol):
 
     async def on_call(self, callback: Callable[[int], None]) -> None:
         """Call back with the partition whenever somebody asks for a flush, or -1 when members changed."""
+        ...
+
+
+class Link(Protocol):
+    """One instance's way to the server that holds log and hot state."""
+
+    @property
+    def log(self) -> Log:
+        """The log."""
+        ...
+
+    @property
+    def hot(self) -> HotState:
+        """The hot state."""
+        ...
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Messages sent and received since the start."""
+        ...
+
+    async def open(self) -> None:
+        """Connect. Raises ConfigError, LogUnavailable."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release everything: log and hot state can be used no more."""
         ...
 
 
@@ -392,6 +426,10 @@ class Ledger(Protocol):
 
     async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
         """The threads' rows, and up to where entries of them were discarded; threads without one are left out."""
+        ...
+
+    async def broken(self) -> frozenset[str]:
+        """The threads whose chain is broken: no more than entries wait in quarantine."""
         ...
 
     async def flush(

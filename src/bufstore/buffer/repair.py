@@ -13,7 +13,6 @@ was interrupted is begun anew.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
@@ -24,7 +23,6 @@ from bufstore.buffer.ports import (
     Cursor,
     Decision,
     FlushFailed,
-    Generations,
     HotState,
     Inapplicable,
     Ledger,
@@ -59,10 +57,6 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None = None
 
 
-class SalvagedLog(Log, Generations, Protocol):
-    """The log that is repaired."""
-
-
 #: What is done with a thread's entries (None: of no thread), of which those at some positions are in quarantine.
 _Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
 
@@ -72,7 +66,7 @@ class Repair:
 
     def __init__(
         self,
-        log: SalvagedLog,
+        log: Log,
         hot: HotState,
         ledger: Ledger,
         coalesce: Coalesce,

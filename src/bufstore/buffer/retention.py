@@ -1,7 +1,8 @@
 """Removing flushed entries from the log, when it is time, and with them the rows that only guarded against them.
 
 Time counts from when a commit passed an entry, not from when it was written: a Postgres that fails over may lose its
-last commits, and then needs their entries again.
+last commits, and then needs their entries again. So it is asked first whether it still has them: one that is away may
+come back without, however long that takes.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.ports import AppendUnknown, FlushFailed, Ledger, Log
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -29,13 +31,20 @@ class Retention:
     """Purges the partitions of one owner."""
 
     def __init__(
-        self, log: Log, ledger: Ledger, subjects: Subjects, config: BufferConfig, shares: Mapping[int, Share]
+        self,
+        log: Log,
+        ledger: Ledger,
+        subjects: Subjects,
+        config: BufferConfig,
+        shares: Mapping[int, Share],
+        compare: Callable[[], Awaitable[None]],
     ) -> None:
         self._log = log
         self._ledger = ledger
         self._subjects = subjects
         self._config = config
         self._shares = shares
+        self._compare = compare
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Purge now and then, until `stopping`."""
@@ -46,19 +55,24 @@ class Retention:
                     await stopping.wait()
             try:
                 await self._purge()
-            except (BufstoreError, AppendUnknown, FlushFailed) as e:
+            except (BufstoreError, FlushFailed, AppendUnknown) as e:
                 _log.warning("purging failed: %s", e, extra={"action": "purge_failed"})
 
     async def _purge(self) -> None:
+        # What was committed long enough before Postgres confirms it is safe, whatever becomes of it then.
+        confirmed_at = asyncio.get_running_loop().time()
+        await self._compare()
         used, limit = await self._log.fill()
         pressed = used > _PRESSURE * limit
         keep = self._config.failover_window_s if pressed else self._config.retain_after_flush_s
         purged = False
         for share in list(self._shares.values()):
-            below = share.purgeable(asyncio.get_running_loop().time() - keep)
-            if below is not None:
+            below = share.purgeable(confirmed_at - keep)
+            if below is not None and share.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
+                reach(Failpoint.PURGE_BEFORE)
                 await self._log.purge(share.cursor.partition, below)
+                reach(Failpoint.PURGE_DONE)
                 share.purged(below)
                 purged = True
         if purged:

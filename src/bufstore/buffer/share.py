@@ -31,6 +31,8 @@ class Share:
         #: When the last of `commits` was begun; later ones replace it until the resolution is over.
         self._since = float("-inf")
         self.purged_below = 0
+        #: Why what is known of the partition is not to be relied on any more, if it is not.
+        self.doubt: str | None = None
 
     def collect(self) -> bool:
         """Take over what the feed delivered; True while the last entry of it is incomplete."""

@@ -1,4 +1,4 @@
-"""Where a thread lives in the log: partition, token, subject.
+"""Where a thread lives in the log: partition, token, subject; and where a generation of the log begins.
 
 A raw id never reaches a subject, key or header: `token` maps ids injectively into ``[A-Za-z0-9_-]``, so that no id
 can be a wildcard, end a protocol line, or meet another id.
@@ -13,6 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from bufstore.errors import MalformedEntry
+
+#: Each generation of the stream starts at epoch x 2^40, so that a position is one growing number.
+_EPOCH_BITS = 40
+
+
+def first_position(epoch: int) -> int:
+    """The first position of a generation of the log."""
+    return max(1, epoch << _EPOCH_BITS)
 
 
 def token(id_: str) -> str:

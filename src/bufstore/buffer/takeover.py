@@ -7,6 +7,7 @@ cursor in Postgres, with a higher term. So nothing is ever repaired in memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -16,10 +17,13 @@ from bufstore.buffer.ports import AppendUnknown, Cursor, FlushFailed, Ledger, Lo
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, LogRolledBack, StoreMisconfigured
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
 _TAKE_RETRY_S = 0.5
+#: Who asks for a flush of what is flushed makes us look into Postgres, but not more often than this.
+_COMPARE_S = 0.5
 #: So many partitions are looked at and followed at the same time.
 _AT_ONCE = 16
 
@@ -64,6 +68,7 @@ class Takeover:
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
         self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._compared_at = float("-inf")
         self.shares: dict[int, Share] = {}
 
     @property
@@ -81,8 +86,9 @@ class Takeover:
         """Give up what is not ours (any more) or lost, take what is."""
         given_up = []
         for partition, share in list(self.shares.items()):
-            if share.feed.lost is not None:
-                given_up.append(self.drop(share, share.feed.lost))
+            lost = share.feed.lost or share.doubt
+            if lost is not None:
+                given_up.append(self.drop(share, lost))
             elif partition not in self._wanted:
                 given_up.append(self.drop(share, "another member owns it"))
         await asyncio.gather(*given_up)
@@ -99,6 +105,7 @@ class Takeover:
             self._state.report(e, stopped=isinstance(e, (StoreMisconfigured, LogRolledBack)))
             self._untakeable.update(dict.fromkeys(missing, now + _TAKE_RETRY_S))
             return
+        reach(Failpoint.TAKE_RAISED)
         # All at once: while a cluster elects its leaders each of them may wait for an answer that does not come.
         await asyncio.gather(*(self._try_to_follow(cursor) for cursor in cursors))
 
@@ -126,9 +133,31 @@ class Takeover:
         self._state.takeovers += 1
         self._state.partitions = tuple(sorted(self.shares))
 
+    async def compare(self) -> None:
+        """Doubt the partitions whose cursors Postgres no longer knows: it went back, or somebody else has them.
+
+        Without this, a partition to which nothing is written would not notice. Raises what `Ledger.cursors` raises.
+        """
+        known = {p: (share, share.cursor) for p, share in self.shares.items()}
+        cursors = await self._ledger.cursors()
+        for partition, (share, ours) in known.items():
+            found = cursors.get(partition, Cursor(partition, 0, 0, 0))
+            # It may be ahead: of a flush that is on its way.
+            if found.term != ours.term or found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id):
+                share.doubt = f"Postgres has {found}, not {ours}"
+                self._wake()
+
+    async def compare_for_asker(self) -> None:
+        """`compare`, now and then: somebody asks for a flush, and there is nothing that is not flushed."""
+        if self.shares and self._loop.time() - self._compared_at >= _COMPARE_S:
+            self._compared_at = self._loop.time()
+            with contextlib.suppress(BufstoreError, FlushFailed):
+                await self.compare()
+
     async def drop(self, share: Share, reason: str) -> None:
         """Give the partition up: its memory is void."""
         _log.info("partition %d: %s", share.cursor.partition, reason, extra={"action": "partition_dropped"})
         self.shares.pop(share.cursor.partition, None)
         self._state.partitions = tuple(sorted(self.shares))
+        reach(Failpoint.SHARE_DROPPED)
         await share.feed.close()

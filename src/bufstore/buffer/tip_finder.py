@@ -85,11 +85,25 @@ class TipFinder(Generic[M]):
         """The tip with all keys that are remembered: those of its chain in the log, and those that Postgres knows."""
         seen = await self._seen_lately()
         row = await self._load_row(thread_id)
-        tip = self._tips.get(thread_id) or await self.look_up(thread_id)
+        known = self._tips.get(thread_id)
+        tip = await (self.confirm(thread_id, known) if known is not None else self.look_up(thread_id))
         if not tip.seq:
             return tip_of_row(row, seen, None)
         tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
         return tip
+
+    async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
+        """The tip as it is now, where `known` was it some time ago."""
+        self._tips.drop(thread_id)
+        if known.broken:
+            return await self.of_content(thread_id)  # a replay heals a chain without an entry
+        last = await self._lookups.last(self._subjects.of(thread_id))
+        if last is not None and last.seq == known.seq:
+            self._tips.put(thread_id, known)
+            return known
+        if last is not None and known.memory is not None:
+            return await self.catch_up(thread_id, known)
+        return await self.look_up(thread_id)
 
     async def catch_up(self, thread_id: str, before: Tip[M]) -> Tip[M]:
         """The tip after the entries that others appended behind `before`."""
@@ -107,6 +121,8 @@ class TipFinder(Generic[M]):
             e = item.entry
             self._writer.observe(memory, item)
             tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, ring_complete=e.ring_complete)
+        if tip.seq != messages[-1].seq:
+            return tip_of_message(messages[-1])  # of a large entry only the end is left
         self._tips.put(thread_id, tip)
         return tip
 

@@ -62,6 +62,9 @@ class MemoryLedger:
     async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
         return {t: (self._rows[t], self.parked.given_up.get(t, 0)) for t in thread_ids if t in self._rows}
 
+    async def broken(self) -> frozenset[str]:
+        return frozenset(t for t, row in self._rows.items() if row.broken_since is not None)
+
     async def flush(
         self,
         moves: Sequence[Move],

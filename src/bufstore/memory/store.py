@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from bufstore.errors import AlreadyExists, IdempotencyConflict, VersionConflict
+from bufstore.memory.ledger import MemoryLedger
 from bufstore.threads import edits, lineage
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.lineage import Children
@@ -66,6 +67,13 @@ class MemoryThreadStore:
         self._last: dict[str, Receipt] = {}
         #: The last checkpoints' (idempotency key, content) per thread.
         self._keys: dict[str, deque[tuple[str, object]]] = {}
+        self._ledger: MemoryLedger | None = None
+
+    def ledger(self, quarantine_max: int) -> MemoryLedger:
+        """Where the buffers in front of this store keep their watermarks: one for all of them."""
+        if self._ledger is None:
+            self._ledger = MemoryLedger(self, quarantine_max=quarantine_max)
+        return self._ledger
 
     async def checkpoint(
         self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None

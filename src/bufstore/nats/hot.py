@@ -18,10 +18,11 @@ from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.group_commit import GroupCommit
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports import RUN_TTL_S, AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.setup import ensure_bucket
@@ -30,8 +31,6 @@ from bufstore.nats.stream import NatsStream
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
-#: A run's key is there to find the run until Postgres has it, and to refuse its id to other threads meanwhile.
-_RUN_TTL_S = 7 * 24 * 3600
 
 
 class NatsHotState:
@@ -49,8 +48,8 @@ class NatsHotState:
         connection.on_connect(self._listen)
 
     async def setup(self) -> None:
-        """Create the bucket or check it; start writing."""
         await ensure_bucket(self._stream, self._config)
+        reach(Failpoint.BUCKET_CREATED)
         self._writes.start()
 
     async def aclose(self) -> None:
@@ -59,7 +58,7 @@ class NatsHotState:
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
         subject = f"{self._keys}run.{token(run_id)}"
-        message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=_RUN_TTL_S)
+        message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
         try:
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(LogUnavailable, AppendUnknown):

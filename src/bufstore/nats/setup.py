@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigDrift, ConfigError, LogRolledBack
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.stream import NatsStream
 
-#: Each generation of the stream starts at epoch x 2^40, so that a position is one growing number.
-EPOCH_BITS = 40
+#: Positions must fit into 62 bits.
 EPOCHS_MAX = 1 << 22
 
 #: Behind the first word of its subjects while a log is being repaired.
 WITHDRAWN = "-withdrawn"
 
 _OURS = "bufstore."
-
-
-def start_of(epoch: int) -> int:
-    """The first position of a generation."""
-    return max(1, epoch << EPOCH_BITS)
 
 
 def epoch_of(found: Mapping[str, Any]) -> int:
@@ -59,7 +53,7 @@ def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
         "max_msg_size": -1,
         "max_bytes": config.max_bytes,
         "allow_atomic": True,
-        "first_seq": start_of(epoch),
+        "first_seq": first_position(epoch),
         **_common(config),
         "metadata": {_OURS + "partitions": str(config.partitions), _OURS + "epoch": str(epoch)},
     }

@@ -20,15 +20,13 @@ from bufstore.buffer.audit import Verification
 from bufstore.buffer.flush_waiter import FlushWaiter
 from bufstore.buffer.flusher import Flusher
 from bufstore.buffer.flusher_state import FlusherState
-from bufstore.buffer.ports import Ledger
+from bufstore.buffer.ports import Ledger, Link
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verify import Verifier
-from bufstore.config import BufferConfig, NatsConfig, as_nats_config
+from bufstore.config import BufferConfig, NatsConfig
 from bufstore.errors import AlreadyExists, BufstoreError, ConfigError
-from bufstore.nats.connection import Connection
-from bufstore.nats.hot import NatsHotState
-from bufstore.nats.log import NatsLog
+from bufstore.memory.server import MemoryNats
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads import edits, lineage
@@ -69,7 +67,7 @@ from bufstore.threads.queries import (
     ThreadQuery,
 )
 from bufstore.threads.read import ThreadReads
-from bufstore.threads.wrapping import ledger_for, reader_for
+from bufstore.threads.wrapping import ledger_for, link_for, reader_for
 from bufstore.threads.write import Call, save_of
 from bufstore.threads.writer import ThreadWriter
 from bufstore.types import Consistency, Message, Quarantined, Receipt, check_id
@@ -84,7 +82,8 @@ class BufferedThreadStore:
         self,
         store: WrappableStore,
         ledger: Ledger,
-        nats: NatsConfig,
+        link: Link,
+        member: str,
         consistency: Consistency,
         config: BufferConfig,
     ) -> None:
@@ -93,21 +92,9 @@ class BufferedThreadStore:
         self._consistency = consistency
         self._config = config
         self._subjects = Subjects(config.log.subject, config.log.partitions)
-        self._member = secrets.token_hex(8)
-        self._connection = Connection(nats, f"bufstore-{self._member}")
-        self._log = NatsLog(self._connection, nats.api, config)
-        self._hot = NatsHotState(self._connection, nats.api, config.log)
+        self._link, self._log, self._hot = link, link.log, link.hot
         self._flusher = (
-            Flusher(
-                self._log,
-                self._hot,
-                ledger,
-                coalesce,
-                self._subjects,
-                config,
-                self._member,
-                prepare=self._prepare_store,
-            )
+            Flusher(self._log, self._hot, ledger, coalesce, self._subjects, config, member, self._prepare_store)
             if config.flusher
             else None
         )
@@ -118,10 +105,8 @@ class BufferedThreadStore:
             self._log, self._hot, self._subjects, reader_for(store, ledger), self._waiter, config, own_seq=self._own_seq
         )
         self._writer = ThreadWriter(self._reads, ledger, self._hot, config)
-        self._appender: Appender[MessageMemory] = Appender(
-            self._log, self._subjects, config, self._writer, self._writer.row
-        )
-        self._lists = BufferedLists(store, self._reads, config)
+        self._appender = Appender[MessageMemory](self._log, self._subjects, config, self._writer, self._writer.row)
+        self._lists = BufferedLists(store, ledger, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
         self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
         self._closing: asyncio.Task[None] | None = None
@@ -131,7 +116,7 @@ class BufferedThreadStore:
         cls,
         store: WrappableStore,
         *,
-        nats: str | Sequence[str] | NatsConfig = "nats://127.0.0.1:4222",
+        nats: str | Sequence[str] | NatsConfig | MemoryNats = "nats://127.0.0.1:4222",
         postgres: str | None = None,
         schema: str = "bufstore",
         consistency: Consistency = Consistency.READ_YOUR_WRITES,
@@ -140,6 +125,7 @@ class BufferedThreadStore:
         """Connect, create what is missing, check what is there, and begin to flush.
 
         `store`: a PostgresThreadStore or MemoryThreadStore (opened and closed with this one), or an app's own.
+        `nats`: where the log is; a `bufstore.memory.MemoryNats` for tests without a server.
         `postgres`: where an app's own store keeps its tables; ours are made in `schema` there, because both change in
         one transaction. `consistency` is the level of reads that name none.
 
@@ -147,7 +133,9 @@ class BufferedThreadStore:
         LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
         """
         config = config or BufferConfig()
-        self = cls(store, ledger_for(store, postgres, schema, config), as_nats_config(nats), consistency, config)
+        member = secrets.token_hex(8)
+        link = link_for(nats, config, f"bufstore-{member}")
+        self = cls(store, ledger_for(store, postgres, schema, config), link, member, consistency, config)
         try:
             await self._start()
         except BaseException:
@@ -165,7 +153,7 @@ class BufferedThreadStore:
         return f"{type(self).__name__}({self._store!r}, stream={self._config.log.stream!r})"
 
     async def _start(self) -> None:
-        await self._connection.open()
+        await self._link.open()
         await self._ledger.open()
         if isinstance(self._store, PostgresThreadStore):
             await self._store.open()
@@ -203,8 +191,7 @@ class BufferedThreadStore:
             if isinstance(self._store, PostgresThreadStore):
                 stack.push_async_callback(self._store.aclose)
             stack.push_async_callback(self._ledger.aclose)
-            stack.push_async_callback(self._connection.aclose)
-            stack.push_async_callback(self._hot.aclose)
+            stack.push_async_callback(self._link.aclose)
             stack.push_async_callback(self._appender.aclose)
             stack.push_async_callback(self._reads.aclose)
             if self._flusher is not None:
@@ -451,7 +438,7 @@ class BufferedThreadStore:
     async def statistics(self) -> Statistics:
         """Counters and fill. Raises LogUnavailable."""
         used, limit = await self._log.fill()
-        sent, received = self._connection.traffic
+        sent, received = self._link.traffic
         return Statistics(
             appended=self._appender.appended,
             conflicts=self._appender.conflicts,

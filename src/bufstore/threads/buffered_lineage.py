@@ -7,7 +7,9 @@ and proves that none came between its checks and it. Then its edits are appended
 Failure model. Who finds a change that is not marked carries it out first: edits can be repeated. Who comes back to his
 own, late, looks at the record between reading a thread and the append that stands directly behind what was read: if the
 record has moved on, his change has been carried out by somebody else; if it moves after the look, that change of the
-thread fails the append. A bucket that is lost while two changes are under way lets them overlap.
+thread fails the append. What fails after a change took its place leaves it to the next one: its outcome is not known.
+Only what is refused (a thread in quarantine, a full log) ends it: it is marked as done and goes no further, so that it
+stops nobody else. A bucket that is lost while two changes are under way lets them overlap.
 """
 
 from __future__ import annotations
@@ -17,10 +19,23 @@ import contextlib
 import secrets
 
 import msgspec
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
-from bufstore.errors import LineageError, LogUnavailable, NotFound, OutcomeUnknown, ReadNotFresh, StoreUnavailable
+from bufstore.errors import (
+    FlushTimeout,
+    LineageError,
+    LogFull,
+    LogUnavailable,
+    NotFound,
+    OutcomeUnknown,
+    ReadNotFresh,
+    Rejected,
+    StoreUnavailable,
+    Unavailable,
+)
+from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
 from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
@@ -68,8 +83,8 @@ class BufferedLineage:
     async def change(self, wanted: LineageChange) -> Receipt:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
-        Bounded by ``flush_timeout_s``. Given up after it took its place: OutcomeUnknown, and the next change carries it
-        out; repeating it is safe.
+        Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
+        carries it out; repeating it is safe. Refused after that (ThreadQuarantined, LogFull): what was done stays.
         """
         self._edits.check_store()
         self._parents.forget()
@@ -77,10 +92,12 @@ class BufferedLineage:
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
                 return await self._change(wanted, mine)
-        except TimeoutError:
+        except (TimeoutError, Unavailable, OutcomeUnknown, ReadNotFresh, FlushTimeout) as e:
             if mine.id in self._placed:
-                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from None
-            raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from None
+                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+            if isinstance(e, (TimeoutError, OutcomeUnknown)):  # the latter of a change that was to be finished first
+                raise LogUnavailable(f"no turn to change the lineage of thread {wanted.thread_id!r} in time") from e
+            raise
         finally:
             self._placed.discard(mine.id)
 
@@ -88,12 +105,11 @@ class BufferedLineage:
         while True:
             seq, record = await self._record()
             if record is not None and not record.done:
-                with contextlib.suppress(Overtaken, NotFound):
-                    await self._carry_out(record, seq)
-                await self._mark(record, seq)
+                await self._finish(record, seq)
                 continue
             await check(_Family(self, None), wanted)
             self._placed.add(mine.id)
+            reach(Failpoint.LINEAGE_BEFORE)
             try:
                 seq = await self._hot.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
             except (Conflict, AppendUnknown):
@@ -101,21 +117,49 @@ class BufferedLineage:
                 if record is None or record.id != mine.id:
                     self._placed.discard(mine.id)
                     continue  # another's; if mine was there before it, it has been carried out and repeats
+            reach(Failpoint.LINEAGE_PLACED)
             try:
                 receipt = await self._carry_out(mine, seq)
             except (Overtaken, NotFound):
                 state, last = await self._reads.joined(wanted.thread_id)
                 receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
+            except Rejected as e:
+                if await self._mark(mine, seq):
+                    raise
+                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+            reach(Failpoint.LINEAGE_CARRIED_OUT)
             await self._mark(mine, seq)
+            reach(Failpoint.LINEAGE_MARKED)
             return receipt
+
+    async def _finish(self, record: _Record, seq: int) -> None:
+        """Carry out another's change, as far as it goes."""
+        try:
+            await self._carry_out(record, seq)
+        except LogFull:
+            raise
+        except (Overtaken, Rejected):
+            pass  # done by somebody else; or it can be carried out no further, and must not stop others
+        await self._mark(record, seq)
 
     async def _carry_out(self, record: _Record, seq: int) -> Receipt:
         return await carry_out(_Family(self, seq), record.change)
 
-    async def _mark(self, record: _Record, seq: int) -> None:
-        done = msgspec.structs.replace(record, done=True)
-        with contextlib.suppress(Conflict, AppendUnknown, LogUnavailable):  # else the next one does it again
-            await self._hot.put_lineage(_encode(done), seq, self._config.append_timeout_s)
+    async def _mark(self, record: _Record, seq: int) -> bool:
+        """Note that the change is done, however often that has to be tried; False when somebody else was faster.
+
+        The caller bounds the time. Nobody may be told before that his change is done: the next one would do it again,
+        and delete a second time what was written in between.
+        """
+        done = _encode(msgspec.structs.replace(record, done=True))
+        async for attempt in AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.02, max=0.2),
+            retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
+        ):
+            with attempt, contextlib.suppress(Conflict):
+                await self._hot.put_lineage(done, seq, self._config.append_timeout_s)
+                return True
+        return False
 
     async def _record(self) -> tuple[int, _Record | None]:
         seq, body = await self._hot.lineage(self._config.append_timeout_s)
@@ -146,7 +190,9 @@ class BufferedLineage:
         async def overtaken() -> bool:
             return (await self._hot.lineage(self._config.append_timeout_s))[0] != seq
 
-        return await self._edits.edit(wanted, overtaken=overtaken)
+        receipt = await self._edits.edit(wanted, overtaken=overtaken)
+        reach(Failpoint.LINEAGE_EDITED)
+        return receipt
 
 
 class _Family:

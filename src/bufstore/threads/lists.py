@@ -2,14 +2,30 @@
 
 A list cannot be overlaid with the tails of all threads and stay a page. So everything that the log holds at the time
 of the call is flushed first; then the wrapped store answers, from its indices. A thread whose chain is broken shows
-its flushed state. With an app's own store that has no such queries, the messages of a thread are read whole; the
-rest is refused.
+its flushed state, and the page says so (`Page.quarantined`): which threads are broken is asked before the page, so that
+one that heals in between is at worst marked without need. What has no page to mark raises ThreadQuarantined. With an
+app's own store that has no such queries, the messages of a thread are read whole; the rest is refused.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import msgspec
+
+from bufstore.buffer.chain import Row
+from bufstore.buffer.ports import Ledger
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, FlushTimeout, LogUnavailable, ReadNotFresh
+from bufstore.errors import (
+    ConfigError,
+    FlushTimeout,
+    LogUnavailable,
+    ReadNotFresh,
+    StoreUnavailable,
+    ThreadQuarantined,
+)
 from bufstore.threads.message_pages import LAST, check_range, message_page
 from bufstore.threads.protocol import Queryable, WrappableStore
 from bufstore.threads.queries import (
@@ -30,12 +46,15 @@ from bufstore.threads.queries import (
 from bufstore.threads.read import ThreadReads
 from bufstore.types import Consistency, check_id
 
+T = TypeVar("T")
+
 
 class BufferedLists:
     """The list reads of `BufferedThreadStore`, at a consistency level."""
 
-    def __init__(self, store: WrappableStore, reads: ThreadReads, config: BufferConfig) -> None:
+    def __init__(self, store: WrappableStore, ledger: Ledger, reads: ThreadReads, config: BufferConfig) -> None:
         self._store = store if isinstance(store, Queryable) else None
+        self._ledger = ledger
         self._reads = reads
         self._config = config
 
@@ -50,29 +69,32 @@ class BufferedLists:
             read_cursor(cursor, query, thread_id, int)
         if self._store is not None:
             await self._barrier(level, thread_id)
-            return await self._store.query_messages(thread_id, query, limit=limit, cursor=cursor)
-        state = await self._reads.thread(thread_id, level)
+            marked = _marked(thread_id, await self._row(thread_id))
+            page = await self._store.query_messages(thread_id, query, limit=limit, cursor=cursor)
+            return msgspec.structs.replace(page, quarantined=marked)
+        state = await self._reads.thread(thread_id, level, quarantined="known")
 
         async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
             found = list(enumerate(state.messages, 1))[low - 1 : high]
             return (found[::-1] if newest_first else found)[:count]
 
-        return await message_page(thread_id, query, limit, cursor, fetch)
+        page = await message_page(thread_id, query, limit, cursor, fetch)
+        return msgspec.structs.replace(page, quarantined=_marked(thread_id, state.row))
 
     async def message(self, thread_id: str, message_id: str, level: Consistency) -> MessageRecord | None:
-        """See `Queryable.load_message`. Errors as in `messages`."""
+        """See `Queryable.load_message`. Errors as in `messages`, and ThreadQuarantined."""
         check_message_id(message_id)
         if self._store is not None:
-            await self._barrier(level, check_id(thread_id, "thread_id"))
+            await self._whole(level, thread_id)
             return await self._store.load_message(thread_id, message_id)
         records = await self.message_range(thread_id, 1, LAST, level)
         return next((r for r in records if r.message_id == message_id), None)
 
     async def message_range(self, thread_id: str, first: int, last: int, level: Consistency) -> list[MessageRecord]:
-        """See `Queryable.load_message_range`. Errors as in `messages`."""
+        """See `Queryable.load_message_range`. Errors as in `message`."""
         first, last = check_range(first, last)
         if self._store is not None:
-            await self._barrier(level, check_id(thread_id, "thread_id"))
+            await self._whole(level, thread_id)
             return await self._store.load_message_range(thread_id, first, last)
         state = await self._reads.thread(check_id(thread_id, "thread_id"), level)
         return [record_of(thread_id, seq, m) for seq, m in enumerate(state.messages[first - 1 : last], first)]
@@ -84,7 +106,13 @@ class BufferedLists:
         check_limit(limit)
         read_position(cursor, query)
         await self._barrier(level, query.thread_id)
-        return await store.query_runs(query, limit=limit, cursor=cursor)
+        if query.thread_id is not None:
+            marked = _marked(query.thread_id, await self._row(query.thread_id))
+            page = await store.query_runs(query, limit=limit, cursor=cursor)
+            return msgspec.structs.replace(page, quarantined=marked)
+        broken = await self._asked(self._ledger.broken())
+        page = await store.query_runs(query, limit=limit, cursor=cursor)
+        return msgspec.structs.replace(page, quarantined=broken.intersection(r.thread_id for r in page.runs))
 
     async def threads(self, query: ThreadQuery, limit: int, cursor: str | None, level: Consistency) -> ThreadPage:
         """See `Queryable.query_threads`. Raises ConfigError if the wrapped store has no queries."""
@@ -93,7 +121,29 @@ class BufferedLists:
         check_limit(limit)
         read_position(cursor, query)
         await self._barrier(level)
-        return await store.query_threads(query, limit=limit, cursor=cursor)
+        broken = await self._asked(self._ledger.broken())
+        page = await store.query_threads(query, limit=limit, cursor=cursor)
+        return msgspec.structs.replace(page, quarantined=broken.intersection(t.thread_id for t in page.threads))
+
+    async def _whole(self, level: Consistency, thread_id: str) -> None:
+        """Wait as `_barrier` does; raise ThreadQuarantined if the thread's chain is broken."""
+        await self._barrier(level, check_id(thread_id, "thread_id"))
+        if level is Consistency.EVENTUAL:
+            return
+        since = (await self._row(thread_id)).broken_since
+        if since is not None:
+            raise ThreadQuarantined(thread_id, since)
+
+    async def _row(self, thread_id: str) -> Row:
+        return await self._asked(self._ledger.row(thread_id))
+
+    async def _asked(self, answer: Awaitable[T]) -> T:
+        """What the ledger answers, in the time of a read."""
+        try:
+            async with asyncio.timeout(self._config.read_timeout_s):
+                return await answer
+        except TimeoutError:
+            raise StoreUnavailable("Postgres, which knows of the quarantine, does not answer") from None
 
     async def _barrier(self, level: Consistency, thread_id: str | None = None) -> None:
         """Wait until the thread, or everything, is flushed as far as the log knows it now."""
@@ -112,3 +162,7 @@ class BufferedLists:
         if self._store is None:
             raise ConfigError("the wrapped store has no queries (see bufstore.threads.protocol.Queryable)")
         return self._store
+
+
+def _marked(thread_id: str, row: Row) -> frozenset[str]:
+    return frozenset([thread_id]) if row.broken_since is not None else frozenset()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from bufstore.buffer.ports import Ledger
+from bufstore.buffer.ports import Ledger, Log
 from bufstore.buffer.salvage import reason_to_repair
+from bufstore.buffer.subjects import first_position
 from bufstore.buffer.takeover import mismatch
 from bufstore.config import BufferConfig
 from bufstore.errors import LogRolledBack, StoreUnavailable
-from bufstore.nats.log import NatsLog
-from bufstore.nats.setup import start_of
+from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore
 
 
-async def prepare_log(log: NatsLog, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
+async def prepare_log(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
     """Make sure that the log exists and that it is the one that Postgres speaks of."""
     epoch = await log.epoch()
     try:
@@ -29,7 +29,7 @@ async def prepare_log(log: NatsLog, ledger: Ledger, store: WrappableStore, confi
         ) from e
 
 
-async def prepare_store(log: NatsLog, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
+async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
     """Create or migrate the tables, and compare the log with what they say; create it if it is missing."""
     await ledger.setup()
     if isinstance(store, PostgresThreadStore):
@@ -41,19 +41,21 @@ async def prepare_store(log: NatsLog, ledger: Ledger, store: WrappableStore, con
         raise LogRolledBack(reason)
     if epoch is None:
         await ledger.set_epoch(known or 0)
+        reach(Failpoint.EPOCH_SET)
         await log.create(known or 0)
+        reach(Failpoint.STREAM_CREATED)
         await log.epoch()
     elif known is None:
         await ledger.set_epoch(epoch)
 
 
-async def compare(log: NatsLog, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
+async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
     """Why the log is not the one that Postgres speaks of; None when it is. Raises Unavailable errors."""
     # Postgres first: the log may only grow.
     cursors = (await ledger.cursors()).values()
     applied = max((c.seq for c in cursors), default=0)
     first, end = await log.bounds() if epoch is not None else (0, 0)
-    start = start_of(epoch if epoch is not None else known or 0)
+    start = first_position(epoch if epoch is not None else known or 0)
     reason = reason_to_repair(
         stream=stream, log_epoch=epoch, epoch=known, log_start=start, log_first=first, log_end=end, applied=applied
     )

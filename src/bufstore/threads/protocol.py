@@ -47,7 +47,11 @@ class ThreadReader(Protocol):
 
 @runtime_checkable
 class Queryable(Protocol):
-    """The reads over many rows. A wrapped store that has them answers the buffered store's lists.
+    """The reads over many rows. A wrapped store that has them answers the buffered store's lists. For its own pages and
+    cursors, `bufstore.threads.queries` and `bufstore.threads.message_pages` have what is the same for all tables.
+
+    A page of a buffered store shows what is flushed of a thread in quarantine, and marks it: `Page.quarantined`. Any
+    other store leaves that empty.
 
     Order in time is the order in which things reached the store that answers. Behind a buffer that is, for one thread,
     the order they were written in; for different threads it may differ by as much as a flush takes.
@@ -63,10 +67,13 @@ class Queryable(Protocol):
         """
 
     async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
-        """The first message of the thread with this id."""
+        """The first message of the thread with this id. A buffered store raises ThreadQuarantined, like its reads."""
 
     async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
-        """The messages at positions `first` to `last` (from 1, both included), as far as there are any."""
+        """The messages at positions `first` to `last` (from 1, both included), as far as there are any.
+
+        Raises as `load_message`.
+        """
 
     async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
         """A page of runs, in the order of their creation. Arguments and errors as in `query_messages`."""
@@ -112,7 +119,8 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
         """
 
     # Edits change one thread without a checkpoint. Repeating one is safe, also after OutcomeUnknown: it arrives at the
-    # same thread, or says with a Rejected error that it has been done.
+    # same thread, or says with a Rejected error that it has been done. The one exception: an `append_messages` without
+    # `expected_version` of messages without ids, which nothing tells from a second one. Give it either.
 
     async def create_run(self, run: Run) -> Receipt:
         """Save a run on its own, creating its thread if that is new; the thread's row does not change with it.

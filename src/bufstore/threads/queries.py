@@ -80,11 +80,20 @@ class MessageRecord(msgspec.Struct, frozen=True, kw_only=True):
     internal: bool = False
 
 
-class MessagePage(msgspec.Struct, frozen=True, kw_only=True):
-    """Some records, and the cursor of the next page; None at the end."""
+class Page(msgspec.Struct, frozen=True, kw_only=True):
+    """What pages have in common."""
+
+    #: The cursor of the next page; None at the end.
+    next_cursor: str | None = None
+    #: Threads of this page whose chain is broken by a parked entry: what it shows of them, and whether it shows all of
+    #: theirs, is as it was without that entry and what builds on it. Empty for a store without a buffer.
+    quarantined: frozenset[str] = frozenset()
+
+
+class MessagePage(Page, frozen=True, kw_only=True):
+    """Some records of a thread."""
 
     records: list[MessageRecord]
-    next_cursor: str | None = None
 
 
 class RunQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,11 +107,10 @@ class RunQuery(msgspec.Struct, frozen=True, kw_only=True):
 ALL_RUNS = RunQuery()
 
 
-class RunPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Some runs, and the cursor of the next page; None at the end."""
+class RunPage(Page, frozen=True, kw_only=True):
+    """Some runs."""
 
     runs: list[Run]
-    next_cursor: str | None = None
 
 
 class ThreadQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,11 +127,10 @@ class ThreadQuery(msgspec.Struct, frozen=True, kw_only=True):
 ALL_THREADS = ThreadQuery()
 
 
-class ThreadPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Some threads, without messages and state, and the cursor of the next page; None at the end."""
+class ThreadPage(Page, frozen=True, kw_only=True):
+    """Some threads, without messages and state."""
 
     threads: list[Thread]
-    next_cursor: str | None = None
 
 
 Query = MessageQuery | RunQuery | ThreadQuery

@@ -150,13 +150,17 @@ class ThreadReads:
     async def _with_tail(self, thread_id: str, state: ThreadState) -> tuple[ThreadState, int]:
         """`state` with what the log holds above it, and the position of the last of that."""
         subject = self._subjects.of(thread_id)
-        messages = await self._log.after(subject, state.row.flushed_seq, self._config.read_timeout_s)
+        while not (messages := await self._log.after(subject, state.row.flushed_seq, self._config.read_timeout_s)):
+            last = await self._last(subject)
+            if last <= state.row.flushed_seq:
+                return state, last
+            # It came between the two looks: a position must not be told without what stands there.
         items = assemble(messages, thread_id)
         joined = overlay(state, thread_id, items)
         if joined.row.broken_since is not None and state.row.broken_since is None:
             # Either an entry is missing because Postgres has moved since, or the chain is really broken.
             joined = overlay(await self._store.state(thread_id), thread_id, items)
-        return joined, messages[-1].seq if messages else await self._last(subject)
+        return joined, messages[-1].seq
 
     async def _joined_state(self, thread_id: str) -> ThreadState:
         return (await self.joined(thread_id))[0]

@@ -6,25 +6,23 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bufstore.buffer.ports import Ledger
+from bufstore.buffer.ports import Ledger, Log
 from bufstore.buffer.repair import Repair, Repaired
 from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig, NatsConfig, as_nats_config
+from bufstore.config import BufferConfig, NatsConfig
 from bufstore.errors import LogRolledBack
-from bufstore.nats.connection import Connection
-from bufstore.nats.hot import NatsHotState
-from bufstore.nats.log import NatsLog
+from bufstore.memory.server import MemoryNats
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.preparing import compare
 from bufstore.threads.protocol import WrappableStore
-from bufstore.threads.wrapping import ledger_for
+from bufstore.threads.wrapping import ledger_for, link_for
 
 
 async def repair(
     store: WrappableStore,
     *,
-    nats: str | Sequence[str] | NatsConfig = "nats://127.0.0.1:4222",
+    nats: str | Sequence[str] | NatsConfig | MemoryNats = "nats://127.0.0.1:4222",
     postgres: str | None = None,
     schema: str = "bufstore",
     config: BufferConfig | None = None,
@@ -41,12 +39,10 @@ async def repair(
     """
     # What goes to quarantine here is bounded by the log, and has nowhere else to wait.
     config = replace(config or BufferConfig(), quarantine_max=sys.maxsize)
-    connection = Connection(as_nats_config(nats), "bufstore-repair")
-    log = NatsLog(connection, as_nats_config(nats).api, config)
-    hot = NatsHotState(connection, as_nats_config(nats).api, config.log)
+    link = link_for(nats, config, "bufstore-repair")
     ledger = ledger_for(store, postgres, schema, config)
     ours = store if isinstance(store, PostgresThreadStore) else None
-    await connection.open()
+    await link.open()
     try:
         await ledger.open()
         await ledger.setup()
@@ -54,16 +50,16 @@ async def repair(
             await ours.open()
             await ours.setup()
         subjects = Subjects(config.log.subject, config.log.partitions)
-        it = Repair(log, hot, ledger, coalesce, subjects, await _reason(log, ledger, config.log.stream))
+        it = Repair(link.log, link.hot, ledger, coalesce, subjects, await _reason(link.log, ledger, config.log.stream))
         return await (it.carry_out() if apply else it.look())
     finally:
         if ours is not None:
             await ours.aclose()
         await ledger.aclose()
-        await connection.aclose()
+        await link.aclose()
 
 
-async def _reason(log: NatsLog, ledger: Ledger, stream: str) -> str | None:
+async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:
     """Why a store would not open here; None when it would."""
     try:
         epoch = await log.epoch()

@@ -1,12 +1,15 @@
-"""What a wrapped store needs beside it: a ledger in the same database, and a reader that knows how fresh a state is."""
+"""What stands around a wrapped store: a ledger in its database, a reader that knows how fresh a state is, a log."""
 
 from __future__ import annotations
 
-from bufstore.buffer.ports import Ledger
-from bufstore.config import BufferConfig
+from collections.abc import Sequence
+
+from bufstore.buffer.ports import Ledger, Link
+from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.errors import ConfigError
-from bufstore.memory.ledger import MemoryLedger
+from bufstore.memory.server import MemoryNats
 from bufstore.memory.store import MemoryThreadStore
+from bufstore.nats.link import NatsLink
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.base import ComparingReader, SnapshotReader, StateReader
@@ -22,7 +25,7 @@ def ledger_for(store: WrappableStore, postgres: str | None, schema: str, config:
     if postgres is not None:
         return PostgresLedger(postgres, store, schema=schema, quarantine_max=bound)
     if isinstance(store, MemoryThreadStore):
-        return MemoryLedger(store, quarantine_max=bound)
+        return store.ledger(bound)
     raise ConfigError("give `postgres`: the database of your store, where the buffer keeps its watermarks")
 
 
@@ -31,3 +34,10 @@ def reader_for(store: WrappableStore, ledger: Ledger) -> StateReader:
     if isinstance(store, PostgresThreadStore) and isinstance(ledger, PostgresLedger):
         return SnapshotReader(store)
     return ComparingReader(store, ledger)
+
+
+def link_for(nats: str | Sequence[str] | NatsConfig | MemoryNats, config: BufferConfig, name: str) -> Link:
+    """The way to the log. Raises ConfigError."""
+    if isinstance(nats, MemoryNats):
+        return nats.link(config)
+    return NatsLink(as_nats_config(nats), config, name)

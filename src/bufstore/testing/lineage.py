@@ -1,26 +1,16 @@
-"""What every `ThreadRunStore` does with parents, children and deletions. Part of the contract."""
+"""What every `ThreadRunStore` does with parents, children and deletions."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
-
-import pytest
-
 from bufstore.errors import InvalidId, InvalidQuery, LineageError, NotFound
+from bufstore.testing.basics import Capability, Check, at_once, count, fresh, raises, registrar, run_of
 from bufstore.threads.lineage import Children
 from bufstore.threads.model import Thread, ThreadMetadata
 from bufstore.threads.protocol import ThreadRunStore
 from bufstore.threads.queries import RunQuery, ThreadQuery
-from thread_store_basics import fresh, run_of
 
-LINEAGE_CHECKS: list[Callable[[Any], Awaitable[None]]] = []
-
-
-def _check(check: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
-    LINEAGE_CHECKS.append(check)
-    return check
+CHECKS: list[Check] = []
+_check = registrar(CHECKS)
 
 
 async def _family(store: ThreadRunStore, *parents: int | None) -> list[str]:
@@ -44,7 +34,7 @@ async def _children(store: ThreadRunStore, thread_id: str) -> set[str]:
     return {thread.thread_id for thread in page.threads}
 
 
-@_check
+@_check(Capability.LINEAGE, Capability.LISTS)
 async def a_parent_is_set_and_taken_off(store: ThreadRunStore) -> None:
     a, b, c = await _family(store, None, 0, 0)
     assert await _children(store, a) == {b, c}
@@ -58,27 +48,27 @@ async def a_parent_is_set_and_taken_off(store: ThreadRunStore) -> None:
     assert await _parent(store, b) == a
 
 
-@_check
+@_check(Capability.LINEAGE)
 async def lineage_is_validated(store: ThreadRunStore) -> None:
     a, b, c, d = await _family(store, None, 0, 1, None)
     for thread_id, parent in [(a, a), (a, b), (a, c), (b, c), (d, fresh())]:
-        with pytest.raises(LineageError):
+        with raises(LineageError):
             await store.set_parent(thread_id, parent)
-    with pytest.raises(NotFound):
+    with raises(NotFound):
         await store.set_parent(fresh(), a)
-    with pytest.raises(InvalidId):
+    with raises(InvalidId):
         await store.set_parent(a, "")
     assert [await _parent(store, t) for t in (a, b, c, d)] == [None, a, b, None]
 
 
-@_check
+@_check(Capability.LINEAGE)
 async def a_parent_that_a_run_names_is_validated(store: ThreadRunStore) -> None:
     (a, b), new = await _family(store, None, 0), fresh()
     for thread_id, parent in [(new, fresh()), (new, new), (a, b), (a, a)]:
         run = run_of(thread_id, "named-" + thread_id, parent_thread_id=parent)
-        with pytest.raises(LineageError):
+        with raises(LineageError):
             await store.checkpoint(thread_id, [1], run)
-        with pytest.raises(LineageError):
+        with raises(LineageError):
             await store.checkpoint_append(thread_id, [1], run)
     assert await store.load_thread(new) is None
     assert await store.load_messages(a) == [a]
@@ -88,17 +78,17 @@ async def a_parent_that_a_run_names_is_validated(store: ThreadRunStore) -> None:
     assert [await _parent(store, t) for t in (a, b, new)] == [None, a, b]
 
 
-@_check
+@_check(Capability.LINEAGE)
 async def two_threads_do_not_become_each_others_parents(store: ThreadRunStore) -> None:
     a, b, c = await _family(store, None, None, None)
-    outcomes = await asyncio.gather(
-        store.set_parent(a, b), store.set_parent(b, c), store.set_parent(c, a), return_exceptions=True
+    outcomes = await at_once(
+        store.set_parent(a, b), store.set_parent(b, c), store.set_parent(c, a), refused=LineageError
     )
-    assert sum(isinstance(o, LineageError) for o in outcomes) == 1
+    assert count(outcomes, LineageError) == 1
     assert [await _parent(store, t) for t in (a, b, c)].count(None) == 1
 
 
-@_check
+@_check(Capability.LINEAGE, Capability.EDITS, Capability.LISTS, Capability.MESSAGE_PAGES)
 async def a_deleted_thread_is_gone_with_all_that_is_its_own(store: ThreadRunStore) -> None:
     thread_id, resource = fresh(), fresh("resource")
     run = run_of(thread_id)
@@ -116,11 +106,11 @@ async def a_deleted_thread_is_gone_with_all_that_is_its_own(store: ThreadRunStor
     assert (await store.query_runs(RunQuery(thread_id=thread_id))).runs == []
     assert (await store.query_threads(ThreadQuery(resource_id=resource))).threads == []
     assert (await store.query_messages(thread_id)).records == []
-    with pytest.raises(NotFound):
+    with raises(NotFound):
         await store.delete_thread(thread_id)
-    with pytest.raises(NotFound):
+    with raises(NotFound):
         await store.save_thread_state(thread_id, 2)
-    with pytest.raises(InvalidQuery):
+    with raises(InvalidQuery):
         await store.delete_thread(thread_id, children="all")  # type: ignore[arg-type]
     # A new thread with the same id begins empty.
     await store.checkpoint_append(thread_id, [{"id": "a"}], run, expected_version=0)
@@ -138,7 +128,7 @@ async def a_deleted_thread_is_gone_with_all_that_is_its_own(store: ThreadRunStor
     assert (await store.query_runs(RunQuery(thread_id=thread_id))).runs == [run]
 
 
-@_check
+@_check(Capability.LINEAGE, Capability.EDITS, Capability.LISTS)
 async def deleted_and_written_again_at_once(store: ThreadRunStore) -> None:
     thread_id = fresh()
     for n in range(3):
@@ -153,16 +143,16 @@ async def deleted_and_written_again_at_once(store: ThreadRunStore) -> None:
     assert (await store.query_runs(RunQuery(thread_id=thread_id))).runs == []
 
 
-@_check
+@_check(Capability.LINEAGE)
 async def a_thread_with_children_is_not_deleted(store: ThreadRunStore) -> None:
     a, b = await _family(store, None, 0)
-    with pytest.raises(LineageError):
+    with raises(LineageError):
         await store.delete_thread(a)
     assert await store.load_messages(a) == [a]
     assert await _parent(store, b) == a
 
 
-@_check
+@_check(Capability.LINEAGE)
 async def children_are_detached(store: ThreadRunStore) -> None:
     a, b, c, d = await _family(store, None, 0, 0, 1)
     await store.delete_thread(a, children=Children.DETACH)
@@ -171,7 +161,7 @@ async def children_are_detached(store: ThreadRunStore) -> None:
     assert await store.load_messages(b) == [b]
 
 
-@_check
+@_check(Capability.LINEAGE, Capability.LISTS)
 async def children_are_deleted_too(store: ThreadRunStore) -> None:
     a, b, c, d, other, top = await _family(store, None, 0, 0, 1, None, None)
     await store.set_parent(a, top)
@@ -181,26 +171,30 @@ async def children_are_deleted_too(store: ThreadRunStore) -> None:
     assert await _children(store, top) == set()
 
 
-@_check
+@_check(Capability.LINEAGE)
 async def runs_that_name_each_others_threads_close_no_circle(store: ThreadRunStore) -> None:
     for _ in range(3):
-        ring = await _family(store, None, None, None)
-        outcomes = await asyncio.gather(
+        _, *ring = await _family(store, None, 0, 0, 0)
+        for t in ring:
+            await store.set_parent(t, None)
+        outcomes = await at_once(
             *(
-                store.checkpoint(t, [n], run_of(t, f"named-{t}", parent_thread_id=ring[n - 1]))
+                store.checkpoint(t, ["new"], run_of(t, f"named-{t}", parent_thread_id=ring[n - 1]))
                 for n, t in enumerate(ring)
             ),
-            return_exceptions=True,
+            refused=LineageError,
         )
-        assert sum(isinstance(o, LineageError) for o in outcomes) == 1
+        assert count(outcomes, LineageError) == 1
         parents = {t: await _parent(store, t) for t in ring}
         assert sum(p is None for p in parents.values()) == 1
         assert all(parents[t] in (None, ring[n - 1]) for n, t in enumerate(ring))
+        found = [await store.load_messages(t) for t in ring]
+        assert found.count(["new"]) == 2, "what was refused is not stored"
 
 
-@_check
+@_check(Capability.LINEAGE)
 async def a_parent_is_not_deleted_from_under_a_new_child(store: ThreadRunStore) -> None:
     a, b = await _family(store, None, None)
-    deleted, adopted = await asyncio.gather(store.delete_thread(a), store.set_parent(b, a), return_exceptions=True)
-    assert sum(isinstance(o, LineageError) for o in (deleted, adopted)) == 1
+    outcomes = await at_once(store.delete_thread(a), store.set_parent(b, a), refused=LineageError)
+    assert count(outcomes, LineageError) == 1
     assert (await store.load_thread(a) is None) == (await _parent(store, b) is None)

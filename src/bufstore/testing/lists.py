@@ -1,24 +1,17 @@
-"""What every `ThreadRunStore` does with queries: pages of messages, runs and threads. Part of the contract."""
+"""What every `ThreadRunStore` does with queries: pages of messages, runs and threads."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import pytest
-
 from bufstore.errors import InvalidId, InvalidQuery
+from bufstore.testing.basics import Capability, Check, fresh, raises, registrar, run_of
 from bufstore.threads.model import Run, RunStatus, Thread, ThreadMetadata
 from bufstore.threads.protocol import ThreadRunStore
 from bufstore.threads.queries import MessageQuery, Order, RunQuery, ThreadQuery, Visibility
-from thread_store_basics import fresh, run_of
 
-LIST_CHECKS: list[Callable[[Any], Awaitable[None]]] = []
-
-
-def _check(check: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
-    LIST_CHECKS.append(check)
-    return check
+CHECKS: list[Check] = []
+_check = registrar(CHECKS)
 
 
 def _message(n: int) -> dict[str, Any]:
@@ -42,7 +35,7 @@ async def _all_seqs(store: ThreadRunStore, thread_id: str, query: MessageQuery, 
         assert len(page.records) == limit
 
 
-@_check
+@_check(Capability.MESSAGE_PAGES)
 async def messages_come_in_pages(store: ThreadRunStore) -> None:
     thread_id = fresh()
     assert (await store.query_messages(thread_id)).records == []
@@ -66,7 +59,7 @@ async def messages_come_in_pages(store: ThreadRunStore) -> None:
         assert await _all_seqs(store, thread_id, external, limit) == [11, 7, 5, 1]
 
 
-@_check
+@_check(Capability.MESSAGE_PAGES)
 async def a_page_goes_on_where_it_ended(store: ThreadRunStore) -> None:
     thread_id = fresh()
     await store.checkpoint(thread_id, [1, 2, 3], run_of(thread_id))
@@ -77,7 +70,7 @@ async def a_page_goes_on_where_it_ended(store: ThreadRunStore) -> None:
     assert [r.message_id for r in rest.records] == [None, None]
 
 
-@_check
+@_check(Capability.MESSAGE_PAGES)
 async def limits_are_bounded(store: ThreadRunStore) -> None:
     thread_id = fresh()
     await store.checkpoint(thread_id, list(range(250)), run_of(thread_id))
@@ -87,7 +80,7 @@ async def limits_are_bounded(store: ThreadRunStore) -> None:
     assert len((await store.query_messages(thread_id, MessageQuery(visibility=Visibility.EXTERNAL))).records) == 50
 
 
-@_check
+@_check(Capability.MESSAGE_PAGES)
 async def a_cursor_belongs_to_its_query(store: ThreadRunStore) -> None:
     thread_id, other = fresh(), fresh()
     await store.checkpoint(thread_id, [1, 2, 3], run_of(thread_id))
@@ -95,22 +88,22 @@ async def a_cursor_belongs_to_its_query(store: ThreadRunStore) -> None:
     assert cursor is not None
     assert len((await store.query_messages(thread_id, limit=2, cursor=cursor)).records) == 2
     for query in (MessageQuery(order=Order.NEWEST_FIRST), MessageQuery(after=0), MessageQuery(run_id="r")):
-        with pytest.raises(InvalidQuery):
+        with raises(InvalidQuery):
             await store.query_messages(thread_id, query, cursor=cursor)
-    with pytest.raises(InvalidQuery):
+    with raises(InvalidQuery):
         await store.query_messages(other, cursor=cursor)
     for garbage in ("", "x", "é", "AAAA", cursor[:-3], 7):
-        with pytest.raises(InvalidQuery):
+        with raises(InvalidQuery):
             await store.query_messages(thread_id, cursor=garbage)  # type: ignore[arg-type]
-    with pytest.raises(InvalidQuery):
+    with raises(InvalidQuery):
         await store.query_messages(thread_id, limit="5")  # type: ignore[arg-type]
-    with pytest.raises(InvalidQuery):
+    with raises(InvalidQuery):
         await store.query_messages(thread_id, MessageQuery(after=-1))
-    with pytest.raises(InvalidId):
+    with raises(InvalidId):
         await store.query_messages("", MessageQuery())
 
 
-@_check
+@_check(Capability.MESSAGE_PAGES)
 async def messages_are_found_by_id_and_position(store: ThreadRunStore) -> None:
     thread_id, long = fresh(), "x" * 5000
     assert await store.load_message(thread_id, "a") is None
@@ -127,7 +120,7 @@ async def messages_are_found_by_id_and_position(store: ThreadRunStore) -> None:
     assert [r.seq for r in await store.load_message_range(thread_id, 0, 100)] == [1, 2, 3, 4]
     assert await store.load_message_range(thread_id, 3, 2) == []
     for bad in (7, "\ud800"):
-        with pytest.raises(InvalidId):
+        with raises(InvalidId):
             await store.load_message(thread_id, bad)  # type: ignore[arg-type]
 
 
@@ -136,7 +129,7 @@ async def _arrived(store: ThreadRunStore) -> None:
     await store.query_threads(ThreadQuery(id_prefix=fresh()))
 
 
-@_check
+@_check(Capability.LISTS)
 async def runs_of_one_thread_come_in_the_order_of_their_creation(store: ThreadRunStore) -> None:
     thread_id = fresh()
     runs = [run_of(thread_id, f"{n}-{thread_id}") for n in (3, 1, 2)]
@@ -157,7 +150,7 @@ async def _all_runs(store: ThreadRunStore, query: RunQuery, limit: int) -> list[
         assert len(page.runs) == limit
 
 
-@_check
+@_check(Capability.LISTS)
 async def runs_come_in_the_order_of_their_creation(store: ThreadRunStore) -> None:
     prefix = fresh("run")
     threads = [fresh(), fresh()]
@@ -178,9 +171,9 @@ async def runs_come_in_the_order_of_their_creation(store: ThreadRunStore) -> Non
         assert await _all_runs(store, running, limit) == [again, made[1], made[3]]
     assert await _all_runs(store, RunQuery(id_prefix=prefix + "%"), 5) == []
     cursor = (await store.query_runs(RunQuery(id_prefix=prefix), limit=1)).next_cursor
-    with pytest.raises(InvalidQuery):
+    with raises(InvalidQuery):
         await store.query_runs(RunQuery(id_prefix=prefix, status=RunStatus.DONE), cursor=cursor)
-    with pytest.raises(InvalidQuery):
+    with raises(InvalidQuery):
         await store.query_runs(RunQuery(status="done"))  # type: ignore[arg-type]
 
 
@@ -196,7 +189,7 @@ async def _all_threads(store: ThreadRunStore, query: ThreadQuery, limit: int) ->
         assert len(page.threads) == limit
 
 
-@_check
+@_check(Capability.LISTS, Capability.EDITS)
 async def the_thread_that_was_changed_last_comes_first(store: ThreadRunStore) -> None:
     prefix = fresh()
     resource, parent = f"resource of {prefix}", f"{prefix}-parent"
@@ -223,9 +216,9 @@ async def the_thread_that_was_changed_last_comes_first(store: ThreadRunStore) ->
             for thread in found:
                 assert thread == await store.load_thread(thread.thread_id)
     cursor = (await store.query_threads(ThreadQuery(id_prefix=prefix), limit=1)).next_cursor
-    with pytest.raises(InvalidQuery):
+    with raises(InvalidQuery):
         await store.query_threads(ThreadQuery(), cursor=cursor)
-    with pytest.raises(InvalidQuery):
+    with raises(InvalidQuery):
         await store.query_threads(ThreadQuery(roots=True, parent_thread_id=parent))
-    with pytest.raises(InvalidId):
+    with raises(InvalidId):
         await store.query_threads(ThreadQuery(resource_id="\0"))

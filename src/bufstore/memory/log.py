@@ -1,0 +1,304 @@
+"""The log in memory: a stream as the server keeps it, and one instance's view of it.
+
+It keeps what a real log promises (expectations, batches whole or not at all, positions by epoch, a limit that pushes
+back, feeds without a hole) and nothing of what can go wrong on the way to one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
+from bufstore.buffer.ports import BatchRefused, Conflict, Outgoing
+from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
+
+
+class MemoryStream:
+    """The messages of one stream, for all who write and read it."""
+
+    def __init__(self, config: LogConfig, epoch: int = 0) -> None:
+        self.config = config
+        self.epoch = epoch
+        #: What it remembers while it is out of service.
+        self.withdrawn: Sequence[int] | None = None
+        self.end = first_position(epoch) - 1
+        self.bytes = 0
+        #: In order of their sequences.
+        self.messages: list[StoredMessage] = []
+        self._of_subject: dict[str, list[StoredMessage]] = {}
+        #: By partition and term.
+        self.feeds: dict[tuple[int, int], MemoryFeed] = {}
+
+    def store(self, messages: Sequence[Outgoing]) -> int:
+        """Check every expectation against what is there, then store all or nothing; the last sequence.
+
+        Raises Conflict, LogFull.
+        """
+        seen: set[str] = set()
+        for message in messages:
+            if message.expected is not None and (
+                message.subject in seen or self.last_of(message.subject) != message.expected
+            ):
+                raise Conflict("wrong last sequence")
+            seen.add(message.subject)
+        size = sum(_size(m.subject, m.header, m.body) for m in messages)
+        if self.bytes + size > self.config.max_bytes:
+            raise LogFull(f"the log holds {self.bytes} bytes and may hold {self.config.max_bytes}")
+        for message in messages:
+            self.end += 1
+            stored = StoredMessage(message.subject, self.end, message.header, message.body)
+            self.messages.append(stored)
+            self._of_subject.setdefault(message.subject, []).append(stored)
+        self.bytes += size
+        for feed in self.feeds.values():
+            feed.wake()
+        return self.end
+
+    def last_of(self, subject: str) -> int:
+        """The last sequence of the subject; 0 for none."""
+        found = self._of_subject.get(subject)
+        return found[-1].seq if found else 0
+
+    def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
+        """See `bufstore.buffer.ports.Stream.last`."""
+        return {name: self._of_subject[name][-1] for s in subjects for name in self.names(s)}
+
+    def after(self, filter_: str, seq: int) -> Iterator[StoredMessage]:
+        """The messages that match the filter, above a sequence, in order."""
+        if "*" in filter_:
+            messages = self.messages
+            return (m for m in messages[_behind(messages, seq) :] if _matches(filter_, m.subject))
+        messages = self._of_subject.get(filter_, [])
+        return iter(messages[_behind(messages, seq) :])
+
+    def names(self, filter_: str) -> list[str]:
+        """The subjects that match the filter and have messages."""
+        if "*" in filter_:
+            return sorted(s for s in self._of_subject if _matches(filter_, s))
+        return [filter_] if filter_ in self._of_subject else []
+
+    def purge(self, filter_: str, below: int) -> None:
+        """Remove what matches the filter and stands below a sequence."""
+        kept = [m for m in self.messages if m.seq >= below or not _matches(filter_, m.subject)]
+        self.messages, self._of_subject = kept, {}
+        for message in kept:
+            self._of_subject.setdefault(message.subject, []).append(message)
+        self.bytes = sum(_size(m.subject, m.header, m.body) for m in kept)
+
+
+class MemoryFeed:
+    """See `bufstore.buffer.ports.Feed`."""
+
+    def __init__(
+        self, stream: MemoryStream, filter_: str, start: int, wake: Callable[[], None], messages_max: int
+    ) -> None:
+        self.lost: str | None = None
+        self.start = start
+        self.acked = start - 1
+        self.wake = wake
+        self._stream = stream
+        self._filter = filter_
+        self._next = start
+        self._messages_max = messages_max
+        self._held: deque[int] = deque()
+        self._beyond = False
+
+    def take(self) -> list[StoredMessage]:
+        room = self._messages_max - len(self._held)
+        if self._beyond:
+            room, self._beyond = max(room, 1), False
+        found: list[StoredMessage] = []
+        if self.lost is None:
+            for message in self._stream.after(self._filter, self._next - 1):
+                if len(found) >= room:
+                    break
+                found.append(message)
+        self._held.extend(m.seq for m in found)
+        if found:
+            self._next = found[-1].seq + 1
+        return found
+
+    async def more(self) -> None:
+        self._beyond = True
+        self.wake()
+
+    async def ack(self, seq: int) -> None:
+        while self._held and self._held[0] <= seq:
+            self.acked = self._held.popleft()
+        self.wake()
+
+    async def close(self) -> None:
+        self.lose("closed")
+
+    def lose(self, reason: str) -> None:
+        """Deliver no more."""
+        if self.lost is None:
+            self.lost = reason
+            for key in [key for key, feed in self._stream.feeds.items() if feed is self]:
+                del self._stream.feeds[key]
+            self.wake()
+
+
+class MemoryLog:
+    """See `bufstore.buffer.ports.Log`. `streams` is what the server has, by name."""
+
+    def __init__(
+        self, streams: dict[str, MemoryStream], config: BufferConfig, message_bytes_max: int = 1 << 20
+    ) -> None:
+        self.message_bytes_max = message_bytes_max
+        self._streams = streams
+        self._config = config
+        self._subjects = Subjects(config.log.subject, config.log.partitions)
+        self._feeds: list[MemoryFeed] = []
+        #: The highest position that this instance knows to be in the log.
+        self._highest = 0
+        self._refused: str | None = None
+        self._closed = False
+        self.calls = 0
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        return await self._write([message])
+
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        if not 0 < len(messages) <= BATCH_MESSAGES_MAX:
+            raise BatchRefused(f"{len(messages)} messages in a batch")
+        return await self._write(messages)
+
+    async def _write(self, messages: Sequence[Outgoing]) -> int:
+        stream = await self._turn()
+        if stream.withdrawn is not None:
+            raise LogUnavailable(f"stream {self._config.log.stream} is out of service")
+        return stream.store(messages)
+
+    async def _turn(self) -> MemoryStream:
+        """The stream, a turn of the event loop later: whoever calls a log must not count on being alone."""
+        self.calls += 1
+        await asyncio.sleep(0)
+        stream = self._stream
+        if stream is None:
+            raise LogUnavailable(f"there is no stream {self._config.log.stream}")
+        if stream.end < self._highest:
+            self.refuse(f"the log ends at {stream.end}, this process has seen {self._highest} in it")
+        if self._refused is not None:
+            raise LogRolledBack(self._refused)
+        self._highest = stream.end
+        return stream
+
+    @property
+    def _stream(self) -> MemoryStream | None:
+        if self._closed:
+            raise Closed("the store is closed")
+        return self._streams.get(self._config.log.stream)
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        return (await self._turn()).last(subjects)
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        found = list((await self._turn()).after(subject, seq))
+        return found[:limit] if limit else found
+
+    @property
+    def generation_start(self) -> int:
+        stream = self._stream
+        return first_position(stream.epoch if stream is not None else 0)
+
+    def refuse(self, reason: str) -> None:
+        self._refused = self._refused or reason
+
+    async def epoch(self, *, checked: bool = True) -> int | None:
+        stream, ours = self._stream, self._config.log
+        if stream is None or not checked:
+            return stream.epoch if stream is not None else None
+        if stream.withdrawn is not None:
+            raise LogRolledBack(f"a repair of stream {ours.stream} was begun and not finished")
+        if stream.config != ours:
+            raise ConfigDrift(
+                f"stream {ours.stream}", "config", expected=ours, found=stream.config, way_out="Make them the same."
+            )
+        return stream.epoch
+
+    async def create(self, epoch: int) -> None:
+        self._streams.setdefault(self._config.log.stream, MemoryStream(self._config.log, epoch))
+
+    async def bounds(self) -> tuple[int, int]:
+        stream = await self._turn()
+        return stream.messages[0].seq if stream.messages else stream.end + 1, stream.end
+
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        stream = await self._turn()
+        if stream.withdrawn is None:
+            stream.withdrawn = tuple(common)
+        return stream.withdrawn
+
+    async def remove(self) -> None:
+        stream = self._streams.pop(self._config.log.stream, None)
+        for feed in list(stream.feeds.values()) if stream is not None else ():
+            feed.lose("the stream is gone")
+
+    async def end(self, timeout_s: float) -> int:
+        return (await self._turn()).end
+
+    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        stream = await self._turn()
+        return [max((m.seq for m in stream.last([f]).values()), default=0) for f in filters]
+
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> MemoryFeed:
+        stream = await self._turn()
+        for known in (term - 1, term):
+            before = stream.feeds.get((partition, known))
+            if before is not None and known == term and before.start != start:
+                raise ConfigError(f"another flusher follows partition {partition} with term {term}")
+            if before is not None:
+                before.lose("another flusher follows the partition")
+        bound = max(self._config.flush_max_entries, 2 * BATCH_MESSAGES_MAX)
+        feed = MemoryFeed(stream, self._subjects.of_partition(partition), start, wake, bound)
+        stream.feeds[partition, term] = feed
+        self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
+        return feed
+
+    async def barrier(self, timeout_s: float) -> None:
+        """One server leads always."""
+
+    async def fill(self) -> tuple[int, int]:
+        stream = await self._turn()
+        return stream.bytes, stream.config.max_bytes
+
+    async def purge(self, partition: int, below: int) -> None:
+        (await self._turn()).purge(self._subjects.of_partition(partition), below)
+
+    async def subjects(self, filter_: str, offset: int) -> list[str]:
+        return (await self._turn()).names(filter_)[offset:]
+
+    async def acked(self, partition: int, term: int) -> int | None:
+        feed = (await self._turn()).feeds.get((partition, term))
+        return feed.acked if feed is not None else None
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        messages = (await self._turn()).messages
+        i = _behind(messages, seq - 1)
+        return messages[i] if i < len(messages) and messages[i].seq == seq else None
+
+    def close(self) -> None:
+        """This instance is gone; the stream stays."""
+        self._closed = True
+        for feed in self._feeds:
+            feed.lose("the connection was closed")
+
+
+def _behind(messages: Sequence[StoredMessage], seq: int) -> int:
+    return bisect_right(messages, seq, key=lambda m: m.seq)
+
+
+def _matches(filter_: str, subject: str) -> bool:
+    wanted, words = filter_.split("."), subject.split(".")
+    return len(wanted) == len(words) and all(w in ("*", word) for w, word in zip(wanted, words, strict=True))
+
+
+def _size(subject: str, header: str | None, body: bytes) -> int:
+    return len(subject) + len(header or "") + len(body) + 32

@@ -1,0 +1,49 @@
+"""A conformance suite for stores: one check per promise of `ThreadRunStore`, to run against a store of your own.
+
+    import pytest
+    from bufstore import BufferedThreadStore
+    from bufstore.testing import CHECKS, Check
+
+    @pytest.mark.parametrize("check", CHECKS, ids=str)
+    async def test_my_store_behind_the_buffer(check: Check) -> None:
+        async with await BufferedThreadStore.open(MyStore(DSN), nats=NATS, postgres=DSN) as store:
+            await check(store)
+
+`APPLY_CHECKS` ask the one method that writes directly, without a log, and tell more when it is wrong:
+
+    from bufstore.testing import APPLY_CHECKS, Applier
+
+    @pytest.mark.parametrize("check", APPLY_CHECKS, ids=str)
+    async def test_my_apply(check: Check) -> None:
+        mine = MyStore(DSN)
+
+        async def apply(batch):
+            async with await psycopg.AsyncConnection.connect(DSN) as connection:
+                await mine.apply(connection, batch)
+
+        await check(Applier(mine, apply))
+
+A store that cannot do all of it says what it can, a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
+A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what
+needs more is refused there with ConfigError. With columns that hold JSON only, ANY_VALUE is not there either: an
+entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
+columns keeps to what JSON has.
+
+Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
+``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
+serve all of them, and they can run again.
+
+Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
+"""
+
+from bufstore.testing import applying, checkpoints, edits, lineage, lists
+from bufstore.testing.applying import Applier
+from bufstore.testing.basics import EVERYTHING, Capability, Check
+from bufstore.testing.fault_proxy import FaultProxy, Flow
+
+#: What a store does that is written to and read: each takes a `ThreadRunStore`.
+CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
+#: What a store does that the buffer flushes into: each takes an `Applier`.
+APPLY_CHECKS: list[Check] = applying.CHECKS
+
+__all__ = ["APPLY_CHECKS", "CHECKS", "EVERYTHING", "Applier", "Capability", "Check", "FaultProxy", "Flow"]

@@ -1,0 +1,115 @@
+"""What the parts of the suite share: checks and what they need, ids, runs, and two small helpers."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from bufstore.threads.model import Run
+from bufstore.types import Receipt
+
+E = TypeVar("E", bound=BaseException)
+Body = Callable[[Any], Awaitable[None]]
+
+
+class Capability(enum.Enum):
+    """What a store may do without. What no check names here, every store does."""
+
+    #: Gives back any value that bufstore takes, not only what JSON has: bytes, NUL in text, keys that are no text.
+    ANY_VALUE = "any value"
+    #: query_messages, load_message, load_message_range.
+    MESSAGE_PAGES = "message pages"
+    #: query_runs, query_threads.
+    LISTS = "lists"
+    #: save_thread, update_metadata, save_thread_state, create_run, append_messages, delete_messages; in `apply`: the
+    #: fields of a ThreadChange that come of these.
+    EDITS = "edits"
+    #: set_parent, delete_thread, and parents that are checked; in `apply`: `parent`, `deleted` and `gone`.
+    LINEAGE = "lineage"
+    #: `apply` fails for a run whose id another thread has. Without it only the buffer's hot state tells.
+    RUN_OWNERS = "run owners"
+
+
+#: A store that does all of the contract.
+EVERYTHING = frozenset(Capability)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One promise: called with a store (or an `Applier`), it returns, or fails with AssertionError or another error."""
+
+    #: A sentence, its words joined by underscores.
+    name: str
+    #: What to know beyond the name, if anything.
+    text: str
+    needs: frozenset[Capability]
+    body: Body
+
+    async def __call__(self, subject: Any) -> None:
+        await self.body(subject)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def registrar(checks: list[Check]) -> Callable[..., Callable[[Body], Check]]:
+    """A decorator with the capabilities that a check needs; what it decorates is put into `checks`."""
+
+    def needing(*needs: Capability) -> Callable[[Body], Check]:
+        def register(body: Body) -> Check:
+            check = Check(getattr(body, "__name__", ""), (body.__doc__ or "").strip(), frozenset(needs), body)
+            checks.append(check)
+            return check
+
+        return register
+
+    return needing
+
+
+class Raised(Generic[E]):
+    """What `raises` caught, after its block."""
+
+    value: E
+
+
+@contextmanager
+def raises(kind: type[E]) -> Iterator[Raised[E]]:
+    """Fail with AssertionError unless the block raises an error of this kind."""
+    caught: Raised[E] = Raised()
+    try:
+        yield caught
+    except kind as e:
+        caught.value = e
+        return
+    raise AssertionError(f"{kind.__name__} was not raised")
+
+
+async def at_once(*calls: Awaitable[Receipt], refused: type[Exception]) -> list[Receipt | Exception]:
+    """The outcomes of calls made at once; any error but `refused` is raised."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    found: list[Receipt | Exception] = []
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, refused):
+            raise outcome
+        found.append(outcome)
+    return found
+
+
+def count(outcomes: list[Receipt | Exception], kind: type[object]) -> int:
+    """How many of the outcomes are of this kind."""
+    return sum(isinstance(outcome, kind) for outcome in outcomes)
+
+
+def fresh(what: str = "thread") -> str:
+    """An id that nothing else has."""
+    return f"{what}-{uuid.uuid4().hex}"
+
+
+def run_of(thread_id: str, run_id: str | None = None, **fields: Any) -> Run:
+    """A run of the thread."""
+    return Run(run_id=run_id or f"run-of-{thread_id}", thread_id=thread_id, **fields)

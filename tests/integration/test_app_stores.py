@@ -1,0 +1,187 @@
+"""Apps' own stores behind the buffer: one that can do everything, and one that can do the least."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+from psycopg.types.json import Jsonb
+
+from bufstore import (
+    Checkpoint,
+    ConfigError,
+    Consistency,
+    Queryable,
+    Run,
+    Thread,
+    ThreadChange,
+    ThreadQuarantined,
+    decode_message,
+    decode_run,
+)
+from bufstore.embedded import Servers
+from bufstore.testing import APPLY_CHECKS, CHECKS, EVERYTHING, Applier, Capability, Check
+from conftest import Deployment
+from helpdesk_store import TABLES, HelpdeskStore
+from helpers import fresh, run_of, said
+
+
+class NotesStore:
+    """The least that can be wrapped, in columns of JSON: two reads and `apply`, for checkpoints only."""
+
+    TABLES = """
+    CREATE TABLE note (id text PRIMARY KEY, lines jsonb[] NOT NULL, run text, parent text, active text, open text);
+    CREATE TABLE note_run (id text PRIMARY KEY, note text NOT NULL, document bytea NOT NULL);
+    """
+    OFFERS = frozenset({Capability.MESSAGE_PAGES, Capability.RUN_OWNERS})
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+
+    async def apply(self, connection: psycopg.AsyncConnection[Any], batch: Sequence[ThreadChange]) -> None:
+        async with connection.cursor() as cursor:
+            for c in batch:
+                await cursor.execute("SELECT run, parent, active, open FROM note WHERE id = %s", [c.thread_id])
+                row = await cursor.fetchone() or (None, None, None, None)
+                after = c.project(_thread(c.thread_id, 0, row))
+                await cursor.execute(
+                    "INSERT INTO note AS n VALUES (%s, %s, %s, %s, %s, %s) ON CONFLICT (id) DO UPDATE"
+                    " SET lines = n.lines[:%s] || excluded.lines, run = excluded.run, parent = excluded.parent,"
+                    " active = excluded.active, open = excluded.open",
+                    [
+                        c.thread_id,
+                        [Jsonb(decode_message(m)) for m in c.messages],
+                        after.latest_run_id,
+                        after.parent_thread_id,
+                        after.active_run_id,
+                        after.open_run_id,
+                        c.keep,
+                    ],
+                )
+                for run_id, document in c.runs.items():
+                    done = await cursor.execute(
+                        "INSERT INTO note_run AS r VALUES (%s, %s, %s) ON CONFLICT (id) DO UPDATE"
+                        " SET document = excluded.document WHERE r.note = excluded.note",
+                        [run_id, c.thread_id, document],
+                    )
+                    if not done.rowcount:
+                        raise psycopg.errors.UniqueViolation("a run belongs to another note")
+
+    async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
+        async with await psycopg.AsyncConnection.connect(self.dsn) as connection:
+            found = await connection.execute(
+                "SELECT lines, document, run, parent, active, open FROM note"
+                " LEFT JOIN note_run ON note_run.id = run WHERE note.id = %s",
+                [thread_id],
+            )
+            row = await found.fetchone()
+        if row is None:
+            return None
+        lines, document, *rest = row
+        run = decode_run(document) if document is not None else None
+        return Checkpoint(thread=_thread(thread_id, len(lines), rest), messages=lines, latest_run=run)
+
+    async def load_run(self, run_id: str) -> Run | None:
+        async with await psycopg.AsyncConnection.connect(self.dsn) as connection:
+            found = await connection.execute("SELECT document FROM note_run WHERE id = %s", [run_id])
+            row = await found.fetchone()
+        return decode_run(row[0]) if row else None
+
+
+def _thread(thread_id: str, version: int, row: Sequence[str | None]) -> Thread:
+    run, parent, active, opened = row
+    return Thread(
+        thread_id=thread_id,
+        version=version,
+        latest_run_id=run,
+        parent_thread_id=parent,
+        active_run_id=active,
+        open_run_id=opened,
+    )
+
+
+@pytest.fixture(scope="module")
+async def app_dsn(servers: Servers) -> AsyncIterator[str]:
+    """A database schema of the apps' own, where `bufstore`'s names mean nothing."""
+    name = fresh("app")
+    async with await psycopg.AsyncConnection.connect(servers.postgres.dsn, autocommit=True) as connection:
+        await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
+    dsn = make_conninfo(servers.postgres.dsn, options=f"-csearch_path={name}")
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        await connection.execute(TABLES)
+        await connection.execute(NotesStore.TABLES)
+    yield dsn
+
+
+def applier(store: Any, dsn: str) -> Applier:
+    async def apply(batch: Sequence[ThreadChange]) -> None:
+        async with await psycopg.AsyncConnection.connect(dsn) as connection:
+            await store.apply(connection, batch)
+
+    return Applier(store, apply)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_a_complete_app_store_behind_the_buffer(deployment: Deployment, app_dsn: str, check: Check) -> None:
+    async with (
+        HelpdeskStore(app_dsn) as mine,
+        deployment.store(mine, postgres=app_dsn, schema=deployment.name) as store,
+    ):
+        await check(store)
+
+
+@pytest.mark.parametrize("check", APPLY_CHECKS, ids=str)
+async def test_what_a_complete_app_store_applies(app_dsn: str, check: Check) -> None:
+    async with HelpdeskStore(app_dsn) as mine:
+        assert isinstance(mine, Queryable)
+        await check(applier(mine, app_dsn))
+
+
+def _offered(checks: list[Check]) -> list[Check]:
+    return [check for check in checks if check.needs <= NotesStore.OFFERS]
+
+
+@pytest.mark.parametrize("check", _offered(CHECKS), ids=str)
+async def test_the_least_app_store_behind_the_buffer(deployment: Deployment, app_dsn: str, check: Check) -> None:
+    async with deployment.store(NotesStore(app_dsn), postgres=app_dsn, schema=deployment.name) as store:
+        await check(store)
+
+
+@pytest.mark.parametrize("check", _offered(APPLY_CHECKS), ids=str)
+async def test_what_the_least_app_store_applies(app_dsn: str, check: Check) -> None:
+    await check(applier(NotesStore(app_dsn), app_dsn))
+
+
+@pytest.mark.parametrize(
+    "check", [c for c in CHECKS if c.needs & (EVERYTHING - NotesStore.OFFERS - {Capability.ANY_VALUE})], ids=str
+)
+async def test_what_an_app_store_lacks_is_refused(deployment: Deployment, app_dsn: str, check: Check) -> None:
+    async with deployment.store(NotesStore(app_dsn), postgres=app_dsn, schema=deployment.name) as store:
+        with pytest.raises(ConfigError, match="wrapped store"):
+            await check(store)
+
+
+async def test_a_value_that_an_apps_columns_refuse_is_parked(deployment: Deployment, app_dsn: str) -> None:
+    async with deployment.store(NotesStore(app_dsn), postgres=app_dsn, schema=deployment.name) as store:
+        bad, good = fresh(), fresh()
+        for thread_id, content in ((bad, "NUL \0"), (good, said(1))):
+            await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            await store.checkpoint_append(thread_id, [content], run_of(thread_id))
+        await store.force_flush_all()
+        with pytest.raises(ThreadQuarantined):
+            await store.load_messages(bad)
+        assert "22P05" in (await store.quarantine.page())[0].cause
+        assert await store.load_messages(good, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+
+
+def test_every_check_runs_on_the_least_store_or_says_what_it_needs() -> None:
+    assert len({c.name for c in CHECKS + APPLY_CHECKS}) == len(CHECKS + APPLY_CHECKS)
+    for check in CHECKS + APPLY_CHECKS:
+        assert " " not in check.name
+        assert check.name.count("_") >= 2, "a name is a sentence"
+    assert len(_offered(CHECKS)) >= 16
+    assert {need for check in CHECKS + APPLY_CHECKS for need in check.needs} == EVERYTHING

@@ -1,0 +1,219 @@
+"""What others leave behind, lose or forge delays nobody else and loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from bufstore import Consistency, PostgresThreadStore, ThreadQuarantined
+from bufstore.buffer.chain import Row
+from bufstore.buffer.ports import Cursor, Decision, FlushFailed, Move, NotOwner
+from bufstore.buffer.verdict import Verdict
+from bufstore.postgres.ledger import PostgresLedger
+from bufstore.testing.applying import change
+from bufstore.threads.lineage import new_parent
+from bufstore.threads.model import ThreadChange
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
+
+
+async def test_a_process_that_died_in_the_middle_of_everything_holds_nobody_up(deployment: Deployment) -> None:
+    """Its change of lineage is begun, its run has an id and no checkpoint, its share of the partitions is its own."""
+    async with deployment.store(append_timeout_s=5.0) as store:
+        a, b = fresh(), fresh()
+        for thread_id in (a, b):
+            await store.save_thread(thread_id)
+        seq, _ = await store._hot.lineage(5)
+        await store._hot.put_lineage(msgspec.msgpack.encode([7, new_parent(a, b), False]), seq, 5)
+        await store._hot.claim_run(run_of(a).run_id, a, 5)
+        await store._hot.renew_member("0dead", 2)
+        await store._hot.announce()
+
+        async def gave_up() -> bool:
+            assert store._flusher is not None
+            return len(store._flusher.state.partitions) < deployment.log.partitions
+
+        await eventually(gave_up)
+        threads = [a, b, *(fresh() for _ in range(40))]
+        began = time.monotonic()
+        await asyncio.gather(*(store.checkpoint(t, [said(0)], run_of(t)) for t in threads))
+        assert [await store.load_messages(t) for t in threads] == [[said(0)]] * len(threads)
+        assert time.monotonic() - began < 1.5, "nobody waits for what the dead one held"
+        # What it owned is taken over when its lease is over, and flushed.
+        await store.force_flush_all(timeout_s=10)
+        for t in threads:
+            assert await store.load_messages(t, consistency=Consistency.EVENTUAL) == [said(0)]
+        await store.set_parent(b, None)  # finishes what was begun first
+        thread = await store.load_thread(a)
+        assert thread is not None
+        assert thread.parent_thread_id == b
+
+
+async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deployment: Deployment) -> None:
+    """Somebody acknowledges what nobody has flushed; the next owner gets it all the same: Postgres has the cursor."""
+    async with deployment.store(flush_interval_s=600) as store:
+        thread_id = fresh()
+        stream, partition = deployment.log.stream, store._subjects.partition(thread_id)
+        messages: list[Any] = []
+        for n in range(5):
+            messages.append(said(n))
+            receipt = await store.checkpoint(thread_id, messages, run_of(thread_id))
+
+        async def consumers() -> list[str]:
+            found = (await store._log.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
+            return [name for name in found if f"-flusher-{partition}-" in name]
+
+        async def delivered() -> Any:
+            assert len(await consumers()) <= 1
+            for name in await consumers():
+                info = await store._log.api(f"CONSUMER.INFO.{stream}.{name}")
+                if info["num_ack_pending"] == 5:
+                    return info
+            return None
+
+        info = await eventually(delivered)
+        last = f"1.{receipt.thread_seq}.{info['delivered']['consumer_seq']}.{time.time_ns()}.0"
+        await store._link.connection.client().publish(f"$JS.ACK.{stream}.{info['name']}.{last}", b"+ACK")
+
+        async def acknowledged() -> bool:
+            found = await store._log.api(f"CONSUMER.INFO.{stream}.{info['name']}")
+            return bool(found["num_ack_pending"] == 0)
+
+        await eventually(acknowledged)
+        # Another owner, for a moment; what is in memory here is void.
+        await query(deployment.servers.postgres.dsn, f"UPDATE {deployment.name}.buffer_partitions SET term = term + 1")
+        await store.force_flush(thread_id)
+        assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == messages
+        assert info["name"] not in await consumers(), "no two owners share a consumer"
+
+
+async def test_an_entry_that_vanished_from_the_log_stops_its_own_thread_only(deployment: Deployment) -> None:
+    deployment.verified = False
+    hurt, whole = fresh(), fresh()
+    async with deployment.store(flusher=False) as writer:
+        seqs = []
+        for n in range(4):
+            await writer.checkpoint_append(whole, [said(n)], run_of(whole, n))
+            receipt = await writer.checkpoint_append(hurt, [said(n)], run_of(hurt, n))
+            seqs.append(receipt.thread_seq)
+        await writer._log.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[2]})
+    async with deployment.store() as store:
+        await store.force_flush_all()
+        for level in Consistency:
+            assert await store.load_messages(whole, consistency=level) == [said(n) for n in range(4)]
+        with pytest.raises(ThreadQuarantined):
+            await store.load_messages(hurt)
+        assert await store.load_messages(hurt, quarantined="known") == [said(0), said(1)]
+        page = await store.query_threads()
+        assert ({t.thread_id for t in page.threads}, page.quarantined) == ({hurt, whole}, {hurt})
+        await store.checkpoint(hurt, [said(9)], run_of(hurt))
+        assert await store.load_messages(hurt, consistency=Consistency.STRONG) == [said(9)]
+
+
+# -- the flush transaction itself ------------------------------------------------------------------------------
+
+
+class Slow(PostgresThreadStore):
+    """Its next batch waits, inside the transaction, until it may go on."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.entered, self.go = asyncio.Event(), asyncio.Event()
+
+    async def apply(self, connection: Any, batch: Sequence[ThreadChange]) -> None:
+        self.entered.set()
+        await self.go.wait()
+        await super().apply(connection, batch)
+
+
+class Two:
+    """Two owners' ledgers on the same tables, the first with a store that waits."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        dsn, schema = deployment.servers.postgres.dsn, deployment.name
+        self.slow = Slow(dsn, schema=schema, pool_size=2)
+        self.plain = PostgresThreadStore(dsn, schema=schema, pool_size=2)
+        self.first, self.second = (PostgresLedger(dsn, s, schema=schema) for s in (self.slow, self.plain))
+
+    async def __aenter__(self) -> Two:
+        for part in (self.slow, self.plain, self.first, self.second):
+            await part.open()
+        await self.plain.setup()
+        await self.first.setup()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.slow.go.set()
+        for part in (self.slow, self.plain, self.first, self.second):
+            await part.aclose()
+
+
+async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str, seq: int) -> Mapping[str, Row]:
+    """Flush one entry with the id `seq`, as the rows say; the rows it found."""
+    found: dict[str, Row] = {}
+
+    def decide(rows: Mapping[str, Row]) -> Decision:
+        found.update(rows)
+        before = rows.get(thread_id, Row())
+        batch = [change(thread_id, before.version, [seq], run_of(thread_id))]
+        return Decision(batch, {thread_id: Row(seq, seq, before.version + 1, b"")})
+
+    after = Cursor(cursor.partition, cursor.term, seq, seq)
+    await ledger.flush([Move(cursor, after)], [thread_id], decide)
+    return found
+
+
+async def test_two_flushes_of_one_new_thread_take_turns(deployment: Deployment) -> None:
+    """There is no row to lock yet, and each must see what the other has left."""
+    async with Two(deployment) as two:
+        thread_id = fresh()
+        (one,), (other,) = await two.first.take([0], "a"), await two.second.take([1], "b")
+        held = asyncio.create_task(_flush(two.first, one, thread_id, 5))
+        await asyncio.wait_for(two.slow.entered.wait(), 10)
+        with pytest.raises(FlushFailed) as waits:
+            await _flush(two.second, other, thread_id, 6)
+        assert waits.value.verdict is Verdict.ISOLATE
+        two.slow.go.set()
+        assert (await held).get(thread_id) == Row()
+        assert (await _flush(two.second, other, thread_id, 6))[thread_id] == Row(5, 5, 1, b"")
+        assert await two.plain.load_messages(thread_id) == [5, 6]
+
+
+async def test_an_owner_that_was_replaced_commits_nothing_however_late_it_comes(deployment: Deployment) -> None:
+    async with Two(deployment) as two:
+        thread_id = fresh()
+        (old,) = await two.first.take([0], "a")
+        (new,) = await two.second.take([0], "b")
+        assert new.term == old.term + 1
+        two.slow.go.set()
+        with pytest.raises(NotOwner):
+            await _flush(two.first, old, thread_id, 5)
+        assert await two.plain.load_thread(thread_id) is None
+        assert await two.second.row(thread_id) == Row()
+        await _flush(two.second, new, thread_id, 5)
+        with pytest.raises(NotOwner):
+            await _flush(two.first, old, thread_id, 6)
+        assert await two.plain.load_messages(thread_id) == [5]
+
+
+async def test_an_owner_that_stops_inside_its_transaction_is_not_overtaken(deployment: Deployment) -> None:
+    """Paused for longer than its lease: who takes over waits for the rows, and begins behind what it committed."""
+    async with Two(deployment) as two:
+        thread_id = fresh()
+        (old,) = await two.first.take([0], "a")
+        held = asyncio.create_task(_flush(two.first, old, thread_id, 5))
+        await asyncio.wait_for(two.slow.entered.wait(), 10)
+        taking = asyncio.create_task(two.second.take([0], "b"))
+        done, _ = await asyncio.wait([taking], timeout=0.3)
+        assert not done
+        two.slow.go.set()
+        await held
+        (new,) = await taking
+        assert (new.term, new.seq, new.id) == (old.term + 1, 5, 5)
+        assert (await _flush(two.second, new, thread_id, 6))[thread_id].flushed_seq == 5
+        assert await two.plain.load_messages(thread_id) == [5, 6]

@@ -1,0 +1,281 @@
+"""Log, hot state, ledger and store in memory, with the weather in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.ports import AppendUnknown, Conflict, FlushFailed, Link, Outgoing
+from bufstore.buffer.verdict import Verdict
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import AlreadyExists, LogFull, LogUnavailable, StoreUnavailable
+from bufstore.memory.hot import MemoryBucket, MemoryHotState
+from bufstore.memory.ledger import MemoryLedger
+from bufstore.memory.log import MemoryLog, MemoryStream
+from bufstore.memory.server import MemoryLink, MemoryNats
+from bufstore.memory.store import MemoryThreadStore
+from bufstore.threads.model import ThreadChange
+from store_model.story import BAD_RUN
+
+#: What may happen to one write to the log.
+LOG_FAULTS = ("stored", "lost", "late", "unavailable", "full", "slow")
+#: What may happen to one call of Postgres.
+STORE_FAULTS = ("before", "after")
+
+
+@dataclass
+class Weather:
+    """What goes wrong at the moment, for all instances; every chance in it comes from one seed."""
+
+    chance: random.Random
+    #: Faults of the next writes to the log, of the next calls of Postgres.
+    log: deque[str] = field(default_factory=deque)
+    store: deque[str] = field(default_factory=deque)
+    #: Until when nobody reaches NATS, and Postgres.
+    log_away_until: float = 0.0
+    store_away_until: float = 0.0
+    #: Errors are to be expected until then.
+    rough_until: float = 0.0
+    #: When the last late message arrives.
+    late_until: float = 0.0
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def rough(self, seconds: float) -> None:
+        """Something fails now: its traces show for some time."""
+        now = asyncio.get_running_loop().time()
+        self.rough_until = max(self.rough_until, now + seconds)
+
+    def calm(self) -> None:
+        """From now on all is well, except for what is late."""
+        self.log.clear()
+        self.store.clear()
+        self.log_away_until = self.store_away_until = 0.0
+
+    async def delay(self) -> None:
+        """What a call takes."""
+        if self.chance.random() < 0.3:
+            await asyncio.sleep(self.chance.choice((0.001, 0.01, 0.1)))
+        else:
+            await asyncio.sleep(0)
+
+    async def at_nats(self) -> None:
+        """A call of NATS."""
+        await self.delay()
+        if asyncio.get_running_loop().time() < self.log_away_until:
+            await asyncio.sleep(self.chance.choice((0, 0.5)))
+            raise LogUnavailable("NATS is away")
+
+
+class ArchivingStream(MemoryStream):
+    """A stream that shows everything it ever took to the archive."""
+
+    def __init__(self, config: LogConfig, archive: list[StoredMessage]) -> None:
+        super().__init__(config)
+        self._archive = archive
+
+    def store(self, messages: Sequence[Outgoing]) -> int:
+        end = super().store(messages)
+        self._archive += self.messages[-len(messages) :]
+        return end
+
+
+class FaultyLog(MemoryLog):
+    """One instance's log."""
+
+    def __init__(
+        self, weather: Weather, streams: dict[str, MemoryStream], config: BufferConfig, message_bytes_max: int
+    ) -> None:
+        super().__init__(streams, config, message_bytes_max)
+        self._weather = weather
+
+    async def _turn(self) -> MemoryStream:
+        await self._weather.at_nats()
+        stream = await super()._turn()
+        await asyncio.sleep(0)
+        return stream
+
+    async def _write(self, messages: Sequence[Outgoing]) -> int:
+        fault = self._weather.log.popleft() if self._weather.log else ""
+        stream = await self._turn()
+        if fault:
+            self._weather.seen[f"log {fault}"] += 1
+            self._weather.rough(15)
+        match fault:
+            case "unavailable":
+                raise LogUnavailable("no leader")
+            case "full":
+                raise LogFull("maximum bytes exceeded")
+            case "lost":
+                raise AppendUnknown("no answer")
+            case "stored":
+                try:
+                    stream.store(messages)
+                except Conflict:
+                    pass
+                raise AppendUnknown("no answer")
+            case "late":
+                self._be_late(stream, messages)
+                raise AppendUnknown("no answer")
+            case "slow":
+                await asyncio.sleep(2)
+        seq = stream.store(messages)
+        await self._weather.delay()
+        return seq
+
+    def _be_late(self, stream: MemoryStream, messages: Sequence[Outgoing]) -> None:
+        loop = asyncio.get_running_loop()
+        after = self._weather.chance.choice((0.05, 0.5, 3, 12, 45))
+        self._weather.late_until = max(self._weather.late_until, loop.time() + after)
+
+        def arrive() -> None:
+            try:
+                stream.store(messages)
+                self._weather.seen["log landed late"] += 1
+            except Conflict:
+                pass
+
+        loop.call_later(after, arrive)
+
+
+class FaultyHot(MemoryHotState):
+    """One instance's hot state."""
+
+    def __init__(self, weather: Weather, bucket: MemoryBucket) -> None:
+        super().__init__(bucket)
+        self._weather = weather
+
+    async def _turn(self) -> MemoryBucket:
+        await self._weather.at_nats()
+        return await super()._turn()
+
+
+class FaultyNats(MemoryNats):
+    """A server whose links fail as the weather says, and whose log is archived."""
+
+    def __init__(self, weather: Weather, config: LogConfig, archive: list[StoredMessage]) -> None:
+        super().__init__()
+        self._weather = weather
+        self.stream = self.streams[config.stream] = ArchivingStream(config, archive)
+        self.bucket = self.buckets[config.bucket] = MemoryBucket()
+
+    def link(self, config: BufferConfig) -> Link:
+        log = FaultyLog(self._weather, self.streams, config, message_bytes_max=4096)
+        return MemoryLink(log, FaultyHot(self._weather, self.bucket))
+
+
+class Postgres:
+    """The database: a store that refuses bad runs, and its ledger; both may be copied, and put back."""
+
+    def __init__(self, weather: Weather) -> None:
+        self.weather = weather
+        self.store = RefusingStore()
+        self.ledger = MemoryLedger(self.store)
+        #: True while an operator has mended what makes it refuse.
+        self.mended = False
+        self.store.database = self
+
+    async def gated(self, call: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
+        """A call from outside."""
+        weather = self.weather
+        await weather.delay()
+        if asyncio.get_running_loop().time() < weather.store_away_until:
+            await asyncio.sleep(weather.chance.choice((0, 0.1, 1)))
+            raise self._error()
+        fault = weather.store.popleft() if weather.store else ""
+        if fault:
+            weather.seen[f"store {fault}"] += 1
+            weather.rough(15)
+        if fault == "before":
+            raise self._error()
+        answer = await call(*arguments, **options)
+        await weather.delay()
+        if fault == "after":
+            raise self._error()
+        return answer
+
+    def _error(self) -> Exception:
+        return StoreUnavailable("Postgres is away")
+
+    def copy(self) -> list[dict[Any, Any]]:
+        """What is in it, to be put back."""
+        return [dict(table) for table in self._tables()]
+
+    def put_back(self, copy: list[dict[Any, Any]]) -> None:
+        """Fail over to a copy of before."""
+        for table, content in zip(self._tables(), copy, strict=True):
+            table.clear()
+            table.update(content)
+
+    def _tables(self) -> list[dict[Any, Any]]:
+        s, ledger = self.store, self.ledger
+        tables = [s._threads, s._messages, s._runs, s._states, s._changed, s._created]
+        return [*tables, ledger._rows, ledger._cursors, ledger.parked.entries, ledger.parked.given_up]
+
+
+class RefusingStore(MemoryThreadStore):
+    """Refuses a batch with a bad run, whole."""
+
+    database: Postgres
+
+    async def apply(self, connection: object, batch: Sequence[ThreadChange]) -> None:
+        if not self.database.mended and any(run_id.startswith(BAD_RUN) for c in batch for run_id in c.runs):
+            raise AlreadyExists("a constraint of the app's")
+        await super().apply(connection, batch)
+
+
+class StoreView(MemoryThreadStore):
+    """The store as an instance reaches it: the same rows, behind the weather."""
+
+    def __init__(self, database: Postgres) -> None:
+        self.__dict__ = database.store.__dict__
+
+
+def _behind_weather(name: str) -> Any:
+    async def read(self: StoreView, *arguments: Any, **options: Any) -> Any:
+        direct = getattr(super(StoreView, self), name)
+        return await self.__dict__["database"].gated(direct, *arguments, **options)
+
+    return read
+
+
+for _name in ("load_checkpoint", "load_run", "query_messages", "query_runs", "query_threads", "load_message"):
+    setattr(StoreView, _name, _behind_weather(_name))
+
+
+class LedgerView:
+    """The ledger as an instance reaches it; a part of it, with `of`."""
+
+    def __init__(self, database: Postgres, of: Any = None) -> None:
+        self._database = database
+        self._of = of if of is not None else database.ledger
+
+    @property
+    def parked(self) -> Any:
+        return LedgerView(self._database, self._database.ledger.parked)
+
+    async def open(self) -> None:
+        """The database need not be up."""
+
+    async def aclose(self) -> None:
+        """Nothing to close."""
+
+    async def flush(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return await self._database.gated(self._of.flush, *arguments, **options)
+        except StoreUnavailable as e:
+            if self._database.weather.chance.random() < 0.5:
+                raise
+            raise FlushFailed(str(e), Verdict.RETRY) from e
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._of, name)
+
+        async def call(*arguments: Any, **options: Any) -> Any:
+            return await self._database.gated(method, *arguments, **options)
+
+        return call

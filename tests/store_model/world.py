@@ -1,0 +1,270 @@
+"""Two instances of the whole store on one log and one database in memory, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import random
+import secrets
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+from unittest import mock
+
+from bufstore.buffer.chain import Row
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import BufstoreError
+from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.types import Consistency
+from store_model.faults import FaultyNats, LedgerView, Postgres, StoreView, Weather
+from store_model.story import Archive, Seen, seen_in
+from unit.fake_log import JumpingLoop
+
+T = TypeVar("T")
+
+CONFIG = BufferConfig(
+    log=LogConfig(partitions=4, max_bytes=8 << 20),
+    append_timeout_s=4.0,
+    read_timeout_s=4.0,
+    flush_timeout_s=10.0,
+    flush_interval_s=0.2,
+    lease_s=2,
+    failover_window_s=20.0,
+    retain_after_flush_s=30.0,
+    cached_threads=3,
+)
+THREADS = [f"thread-{n}" for n in range(5)]
+SUBJECTS = Subjects(CONFIG.log.subject, CONFIG.log.partitions)
+#: After the weather has calmed down, everything must be flushed within this time.
+SETTLED_WITHIN_S = 60.0
+#: Nobody calls log and hot state more often than this in a second, in the mean over a step.
+_CALLS_A_SECOND = 1500
+
+_where: contextvars.ContextVar[int] = contextvars.ContextVar("instance", default=-1)
+
+
+class Violation(AssertionError):
+    """A guarantee does not hold."""
+
+
+class Instance:
+    """A process: gone without a word at any moment, and started again."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world = world
+        self._number = number
+        self._context = contextvars.copy_context()
+        self._context.run(_where.set, number)
+        self.store: BufferedThreadStore | None = None
+
+    async def start(self) -> bool:
+        """Open the store, if it is not open; whether it is."""
+        if self.store is None:
+            world, member = self._world, secrets.token_hex(8)
+            self.store = await self.call(self._make(world, member))
+        return self.store is not None
+
+    async def _make(self, world: World, member: str) -> BufferedThreadStore | None:
+        link, ledger = world.nats.link(CONFIG), LedgerView(world.postgres)
+        view = StoreView(world.postgres)
+        store = BufferedThreadStore(view, ledger, link, member, Consistency.READ_YOUR_WRITES, CONFIG)  # type: ignore[arg-type]
+        try:
+            await store._start()
+        except BufstoreError as e:
+            world.excuse(e)
+            await store._release()
+            return None
+        return store
+
+    def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Do something in this process."""
+        return self._world.loop.create_task(work, context=self._context)
+
+    async def crash(self) -> None:
+        """Everything in memory is gone, nothing is finished."""
+        store, self.store = self.store, None
+        if store is None:
+            return
+        store._log.close()  # type: ignore[attr-defined]
+        store._hot.close()  # type: ignore[attr-defined]
+        while tasks := [t for t in self._world.tasks[self._number] if not t.done()]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def stop(self) -> None:
+        """Close the store as an app does."""
+        store, self.store = self.store, None
+        if store is not None:
+            await self.call(store.aclose())
+
+
+class World:
+    """All of it. Use `run` for each step, and `close` at the end, whatever happened."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.loop = JumpingLoop()
+        self.tasks: dict[int, set[asyncio.Task[Any]]] = {}
+        self.loop.set_task_factory(self._make_task)
+        self._complaints: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda _, context: self._complaints.append(context))
+        random.seed(seed)  # the pauses between retries
+        self._patches = [
+            mock.patch("secrets.randbits", self.chance.getrandbits),
+            mock.patch("secrets.token_hex", lambda n: f"{self.chance.getrandbits(8 * n):0{2 * n}x}"),
+        ]
+        for patch in self._patches:
+            patch.start()
+        self.weather = Weather(random.Random(seed + 1))
+        self.archive = Archive(SUBJECTS.thread_id)
+        self.nats = FaultyNats(self.weather, CONFIG.log, self.archive.messages)
+        self.postgres = Postgres(self.weather)
+        self.instances = [Instance(self, n) for n in range(2)]
+        #: Copies of the database, when they were made, and how many events each story had by then.
+        self.copies: deque[tuple[float, Any, Counter[str]]] = deque()
+        self._rows: dict[str, Row] = {}
+        self._cursors: dict[int, tuple[int, int]] = {}
+        self.counts: Counter[str] = Counter()
+        #: Reads what is new in the archive, after each step.
+        self.audit: Callable[[], None] = lambda: None
+        self.run(self.start())
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        context = options.get("context")
+        number = context.get(_where, -1) if context is not None else _where.get()
+        task: asyncio.Task[Any] = asyncio.Task(work, loop=loop, **options)
+        tasks = self.tasks.setdefault(number, set())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do one step; what must hold at every moment is checked after it."""
+        began, calls = self.loop.time(), self._calls()
+        result = self.loop.run_until_complete(work)
+        passed = self.loop.time() - began
+        if self._calls() - calls > _CALLS_A_SECOND * (1 + passed):
+            raise Violation(f"{self._calls() - calls} calls in {passed:.3f} s")
+        self.audit()
+        self._check_moment()
+        self.take_copy()
+        return result
+
+    def _calls(self) -> int:
+        stores = [i.store for i in self.instances if i.store is not None]
+        return sum(s._log.calls + s._hot.calls for s in stores)  # type: ignore[attr-defined]
+
+    def check_nothing_left(self) -> None:
+        """Everything that was started has ended."""
+        left = [t for t in asyncio.all_tasks(self.loop) if not t.done()]
+        if left:
+            raise Violation(f"left behind: {left}")
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        try:
+            if not self.loop.is_closed():
+                for task in asyncio.all_tasks(self.loop):
+                    task.cancel()
+                self.loop.run_until_complete(asyncio.sleep(0))
+                self.loop.close()
+        finally:
+            for patch in self._patches:
+                patch.stop()
+
+    async def start(self) -> None:
+        """Start the instances that are down."""
+        for instance in self.instances:
+            await instance.start()
+
+    def excuse(self, error: BaseException, *, since: float | None = None) -> None:
+        """An error that says that something is away must have a reason."""
+        if self.weather.rough_until < (self.loop.time() if since is None else since):
+            raise Violation(f"all is well, and yet {type(error).__name__}: {error}") from error
+
+    # --- what must hold at every moment
+
+    def _check_moment(self) -> None:
+        if self._complaints:
+            raise Violation(f"an exception that nobody looked at: {self._complaints}")
+        ledger = self.postgres.ledger
+        for partition, cursor in ledger._cursors.items():
+            if (cursor.term, cursor.seq) < self._cursors.get(partition, (0, 0)):
+                raise Violation(f"the cursor of partition {partition} went back to {cursor}")
+            self._cursors[partition] = cursor.term, cursor.seq
+        for thread_id, row in ledger._rows.items():
+            if row.flushed_seq < self._rows.get(thread_id, row).flushed_seq:
+                raise Violation(f"the watermark of {thread_id} went back to {row.flushed_seq}")
+            self._rows[thread_id] = row
+        for thread_id in THREADS:
+            self.check_flushed(thread_id)
+
+    def check_flushed(self, thread_id: str) -> None:
+        """What Postgres holds of the thread is what the story says at its watermark."""
+        row = self.postgres.ledger._rows.get(thread_id, Row())
+        story = self.archive.story(thread_id)
+        if row.flushed_seq > story.end:
+            return  # the archive is read at the end of the step
+        point, found = story.at(row.flushed_seq), self.in_store(thread_id)
+        if found != point.seen:
+            raise Violation(f"{thread_id} at {row.flushed_seq}: the store has {found}, the story {point.seen}")
+        shown = (row.flushed_seq, row.applied_id, row.version, row.broken_since is not None)
+        expected = (point.seq, point.applied_id, len(point.seen.messages), point.broken)
+        if shown != expected:
+            raise Violation(f"{thread_id}: the row is {shown}, the story says {expected}")
+
+    def in_store(self, thread_id: str) -> Seen:
+        return seen_in(self.postgres.store, thread_id)
+
+    def flushed(self, thread_id: str) -> int:
+        return self.postgres.ledger._rows.get(thread_id, Row()).flushed_seq
+
+    # --- Postgres and its copies
+
+    def take_copy(self) -> None:
+        """Remember the database as it is; forget copies that no failover may fall back to."""
+        now = self.loop.time()
+        events = Counter({t: len(s.events) for t, s in self.archive.stories.items()})
+        self.copies.append((now, self.postgres.copy(), events))
+        while self.copies[0][0] < now - 0.9 * CONFIG.failover_window_s:
+            self.copies.popleft()
+
+    def fail_over(self, back: int) -> None:
+        """Postgres is an older copy of itself from now on."""
+        while back > 0 and len(self.copies) > 1:
+            self.copies.pop()
+            back -= 1
+        _, copy, events = self.copies[-1]
+        self.postgres.put_back(copy)
+        for thread_id, story in self.archive.stories.items():
+            if len(story.events) > events[thread_id]:
+                del story.events[events[thread_id] :]
+                story.tell_again()
+        self._rows.clear()
+        self._cursors.clear()
+
+    # --- the end
+
+    async def heal(self) -> None:
+        """All is well again: everything must be flushed, and everything right."""
+        self.weather.calm()
+        await asyncio.sleep(max(0.0, self.weather.late_until - self.loop.time()) + 1)
+        self.weather.rough(15)
+        await self.start()
+        await self._until(self._all_flushed, "everything is flushed")
+        self.weather.rough_until = max(self.weather.rough_until, self.loop.time() + 5)
+
+    async def _until(self, done: Callable[[], Awaitable[str]], what: str) -> None:
+        deadline = self.loop.time() + SETTLED_WITHIN_S
+        while missing := await done():
+            if self.loop.time() > deadline:
+                states = [i.store._flusher.state for i in self.instances if i.store and i.store._flusher]
+                raise Violation(f"not in time: {what}: {missing}; {states}")
+            await asyncio.sleep(0.25)
+
+    async def _all_flushed(self) -> str:
+        stream = self.nats.stream
+        late = [t for t in THREADS if self.flushed(t) < stream.last_of(SUBJECTS.of(t))]
+        return ", ".join(f"{t}: {self.flushed(t)} of {stream.last_of(SUBJECTS.of(t))}" for t in late)

@@ -1,0 +1,287 @@
+"""The buffered store itself, on `MemoryNats`: the same contract, without a server and in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from bufstore import (
+    BufferConfig,
+    BufferedThreadStore,
+    Children,
+    ConfigDrift,
+    Consistency,
+    LogConfig,
+    LogFull,
+    LogRolledBack,
+    LogUnavailable,
+    NotFound,
+    OutcomeUnknown,
+    ReadNotFresh,
+    ThreadQuarantined,
+)
+from bufstore.buffer.ports import BatchRefused, Conflict, Outgoing
+from bufstore.memory import MemoryNats, MemoryThreadStore
+from bufstore.memory.hot import MemoryBucket, MemoryHotState
+from bufstore.memory.log import MemoryLog, MemoryStream
+from bufstore.testing import CHECKS, Check
+from helpers import fresh, run_of
+from unit.fake_log import run
+
+CONFIG = BufferConfig(flush_interval_s=0.05, lease_s=2)
+
+
+@asynccontextmanager
+async def instance(nats: MemoryNats, store: MemoryThreadStore, **config: Any) -> AsyncIterator[BufferedThreadStore]:
+    settings = BufferConfig(**({"flush_interval_s": 0.05, "lease_s": 2} | config))
+    async with await BufferedThreadStore.open(store, nats=nats, config=settings) as opened:
+        yield opened
+        report = await opened.verify()
+        assert report.ok, report.findings
+
+
+def alone(main: Callable[[BufferedThreadStore], Awaitable[None]], **config: Any) -> None:
+    async def whole() -> None:
+        async with instance(MemoryNats(), MemoryThreadStore(), **config) as store:
+            await main(store)
+
+    run(whole())
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+def test_it_keeps_the_contract(check: Check) -> None:
+    alone(check)
+
+
+def test_instances_share_the_log_and_the_ledger() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner) as one, instance(nats, inner, flusher=False) as two:
+            await one.checkpoint(thread_id, [1], run_of(thread_id))
+            receipt = await two.checkpoint_append(thread_id, [2], run_of(thread_id), expected_version=1)
+            assert await one.load_messages(thread_id, at_least=receipt) == [1, 2]
+            assert await two.load_messages(thread_id, consistency=Consistency.STRONG) == [1, 2]
+            assert await inner.load_messages(thread_id) == [1, 2]
+        async with instance(nats, inner) as three:
+            await three.checkpoint_append(thread_id, [3], run_of(thread_id), expected_version=2)
+            assert (await three.statistics()).nats_sent > 0
+        assert await inner.load_messages(thread_id) == [1, 2, 3]
+
+    run(main())
+
+
+def test_the_partitions_of_an_instance_that_is_gone_are_taken_over() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner) as one:
+            async with instance(nats, inner) as two:
+                await asyncio.sleep(5)
+                shares = [(await s.statistics()).flusher.partitions for s in (one, two)]
+                assert sorted(shares[0] + shares[1]) == list(range(8))
+                assert all(shares)
+            await asyncio.sleep(5)
+            assert (await one.statistics()).flusher.partitions == tuple(range(8))
+
+    run(main())
+
+
+def test_a_full_log_pushes_back_until_it_is_flushed_and_purged() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        config = {"log": LogConfig(max_bytes=1 << 20), "failover_window_s": 20.0, "retain_after_flush_s": 20.0}
+        async with instance(nats, inner, flusher=False, **config) as writer:
+            with pytest.raises(LogFull):
+                for n in range(200):
+                    await writer.checkpoint(thread_id, [n, "x" * 10_000], run_of(thread_id))
+            async with instance(nats, inner, **config):
+                await writer.force_flush_all()
+                await asyncio.sleep(60)
+                await writer.checkpoint(thread_id, ["again"], run_of(thread_id))
+            assert await writer.load_messages(thread_id) == ["again"]
+
+    run(main())
+
+
+def test_a_flush_is_believed_to_postgres_only() -> None:
+    """Reports of progress may speak of commits that a failover has lost."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner) as store:
+            ledger = inner.ledger(0)
+            for n in range(2):
+                tables = [inner._threads, inner._messages, ledger._rows, ledger._cursors]
+                copies = [dict(table) for table in tables]
+                await store.checkpoint(thread_id, [n], run_of(thread_id))
+                await store.force_flush(thread_id)
+            for flush_again in (
+                lambda: store.force_flush(thread_id),
+                lambda: store.force_flush_all(),
+                lambda: store.query_messages(thread_id),
+                lambda: store.load_messages(thread_id, consistency=Consistency.STRONG),
+            ):
+                for table, copy in zip(tables, copies, strict=True):
+                    table.clear()
+                    table.update(copy)
+                await flush_again()
+                assert await inner.load_messages(thread_id) == [1]
+
+    run(main())
+
+
+def test_another_configuration_is_drift() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner):
+            with pytest.raises(ConfigDrift):
+                await BufferedThreadStore.open(inner, nats=nats, config=BufferConfig(log=LogConfig(partitions=4)))
+
+    run(main())
+
+
+def test_a_lost_stream_is_noticed() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as store:
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.force_flush(thread_id)
+            stream = nats.streams.pop("THREADLOG")
+            with pytest.raises(LogUnavailable):
+                await store.checkpoint(thread_id, [2], run_of(thread_id, steps=1))
+            with pytest.raises(LogRolledBack):
+                await BufferedThreadStore.open(inner, nats=nats, config=CONFIG)
+            nats.streams["THREADLOG"] = MemoryStream(stream.config)
+            with pytest.raises(LogRolledBack):
+                await store.checkpoint(thread_id, [2], run_of(thread_id, steps=1))
+
+    run(main())
+
+
+def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() -> None:
+    """The next change carries it out: whatever stops it from then on, its outcome is not known."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        parent, child = fresh(), fresh()
+        for thread_id in (parent, child):
+            await store.save_thread(thread_id)
+        await store.set_parent(child, parent)
+        children = store._lineage.children
+
+        async def away(thread_id: str) -> list[str]:
+            raise ReadNotFresh("Postgres is away")
+
+        store._lineage.children = away  # type: ignore[method-assign]
+        with pytest.raises(OutcomeUnknown):
+            await store.delete_thread(parent, children=Children.CASCADE)
+        store._lineage.children = children  # type: ignore[method-assign]
+        await store.save_thread(fresh("other"))
+        with pytest.raises(NotFound):
+            await store.set_parent(child, None)
+        assert await store.load_thread(parent) is None
+
+    alone(main)
+
+
+def test_a_thread_in_quarantine_stops_no_change_of_lineage_of_others() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner) as store:
+            broken, parent, other = fresh(), fresh(), fresh()
+            for thread_id in (broken, parent, other):
+                await store.save_thread(thread_id)
+            await store.set_parent(broken, parent)
+            nats.streams["THREADLOG"].store([Outgoing(store._subjects.of(broken), b"garbage")])
+            await store.force_flush(broken)
+            with pytest.raises(ThreadQuarantined):
+                await store.set_parent(broken, None)
+            await store.set_parent(other, parent)
+            with pytest.raises(ThreadQuarantined):
+                await store.delete_thread(parent, children=Children.DETACH)
+            await store.set_parent(other, None)
+            assert (await store.load_thread(parent)) is not None
+
+    run(main())
+
+
+# --- the log by itself ------------------------------------------------------------------------------------------
+
+
+def log_of(epoch: int = 0, **config: Any) -> tuple[MemoryLog, MemoryStream]:
+    settings = BufferConfig(log=LogConfig(**config))
+    stream = MemoryStream(settings.log, epoch)
+    return MemoryLog({settings.log.stream: stream}, settings), stream
+
+
+def test_a_batch_is_stored_whole_or_not_at_all() -> None:
+    async def main() -> None:
+        log, stream = log_of()
+        await log.publish(Outgoing("thread.0.a", b"1", expected=0), 1)
+        for bad in (
+            [Outgoing("thread.0.b", b"2"), Outgoing("thread.0.a", b"3", expected=0)],
+            [Outgoing("thread.0.b", b"2", expected=0), Outgoing("thread.0.b", b"3", expected=2)],
+        ):
+            with pytest.raises(Conflict):
+                await log.publish_batch(bad, 1)
+        with pytest.raises(BatchRefused):
+            await log.publish_batch([Outgoing("thread.0.b", b"")] * 1001, 1)
+        assert [m.body for m in stream.messages] == [b"1"]
+        good = [Outgoing("thread.0.a", b"2", expected=1), Outgoing("thread.0.a", b"3"), Outgoing("thread.1.c", b"4")]
+        assert await log.publish_batch(good, 1) == 4
+        assert await log.ends(["thread.0.*", "thread.1.*", "thread.2.*"], 1) == [3, 4, 0]
+        assert [m.seq for m in await log.after("thread.0.a", 1, 1)] == [2, 3]
+        assert await log.subjects("thread.*.*", 1) == ["thread.1.c"]
+        await log.purge(0, 3)
+        found = await log.identity(2), await log.identity(3), (await log.bounds())[0]
+        assert (found[0], found[1] and found[1].body, found[2]) == (None, b"3", 3)
+
+    run(main())
+
+
+def test_positions_begin_with_the_epoch() -> None:
+    async def main() -> None:
+        log, _ = log_of(epoch=3)
+        assert ((await log.bounds())[0], log.generation_start, await log.end(1)) == (3 << 40, 3 << 40, (3 << 40) - 1)
+        assert await log.publish(Outgoing("thread.0.a", b""), 1) == 3 << 40
+
+    run(main())
+
+
+def test_a_feed_holds_no_more_than_it_may_until_it_is_acked() -> None:
+    async def main() -> None:
+        log, _ = log_of()
+        woken: list[int] = []
+        feed = await log.feed(0, 1, 2, lambda: woken.append(1))
+        for n in range(0, 3000, 1000):
+            await log.publish_batch([Outgoing("thread.0.a", str(n).encode())] * 1000, 1)
+        feed._messages_max = 2000
+        taken = feed.take()
+        assert (woken, taken[0].seq, len(taken), feed.take()) == ([1, 1, 1], 2, 2000, [])
+        await feed.more()
+        assert [m.seq for m in feed.take()] == [2002]
+        await feed.ack(100)
+        assert (len(feed.take()), await log.acked(0, 1)) == (98, 100)
+        again = await log.feed(0, 2, 101, lambda: None)
+        assert feed.lost
+        assert (again.take()[0].seq, feed.take(), await log.acked(0, 1)) == (101, [], None)
+        log.close()
+        assert again.lost
+
+    run(main())
+
+
+def test_what_has_a_time_to_live_is_gone_after_it() -> None:
+    async def main() -> None:
+        hot = MemoryHotState(MemoryBucket())
+        await hot.renew_member("a", 2)
+        assert await hot.claim_run("r", "t", 1) == await hot.claim_run("r", "u", 1) == "t"
+        assert await hot.members() == ["a"]
+        await asyncio.sleep(2)
+        assert await hot.members() == []
+        await asyncio.sleep(7 * 24 * 3600)
+        assert await hot.thread_of_run("r", 1) is None
+
+    run(main())
