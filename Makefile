@@ -56,6 +56,10 @@ powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop m
 chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that nothing was lost, doubled or stale
 	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED)
 
+.PHONY: model
+model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, each against an oracle (no servers)
+	PYTHONHASHSEED=0 $(LONG) store_model.run $(SECONDS) $(SEED)
+
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
 	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900

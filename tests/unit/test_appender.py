@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from bufstore.buffer.appender import Appender
 from bufstore.buffer.chain import Row, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
-from bufstore.buffer.ports import Decision, Outgoing
+from bufstore.buffer.ports import Conflict, Decision, Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import (
@@ -354,6 +355,32 @@ def test_a_thread_whose_entries_were_purged_can_be_written(how: str, cold: bool)
         await writer.append(["c"])
         await world.flush()
         assert await world.messages() == ["a", "b", "c"]
+        assert world.ledger.parked.entries == {}
+
+    test(main)
+
+
+def test_copies_that_land_after_a_purge_rewind_nothing() -> None:
+    """What expects nothing in the log can land there again once it is purged; so nothing else may come with it."""
+
+    async def main(world: World, one: Instance) -> None:
+        sent: list[Sequence[Outgoing]] = []
+        store = world.log.store
+
+        def remember(messages: Sequence[Outgoing]) -> int:
+            sent.append(messages)
+            return store(messages)
+
+        world.log.store = remember
+        await asyncio.gather(one.checkpoint(["a"]), one.checkpoint(["b"]), one.append(["c"]))
+        await one.checkpoint(["newest"])
+        world.log.store = store
+        await world.flush_and_purge()
+        for messages in sent:
+            with contextlib.suppress(Conflict):
+                store(messages)
+        await world.flush()
+        assert await world.messages() == ["newest"]
         assert world.ledger.parked.entries == {}
 
     test(main)

@@ -82,6 +82,11 @@ class _Unit(Generic[M]):
     before: Tip[M] | None = None
     after: Tip[M] | None = None
 
+    @property
+    def before_seq(self) -> int:
+        """The position it builds on; 0: it expects nothing in the log."""
+        return self.before.seq if self.before is not None else 0
+
     def undo(self) -> None:
         for draft in reversed(self.drafts):
             draft.undo()
@@ -233,6 +238,10 @@ class Appender(Generic[M]):
             if write.done.done():
                 lane.queue.popleft()
                 continue
+            # What expects nothing in the log goes alone: it may land late, after a purge, and is told by what it says
+            # of its base (`chain.superseded`), which nothing behind it says.
+            if unit.writes and not unit.before_seq:
+                break
             # What is refused because of the tip must be refused because of a durable one: what stands in this
             # very unit may still fail. So such writes wait for the next round.
             first = not unit.writes

@@ -8,7 +8,7 @@ Failure model. Who finds a change that is not marked carries it out first: edits
 own, late, looks at the record between reading a thread and the append that stands directly behind what was read: if the
 record has moved on, his change has been carried out by somebody else; if it moves after the look, that change of the
 thread fails the append. What fails after a change took its place leaves it to the next one: its outcome is not known.
-Only what is refused (a thread in quarantine, a full log) ends it: it is marked as done and goes no further, so that it
+Only what is refused for good (a thread in quarantine) ends it: it is marked as done and goes no further, so that it
 stops nobody else. A bucket that is lost while two changes are under way lets them overlap.
 """
 
@@ -38,7 +38,7 @@ from bufstore.errors import (
 from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
-from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
+from bufstore.threads.lineage import Children, LineageChange, NamedParents, carry_out, check
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
@@ -84,7 +84,7 @@ class BufferedLineage:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
         Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
-        carries it out; repeating it is safe. Refused after that (ThreadQuarantined, LogFull): what was done stays.
+        carries it out; repeating it is safe.
         """
         self._edits.check_store()
         self._parents.forget()
@@ -107,7 +107,7 @@ class BufferedLineage:
             if record is not None and not record.done:
                 await self._finish(record, seq)
                 continue
-            await check(_Family(self, None), wanted)
+            await self._check(wanted)
             self._placed.add(mine.id)
             reach(Failpoint.LINEAGE_BEFORE)
             try:
@@ -124,13 +124,23 @@ class BufferedLineage:
                 state, last = await self._reads.joined(wanted.thread_id)
                 receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
             except Rejected as e:
-                if await self._mark(mine, seq):
+                several = wanted.children in (Children.DETACH, Children.CASCADE)  # some of it may be stored
+                if several and isinstance(e, LogFull):
+                    raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+                if await self._mark(mine, seq) and not several:
                     raise
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
             reach(Failpoint.LINEAGE_CARRIED_OUT)
             await self._mark(mine, seq)
             reach(Failpoint.LINEAGE_MARKED)
             return receipt
+
+    async def _check(self, wanted: LineageChange) -> None:
+        await check(_Family(self, None), wanted)
+        if wanted.children is Children.DETACH:
+            # A child in quarantine cannot be detached: say so while nothing is done.
+            for child in await self.children(wanted.thread_id):
+                await self._reads.thread(child, Consistency.READ_YOUR_WRITES)
 
     async def _finish(self, record: _Record, seq: int) -> None:
         """Carry out another's change, as far as it goes."""
