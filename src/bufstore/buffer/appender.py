@@ -152,9 +152,7 @@ class Appender(Generic[M]):
             lane.queue.append(write)
         try:
             async with asyncio.timeout(self._config.append_timeout_s):
-                receipt = await write.done
-            self._unresolved.forget(thread_id, write.item)
-            return receipt
+                return await write.done
         except (TimeoutError, AppendUnknown) as e:
             behind = write.maybe_behind
             if behind is None and isinstance(e, TimeoutError) and (thread_id, write.item) not in self._unresolved:
@@ -176,7 +174,6 @@ class Appender(Generic[M]):
         entry, same = found
         if not same:
             raise _other_content(thread_id)
-        self._unresolved.forget(thread_id, item)
         return Receipt(thread_id, entry.seq, entry.entry.id, entry.entry.version, repeated=True)
 
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------

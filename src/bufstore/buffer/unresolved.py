@@ -34,10 +34,6 @@ class Unresolved:
         while len(self._behind) > _REMEMBERED:
             self._behind.popitem(last=False)
 
-    def forget(self, thread_id: str, item: bytes) -> None:
-        """It is known what became of it."""
-        self._behind.pop((thread_id, rings.hash_of(item)), None)
-
     def __contains__(self, write: tuple[str, bytes]) -> bool:
         """Whether a write to the thread with this ring item ended as unknown."""
         thread_id, item = write
