@@ -62,7 +62,7 @@ model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, eac
 
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
-	BUFSTORE_STORM=1 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
+	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
 
 .PHONY: bench-quick
 bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)

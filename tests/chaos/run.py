@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from bufstore import BufstoreError, Consistency, Verification, decode_message
@@ -73,6 +74,8 @@ class Supervisor:
     site: Site
     seconds: float
     kinds: Sequence[Kind]
+    #: Ends after so many phases, if it is not over before.
+    phases_max: int
     #: Processes that ended by themselves, or not when told to.
     crashes: list[str] = field(default_factory=list)
 
@@ -84,7 +87,7 @@ class Supervisor:
         watching = [asyncio.create_task(self._sample()), asyncio.create_task(self._watch())]
         try:
             end = time.monotonic() + self.seconds
-            for phase in schedule(site.seed, self.kinds):
+            for phase in islice(schedule(site.seed, self.kinds), self.phases_max):
                 await self._phase(phase)
                 if time.monotonic() > end:
                     break
@@ -198,7 +201,15 @@ def _name(message: object) -> str:
     return message if isinstance(message, str) else message["id"]  # type: ignore[index]
 
 
-async def run(seed: int, seconds: float, folder: Path, kinds: Sequence[str] = (), recovery_s: float = 10.0) -> Report:
+async def run(
+    seed: int,
+    seconds: float,
+    folder: Path,
+    kinds: Sequence[str] = (),
+    *,
+    phases: int = 10**9,
+    recovery_s: float = 10.0,
+) -> Report:
     """One seed, from start to verdict; `recovery_s`: how long flushing may stay away after a heal."""
     async with _small_disk(folder, seconds) as disk, Site(folder, seed, disk) as site:
         unknown = [name for name in kinds if name not in KINDS]
@@ -206,7 +217,7 @@ async def run(seed: int, seconds: float, folder: Path, kinds: Sequence[str] = ()
             raise SystemExit(f"no such kind of fault: {', '.join(unknown)}; there are {', '.join(sorted(KINDS))}")
         wanted = [KINDS[name] for name in sorted(kinds or KINDS)]
         possible = [kind for kind in wanted if kind.possible(site)]
-        supervisor = Supervisor(site, seconds, possible)
+        supervisor = Supervisor(site, seconds, possible, phases)
         began = time.monotonic()
         verified = await supervisor.run()
         lasted = time.monotonic() - began

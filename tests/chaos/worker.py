@@ -152,12 +152,10 @@ class Writer:
         heal: Callable[[str | None], Awaitable[Receipt]] | None = None,
         key: str | None = None,
         tries: int = 10**9,
-        look: bool = False,
     ) -> Receipt | None:
         """Do `call` with an idempotency key, or none, until its outcome is known.
 
-        `heal` instead when the thread is broken. `look`: whether it is stored, before it is tried again; then nothing
-        tells where it stands. None if that is so, or if it did not succeed within `tries`, or before the end.
+        `heal` instead when the thread is broken. None if it did not succeed within `tries`, or before the end.
         """
         self._ops += 1
         op, write = self._ops, self._worker.recorder.write
@@ -178,21 +176,10 @@ class Writer:
                 self._tell(receipt)
                 return receipt
             tries -= 1
-            if maybe and look and await self._shows(thread, names):
-                tries = 0
             if not tries or (self._worker.stopping.is_set() and time.monotonic() > self._worker.stop_at):
                 write(End(time.monotonic(), self._worker.name, op, "unknown" if maybe else "rejected"))
                 return None
             await asyncio.sleep(_RETRY_PAUSE_S * self._chance.random())
-
-    async def _shows(self, thread: str, names: Sequence[str]) -> bool:
-        """Whether the thread has these; asked until there is an answer."""
-        while not self._worker.stopping.is_set():
-            seen = await self._worker.read(thread, Consistency.READ_YOUR_WRITES)
-            if seen is not None:
-                return set(names) <= set(seen)
-            await self._worker.pause(_RETRY_PAUSE_S)
-        return True
 
     def _tell(self, receipt: Receipt) -> None:
         if self._chance.random() < 0.1:
@@ -249,7 +236,7 @@ class Writer:
     async def _together(self, slot: int) -> None:
         """Threads that every writer appends to.
 
-        So many that a key may have left the ring of the last 16 before it is used again: hence `look`.
+        So many that a key may have left the ring of the last 16 before it is used again.
         """
         generation = 0
         while not self._worker.stopping.is_set():
@@ -259,7 +246,7 @@ class Writer:
             def append(key: str | None, name: str = name, run: Run = run) -> Awaitable[Receipt]:
                 return self._store.checkpoint_append(run.thread_id, [name], run, idempotency_key=key)
 
-            receipt = await self._write(thread, "append", [name], append, look=True)
+            receipt = await self._write(thread, "append", [name], append)
             if receipt is not None and receipt.version >= _SHARED_LENGTH:
                 generation += 1
 

@@ -73,8 +73,8 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
             assert await leader_of(outside, deployment) != leader
             # One that has seen more of the log than this leader is connected to it again.
             inside._log._highest = await outside._log.end(5.0)
-            before = inside._connection.client()
-            inside._connection._drop(before, "by the test")
+            before = inside._log._connection.client()
+            inside._log._connection._drop(before, "by the test")
             with contextlib.suppress(TimeoutError):  # it may well not let itself be connected
                 await eventually(lambda: _reconnected(inside, before), 2.5)
         finally:
@@ -89,7 +89,7 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
 
 
 async def _reconnected(store: BufferedThreadStore, before: object) -> bool:
-    return store._connection._client not in (None, before)
+    return store._log._connection._client not in (None, before)
 
 
 async def _takes_writes(store: BufferedThreadStore, thread_id: str) -> bool:

@@ -324,3 +324,35 @@ async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(o
         await one.force_flush(thread_id)
         assert await one.quarantined() == 0
         assert await one.load_messages(thread_id, consistency=Consistency.EVENTUAL) == ["one", "two"]
+
+
+async def test_force_flush_ends_under_steady_writes_and_covers_what_was_there_when_it_was_called(
+    deployment: Deployment,
+) -> None:
+    async with deployment.store(flush_interval_s=0.2) as store:
+        thread_id, stop = fresh(), asyncio.Event()
+        acknowledged = 0
+
+        async def write() -> None:
+            nonlocal acknowledged
+            while not stop.is_set():
+                await store.checkpoint_append(thread_id, [acknowledged], run_of(thread_id))
+                acknowledged += 1
+
+        writing = asyncio.create_task(write())
+        try:
+            for call in (lambda: store.force_flush(thread_id), store.force_flush_all) * 5:
+                await eventually(lambda before=acknowledged: _more(lambda: acknowledged, before + 5))
+                before = acknowledged
+                await call()
+                found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+                assert found is not None
+                assert found == list(range(len(found)))
+                assert len(found) >= before
+        finally:
+            stop.set()
+            await writing
+
+
+async def _more(count: Callable[[], int], than: int) -> bool:
+    return count() >= than

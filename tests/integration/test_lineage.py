@@ -175,6 +175,26 @@ async def test_parents_named_on_two_instances_at_once_make_no_cycle(deployment: 
             assert [t.parent_thread_id for t in threads if t is not None].count(None) == 1
 
 
+async def test_a_deletion_whose_process_died_before_it_was_marked_takes_nothing_that_was_written_since(
+    deployment: Deployment,
+) -> None:
+    async with deployment.store() as store:
+        deleted, kept, other = fresh(), fresh(), fresh()
+        for thread_id in (deleted, kept, other):
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+        bases = {t: (await store._reads.joined(t))[0].row.applied_id for t in (deleted, kept)}
+        # One was carried out and written again, the other was not begun and written since.
+        await store.delete_thread(deleted)
+        for thread_id in (deleted, kept):
+            await store.checkpoint(thread_id, [2], run_of(thread_id))
+            seq, _ = await store._hot.lineage(5)
+            begun = deletion(thread_id, Children.REJECT)
+            await store._hot.put_lineage(msgspec.msgpack.encode([7, begun, False, bases[thread_id]]), seq, 5)
+            await store.set_parent(other, thread_id)
+            assert await store.load_messages(thread_id) == [2]
+            assert msgspec.msgpack.decode((await store._hot.lineage(5))[1])[2], "it stops nobody else"
+
+
 @pytest.mark.parametrize("kind", ["parent", "detach"])
 async def test_what_another_began_is_finished_first(deployment: Deployment, kind: str) -> None:
     """As if its process had died right behind the record."""

@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.CRITICAL)  # of what is lost and found again there is much
+    logging.disable(logging.ERROR)  # of what is lost and found again there is much
     asyncio.run(run(given.seconds, given.seed))
     return 0
 

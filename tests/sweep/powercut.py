@@ -85,7 +85,7 @@ class Round:
         self._folder = folder
         self._sync_interval = sync_interval
         self._chance = random.Random(seed)
-        self._config = BufferConfig(log=LogConfig(max_bytes=128 << 20), flush_interval_s=flush_interval_s, lease_s=2)
+        self._config = BufferConfig(log=LogConfig(max_bytes=128 << 20), flush_interval_s=flush_interval_s, lease_s=4)
         #: Per thread, the numbers that were acknowledged.
         self._told: dict[str, list[int]] = {f"t{n}": [] for n in range(_THREADS)}
         self.warned = False

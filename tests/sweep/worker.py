@@ -87,7 +87,7 @@ class Life:
         config = BufferConfig(
             log=LogConfig(**self._options["log"]),
             flush_interval_s=0.1,
-            lease_s=2,
+            lease_s=4,
             **(purging if self._options["purging"] else {}),  # type: ignore[arg-type]
         )
         inner = [Refusing(self._options["postgres"], schema=self._options["schema"], pool_size=3) for _ in range(2)]

@@ -630,6 +630,39 @@ def test_the_token_of_an_unknown_outcome_makes_a_retry_safe(fault: str) -> None:
     test(main)
 
 
+@pytest.mark.parametrize("fault", ["stored", "lost", "late"])
+def test_a_token_is_good_for_as_long_as_the_log_holds_the_entry_however_much_others_write(fault: str) -> None:
+    """The ring of a thread knows its last 16 keys; the process that sent the write knows where to look."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        world.log.fault = lambda kind: fault if kind != "read" else "unavailable"
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.append(["b"], run_id="r")
+        token = unknown.value.token
+        world.log.fault = lambda kind: ""
+        for _ in range(8):  # whatever was under way has arrived, or never will
+            await world.log.end(1)
+        other = Instance(world)
+        for n in range(40):
+            await other.append([n])
+        world.log.fault = lambda kind: "unavailable"
+        with pytest.raises(OutcomeUnknown):  # it still is
+            await one.append(["b"], key=token, run_id="r")
+        world.log.fault = lambda kind: ""
+        receipt = await one.append(["b"], key=token, run_id="r")
+        assert receipt.repeated is (fault != "lost")
+        again = await one.append(["b"], key=token, run_id="r")
+        if fault == "lost":
+            assert (again.id, again.repeated) == (receipt.id, True)
+        messages = await world.messages()
+        assert messages is not None
+        assert messages.count("b") == 1
+        assert sorted(map(str, messages)) == sorted(["a", "b", *map(str, range(40))])
+
+    test(main)
+
+
 def test_an_error_nobody_thought_of_leaves_no_lane_stuck() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])

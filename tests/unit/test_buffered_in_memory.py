@@ -33,12 +33,12 @@ from bufstore.testing import CHECKS, Check
 from helpers import fresh, run_of
 from unit.fake_log import run
 
-CONFIG = BufferConfig(flush_interval_s=0.05, lease_s=2)
+CONFIG = BufferConfig(flush_interval_s=0.05, lease_s=4)
 
 
 @asynccontextmanager
 async def instance(nats: MemoryNats, store: MemoryThreadStore, **config: Any) -> AsyncIterator[BufferedThreadStore]:
-    settings = BufferConfig(**({"flush_interval_s": 0.05, "lease_s": 2} | config))
+    settings = BufferConfig(**({"flush_interval_s": 0.05, "lease_s": 4} | config))
     async with await BufferedThreadStore.open(store, nats=nats, config=settings) as opened:
         yield opened
         report = await opened.verify()

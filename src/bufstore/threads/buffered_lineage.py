@@ -9,7 +9,9 @@ own, late, looks at the record between reading a thread and the append that stan
 record has moved on, his change has been carried out by somebody else; if it moves after the look, that change of the
 thread fails the append. What fails after a change took its place leaves it to the next one: its outcome is not known.
 Only what is refused for good (a thread in quarantine) ends it: it is marked as done and goes no further, so that it
-stops nobody else. A bucket that is lost while two changes are under way lets them overlap.
+stops nobody else. Another's deletion is carried out only on the thread that it was decided on: if that has got entries
+since, it may have been deleted before them, and deleting them would lose what was acknowledged later. A bucket that is
+lost while two changes are under way lets them overlap.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     id: int
     change: LineageChange
     done: bool = False
+    #: Of a deletion: the thread's last entry when it took its place.
+    base: int | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -107,7 +111,7 @@ class BufferedLineage:
             if record is not None and not record.done:
                 await self._finish(record, seq)
                 continue
-            await self._check(wanted)
+            mine = msgspec.structs.replace(mine, base=await self._check(wanted))
             self._placed.add(mine.id)
             reach(Failpoint.LINEAGE_BEFORE)
             try:
@@ -120,8 +124,11 @@ class BufferedLineage:
             reach(Failpoint.LINEAGE_PLACED)
             try:
                 receipt = await self._carry_out(mine, seq)
-            except (Overtaken, NotFound):
+            except (Overtaken, NotFound) as e:
                 state, last = await self._reads.joined(wanted.thread_id)
+                if wanted.children is not None and state.thread is not None and isinstance(e, Overtaken):
+                    # Deleted and written again, or written and not deleted.
+                    raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
                 receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
             except Rejected as e:
                 several = wanted.children in (Children.DETACH, Children.CASCADE)  # some of it may be stored
@@ -135,17 +142,26 @@ class BufferedLineage:
             reach(Failpoint.LINEAGE_MARKED)
             return receipt
 
-    async def _check(self, wanted: LineageChange) -> None:
+    async def _check(self, wanted: LineageChange) -> int | None:
+        """Check the change; of a deletion, the id of the thread's last entry. Raises NotFound, LineageError."""
+        base = None
+        if wanted.children is not None:
+            base = (await self._reads.joined(wanted.thread_id))[0].row.applied_id
         await check(_Family(self, None), wanted)
         if wanted.children is Children.DETACH:
             # A child in quarantine cannot be detached: say so while nothing is done.
             for child in await self.children(wanted.thread_id):
                 await self._reads.thread(child, Consistency.READ_YOUR_WRITES)
+        return base
 
     async def _finish(self, record: _Record, seq: int) -> None:
         """Carry out another's change, as far as it goes."""
         try:
-            await self._carry_out(record, seq)
+            if (
+                record.base is None
+                or (await self._reads.joined(record.change.thread_id))[0].row.applied_id == record.base
+            ):
+                await self._carry_out(record, seq)
         except LogFull:
             raise
         except (Overtaken, Rejected):
