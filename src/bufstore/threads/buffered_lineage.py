@@ -80,6 +80,8 @@ class BufferedLineage:
 
         When only Postgres could tell and it is away, the checkpoint is more important: nothing is checked.
         """
+        if run.parent_thread_id is None:
+            return
         with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError):
             async with asyncio.timeout(self._config.read_timeout_s):
                 await self._parents.check(run)
