@@ -49,12 +49,12 @@ def main() -> None:
     where |= {"conversations": stage.shared["conversations"]} if "conversations" in stage.shared else {}
     show(where, benchmarks, console)
     write(options.results, where, benchmarks)
-    console.print(f"written: {options.results / 'latest.json'}", highlight=False)
+    console.print(f"written: {options.results / 'latest.json'}", highlight=False, soft_wrap=True)
     if not options.no_plots:
         from bench.plots import draw
 
         for path in draw(options.results / "latest.json", options.results):
-            console.print(f"drawn: {path}", highlight=False)
+            console.print(f"drawn: {path}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

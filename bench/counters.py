@@ -14,7 +14,7 @@ _ROWS = (
     "WHERE schemaname = %s OR relname = %s"
 )
 #: A session that ends reports what it did a moment later.
-_REPORTED_S = 0.3
+_REPORTED_S = 0.15
 
 
 @dataclass(frozen=True)

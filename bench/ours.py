@@ -7,6 +7,7 @@ what is measured stands in the row.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +17,7 @@ from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThrea
 
 #: So that no row ends because its log is full; the server reserves it, it need not be written.
 _LOG_BYTES = 8 << 30
+_LOOK_S = 0.02
 
 
 class Ours(Contestant):
@@ -51,6 +53,11 @@ class Ours(Contestant):
     async def flusher(self) -> dict[str, Any]:
         """What the flusher of this process did so far."""
         return asdict((await self.store.statistics()).flusher)
+
+    async def until(self, reached: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Return when the flusher of this process has got there."""
+        while not reached(await self.flusher()):  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(_LOOK_S)
 
     async def log_bytes(self) -> int:
         """Bytes in the log."""

@@ -62,7 +62,10 @@ class Stage:
                 with suppress(Exception):
                     worker.kill()
             raise
-        for worker in workers.values():
+        alive = [worker for worker in workers.values() if not worker.killed]
+        for worker in alive:
+            worker.begin("close")
+        for worker in alive:
             worker.stop()
 
     def interleave(self, actions: Mapping[str, Callable[[], T]], rounds: int | None = None) -> dict[str, list[T]]:

@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 _FILE = "agent-conversations.jsonl.gz"
-_WORDS = ("order", "refund", "flight", "please", "the", "confirm", "passenger", "your", "policy", "change", "I", "a")
 _SEED = 20260921
-_SYLLABLES = ("ba", "con", "de", "er", "fi", "gra", "ho", "in", "ka", "lo", "men", "no", "or", "pre", "qui", "re", "sta", "ti")
+_SYLLABLES = ("ba", "con", "der", "fi", "gra", "ho", "in", "ka", "lo", "men", "no", "or", "pre", "re", "sta", "ti")
 #: So many different texts are enough that no compression finds the last one again.
 _TEXTS = 256
 
 
 def texts(size: int) -> list[str]:
-    """Different texts of `size` letters, the same in every process. As prose does, they compress a little: a row of
-    equal letters would cost a database that compresses what it stores next to nothing.
+    """Different texts of `size` letters, the same in every process.
+
+    They compress a little, as prose does: of a row of equal letters next to nothing would be left in a database that
+    compresses what it stores.
     """
     rng = random.Random(size)
-    words = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(4000)]
-    return [" ".join(rng.choices(words, k=size // 3))[:size] for _ in range(_TEXTS)]
+    words = _vocabulary(rng)
+    return [_text(rng, words, size) for _ in range(_TEXTS)]
 
 
 def conversations() -> tuple[str, list[list[Any]]]:
@@ -37,19 +38,22 @@ def conversations() -> tuple[str, list[list[Any]]]:
         with gzip.open(Path(folder) / _FILE, "rt", encoding="utf-8") as lines:
             return "real", [json.loads(line)["messages"] for line in lines]
     rng = random.Random(_SEED)
-    return "generated", [_conversation(rng) for _ in range(200)]
+    words = _vocabulary(rng)
+    return "generated", [_conversation(rng, words) for _ in range(200)]
 
 
-def _conversation(rng: random.Random) -> list[Any]:
-    length = min(max(round(rng.lognormvariate(3.15, 0.5)), 6), 62)
-    return [_message(rng, number) for number in range(length)]
+def _conversation(rng: random.Random, words: list[str]) -> list[Any]:
+    found: list[Any] = []
+    for number in range(min(max(round(rng.lognormvariate(3.15, 0.5)), 6), 62)):
+        role = "system" if number == 0 else ("user", "assistant", "tool")[number % 3]
+        size = min(round(rng.lognormvariate(5.0, 1.1)), 9000)
+        found.append({"role": role, "content": _text(rng, words, size)})
+    return found
 
 
-def _message(rng: random.Random, number: int) -> dict[str, Any]:
-    size = min(round(rng.lognormvariate(5.0, 1.1)), 9000)
-    words: list[str] = []
-    while size > 0:
-        words.append(rng.choice(_WORDS))
-        size -= len(words[-1]) + 1
-    role = "system" if number == 0 else ("user", "assistant", "tool")[number % 3]
-    return {"role": role, "content": " ".join(words)}
+def _vocabulary(rng: random.Random) -> list[str]:
+    return ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(4000)]
+
+
+def _text(rng: random.Random, words: list[str], size: int) -> str:
+    return " ".join(rng.choices(words, k=size // 3 + 1))[:size]

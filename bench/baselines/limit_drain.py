@@ -45,7 +45,7 @@ class LimitDrain(Contestant):
         self._inbox = f"{self._nats.inbox}-pull"
         self._nats.subscribe(self._inbox, self._on_message)
         self._connection: AsyncConnection[Any] = await AsyncConnection.connect(self.place.dsn, autocommit=True)
-        columns = "(thread text COLLATE \"C\", seq bigint, payload bytea"
+        columns = '(thread text COLLATE "C", seq bigint, payload bytea'
         await self._connection.execute(f"CREATE TABLE {self._table} {columns}, PRIMARY KEY (thread, seq))")
         await self._connection.execute(f"CREATE TABLE {self._table}_position AS SELECT 0::bigint AS seq")
         await self._connection.execute(f"CREATE TEMP TABLE arriving {columns}) ON COMMIT DELETE ROWS")

@@ -51,7 +51,7 @@ def _at(
                 # Threads of their own in every round: histories stay short, as for everybody.
                 label = f"{callers}-{next(numbers[name])}"
                 found: dict[str, float] = workers[name].call(
-                    "load", callers=callers, seconds=stage.seconds(_SECONDS), label=label
+                    "load", callers=stage.count(callers, 32), seconds=stage.seconds(_SECONDS), label=label
                 )
                 return found
 

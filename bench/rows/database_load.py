@@ -34,8 +34,7 @@ class Paced(Ours):
 
     async def owner(self, partitions: int) -> None:
         """Return when this flusher owns all partitions: from then on it only flushes."""
-        while len((await self.flusher())["partitions"]) < partitions:
-            await asyncio.sleep(0.02)
+        await self.until(lambda state: len(state["partitions"]) == partitions)
 
     async def replay(self, conversations: Sequence[Sequence[Any]], slots: int, step_s: float) -> float:
         """A step of each of `slots` conversations every `step_s`, not all at the same moment."""

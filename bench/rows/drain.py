@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator
 
@@ -15,7 +14,6 @@ from bench.rows.backlog import backlog, fresh_options
 from bench.stage import Stage
 
 _ROUNDS_MAX = 2
-_LOOK_S = 0.05
 _MEMORY_MAX_MIB = 300.0
 
 
@@ -24,8 +22,7 @@ class Drainer(Ours):
 
     async def drained(self, entries: int) -> None:
         """Return when it has flushed `entries`."""
-        while (await self.flusher())["entries"] < entries:
-            await asyncio.sleep(_LOOK_S)
+        await self.until(lambda state: state["entries"] >= entries)
 
 
 def drain(stage: Stage) -> Iterator[Benchmark]:

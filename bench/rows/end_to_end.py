@@ -16,6 +16,8 @@ from bench.stage import Stage
 from bench.worker import Worker
 
 _SECONDS, _BASELINE_SECONDS = 60.0, 20.0
+#: Some windows of the flusher.
+_SECONDS_MIN = 1.5
 _CALLERS = 256
 _DISTINCT, _HOT = 10_000, 256
 #: The writers wait while more than this is acknowledged and not in Postgres: about two seconds of work.
@@ -79,7 +81,8 @@ def end_to_end(stage: Stage) -> Iterator[Benchmark]:
 
             def ours(worker: Worker = workers["ours"], threads: int = threads) -> float:
                 arguments = {"threads": threads, "label": str(time.monotonic_ns())}
-                return float(worker.call("load_bounded", seconds=stage.seconds(_SECONDS), **arguments))
+                seconds = max(stage.seconds(_SECONDS), _SECONDS_MIN)
+                return float(worker.call("load_bounded", seconds=seconds, **arguments))
 
             actions = {"ours": ours}
             for baseline, group in upserts.items():

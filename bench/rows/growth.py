@@ -118,10 +118,9 @@ def growth_history(stage: Stage) -> Iterator[Benchmark]:
         for checkpoints, threads in _HISTORIES:
             name = f"{checkpoints} checkpoints"
             worker = stack.enter_context(stage.workers(ours=(OldStore, {"flusher": True})))["ours"]
-            # At least each thread twice, and the histories must still differ.
-            threads = stage.count(threads, 10 + threads // 1000)
-            stage.say(f"making a history of {checkpoints // 10 * 10} checkpoints" if stage.scale == 1 else name)
-            worker.call("age", checkpoints=max(round(checkpoints * stage.scale), 2 * threads), threads=threads)
+            stage.say(f"making the history of {name}")
+            threads = stage.count(threads, 10)
+            worker.call("age", checkpoints=stage.count(checkpoints, 2 * threads), threads=threads)
             workers[name] = worker
 
         samples = stage.count(_SAMPLES, 6)

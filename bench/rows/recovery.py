@@ -1,4 +1,4 @@
-"""`recovery.seconds`, `recovery_start.seconds`: how long nothing is flushed after the owner was killed, and at a start."""
+"""`recovery.seconds`, `recovery_start.seconds`: how long nothing is flushed after a kill, and at a start."""
 
 from __future__ import annotations
 
@@ -51,18 +51,14 @@ class Watcher(Ours):
 class Owner(Ours):
     """A flusher."""
 
-    async def share(self, others: bool) -> list[int]:
-        """The partitions that it owns, once it shares them with others (or has them all)."""
-        while True:
-            found: list[int] = list((await self.flusher())["partitions"])
-            if found and (len(found) < _PARTITIONS) is others:
-                return found
-            await asyncio.sleep(_LOOK_S)
+    async def share(self) -> list[int]:
+        """The partitions that it owns, once it shares them with another."""
+        await self.until(lambda state: 0 < len(state["partitions"]) < _PARTITIONS)
+        return list((await self.flusher())["partitions"])
 
     async def first_flush(self) -> float:
         """Return when it has flushed something; the time (`time.time`)."""
-        while not (await self.flusher())["entries"]:
-            await asyncio.sleep(_LOOK_S)
+        await self.until(lambda state: state["entries"] > 0)
         return time.time()
 
 
@@ -73,10 +69,8 @@ def recovery(stage: Stage) -> Iterator[Benchmark]:
     rounds = min(stage.rounds, _ROUNDS_MAX)
     options: dict[str, Any] = {"lease_s": lease_s}
     place = stage.place()
-    taken = []
     with stage.workers(place, writer=(Watcher, options)) as writers:
-        for number in range(rounds):
-            taken.append(_killed(stage, place, writers["writer"], options, number))
+        taken = [_killed(stage, place, writers["writer"], options, number) for number in range(rounds)]
     yield compared("recovery.seconds", "s", {"ours": taken, "lease + 2 s": [lease_s + 2.0]})
 
     what = backlog(stage)
@@ -92,8 +86,8 @@ def recovery(stage: Stage) -> Iterator[Benchmark]:
 def _killed(stage: Stage, place: Any, writer: Worker, options: dict[str, Any], number: int) -> float:
     flusher = (Owner, {"flusher": True, **options})
     with stage.workers(place, other=flusher) as others, stage.workers(place, owner=flusher) as owners:
-        mine = set(owners["owner"].call("share", others=True))
-        others["other"].call("share", others=True)
+        mine = set(owners["owner"].call("share"))
+        others["other"].call("share")
         writer.call("flushed", positions=writer.call("touch", number=number))
         owners["owner"].kill()
         killed = time.time()
