@@ -72,9 +72,9 @@ class BenchServers:
             schemas = "SELECT nspname FROM pg_namespace WHERE nspname !~ '^(pg_|information_schema|public)'"
             for (name,) in connection.execute(schemas).fetchall():
                 if not name.endswith(keep):
-                    connection.execute(f'DROP SCHEMA "{name}" CASCADE')  # type: ignore[arg-type]
+                    connection.execute(f'DROP SCHEMA "{name}" CASCADE')
             for (name,) in connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall():
-                connection.execute(f'DROP TABLE "{name}"')  # type: ignore[arg-type]
+                connection.execute(f'DROP TABLE "{name}"')
 
 
 async def _delete_streams(url: str, keep: str) -> None:

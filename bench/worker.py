@@ -11,6 +11,8 @@ import multiprocessing
 import resource
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -82,11 +84,11 @@ class Worker:
 
 
 def _main(pipe: Connection, kind: type[Contestant], place: Place, options: dict[str, Any]) -> None:
-    try:
-        from uvloop import run
-    except ImportError:
-        run = asyncio.run
-    run(_serve(pipe, kind, place, options))
+    factory: Callable[[], asyncio.AbstractEventLoop] | None = None
+    with suppress(ImportError):
+        from uvloop import new_event_loop as factory
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(_serve(pipe, kind, place, options))
 
 
 async def _serve(pipe: Connection, kind: type[Contestant], place: Place, options: dict[str, Any]) -> None:

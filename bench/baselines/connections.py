@@ -42,7 +42,7 @@ class Connections:
             connection = await turn
         try:
             cursor = connection.cursor(binary=True)
-            await cursor.execute(sql, parameters)  # type: ignore[arg-type]
+            await cursor.execute(sql, parameters)
             return await cursor.fetchall() if cursor.description else []
         finally:
             # To whoever waits longest: who comes back at once must not overtake the others.

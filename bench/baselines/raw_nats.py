@@ -33,7 +33,9 @@ class RawNats(asyncio.Protocol):
     async def connect(cls, url: str) -> RawNats:
         """Connect and sign in."""
         where = urlsplit(url)
-        _, self = await asyncio.get_running_loop().create_connection(cls, where.hostname, where.port)
+        _, self = await asyncio.get_running_loop().create_connection(
+            cls, where.hostname or "127.0.0.1", where.port or 4222
+        )
         login = {"user": unquote(where.username or ""), "pass": unquote(where.password or ""), "verbose": False,
                  "pedantic": False, "headers": True, "no_responders": True, "lang": "raw", "version": "0"}  # fmt: skip
         self._hello = f"CONNECT {json.dumps(login)}\r\nSUB {self.inbox}.* 1\r\nPING\r\n".encode()
@@ -45,7 +47,8 @@ class RawNats(asyncio.Protocol):
         self._transport = transport
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for answer in [self._ready, *self._answers.values()]:
+        waiting: list[asyncio.Future[Any]] = [self._ready, *self._answers.values()]
+        for answer in waiting:
             if not answer.done():
                 answer.set_exception(ConnectionError("the connection was lost"))
 

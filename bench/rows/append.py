@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from bench.baselines.batched import Batched
@@ -55,7 +56,7 @@ def _at(
                 )
                 return found
 
-            found = stage.interleave({name: lambda name=name: load(name) for name in workers})
+            found = stage.interleave({name: partial(load, name) for name in workers})
             suffix = "_lazy" if lazy else ""
             for what, unit in _UNITS.items():
                 values = {name: [r[what] for r in results] for name, results in found.items()}

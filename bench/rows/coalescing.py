@@ -43,7 +43,7 @@ class Walkers(Ours):
         await asyncio.sleep(self.config.flush_interval_s)  # the last window ends as the others did
         await self.flush()
         after = await self.flusher()
-        return tuple(after[what] - before[what] for what in ("entries", "transactions", "changes"))  # type: ignore[return-value]
+        return tuple(after[what] - before[what] for what in ("entries", "transactions", "changes"))
 
 
 def coalescing(stage: Stage) -> Iterator[Benchmark]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from bench.baselines.once import Once
@@ -74,10 +75,10 @@ def database_load(stage: Stage) -> Iterator[Benchmark]:
         call = {"conversations": chosen, "slots": _SLOTS, "step_s": _STEP_S / _COMPRESSION}
         return _measured(stage, Paced, options, "", call)
 
-    actions = {name: lambda window_s=window_s: ours(window_s) for name, window_s in _WINDOWS.items()}
-    actions["unbuffered"] = lambda: baseline(Unbuffered)
-    actions["upsert"] = lambda: baseline(Upsert, "upsert_")
-    actions["once"] = lambda: baseline(Once)
+    actions: dict[str, Callable[[], dict[str, int]]] = {name: partial(ours, s) for name, s in _WINDOWS.items()}
+    actions["unbuffered"] = partial(baseline, Unbuffered)
+    actions["upsert"] = partial(baseline, Upsert, "upsert_")
+    actions["once"] = partial(baseline, Once)
     found = stage.interleave(actions, min(stage.rounds, _ROUNDS_MAX))
     for window in _WINDOWS:
         for what, unit in _UNITS.items():

@@ -38,7 +38,7 @@ def drain(stage: Stage) -> Iterator[Benchmark]:
             memory = workers["ours"].memory()
         with psycopg.connect(stage.servers.dsn) as connection:
             total = f"SELECT sum(version) FROM {options['schema']}.threads"
-            arrived = connection.execute(total).fetchone()  # type: ignore[arg-type]
+            arrived = connection.execute(total).fetchone()
         assert arrived is not None
         assert arrived[0] == what.entries, f"{arrived[0]} of {what.entries} arrived"
         return rate, memory

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from psycopg import AsyncConnection
@@ -65,7 +66,7 @@ class BoundedWriter(Ours):
         return (arrived - first) / (now - began)
 
     async def _arrived(self, connection: AsyncConnection[Any]) -> int:
-        cursor = await connection.execute(f"SELECT coalesce(sum(version), 0) FROM {self._schema}.threads")  # type: ignore[arg-type]
+        cursor = await connection.execute(f"SELECT coalesce(sum(version), 0) FROM {self._schema}.threads")
         row: Any = await cursor.fetchone()
         return int(row[0])
 
@@ -84,9 +85,9 @@ def end_to_end(stage: Stage) -> Iterator[Benchmark]:
                 seconds = max(stage.seconds(_SECONDS), _SECONDS_MIN)
                 return float(worker.call("load_bounded", seconds=seconds, **arguments))
 
-            actions = {"ours": ours}
+            actions: dict[str, Callable[[], float]] = {"ours": ours}
             for baseline, group in upserts.items():
-                actions[baseline] = lambda group=group, threads=threads: _upserts(stage, group, threads)
+                actions[baseline] = partial(_upserts, stage, group, threads)
             found = stage.interleave(actions, min(stage.rounds, _ROUNDS_MAX))
             yield compared(f"{name}.rate", "1/s", found)
 

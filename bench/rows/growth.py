@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from bench.contestant import text
@@ -77,14 +78,14 @@ class OldStore(Ours):
     async def measure(self, samples: int) -> dict[str, float]:
         """Median time (ms) of each operation, one caller."""
         chosen = [self._threads[n % len(self._threads)] for n in range(samples)]
-        found = {"append": [await _timed(lambda t=t: self.step(t, 0)) for t in chosen]}
+        found = {"append": [await _timed(partial(self.step, t, 0)) for t in chosen]}
         await self.flush()
-        found["read"] = [await _timed(lambda t=t: self.store.load_messages(t)) for t in chosen]
-        found["load_run"] = [await _timed(lambda t=t: self.store.load_run(f"run-of-{t}")) for t in chosen]
+        found["read"] = [await _timed(partial(self.store.load_messages, t)) for t in chosen]
+        found["load_run"] = [await _timed(partial(self.store.load_run, f"run-of-{t}")) for t in chosen]
         found["force_flush"] = []
         for thread in chosen[: max(samples // 3, 3)]:
             await self.step(thread, 0)
-            found["force_flush"].append(await _timed(lambda t=thread: self.store.force_flush(t)))
+            found["force_flush"].append(await _timed(partial(self.store.force_flush, thread)))
         return {name: statistics.median(values) for name, values in found.items()}
 
 
@@ -103,7 +104,7 @@ def growth_length(stage: Stage) -> Iterator[Benchmark]:
             found: dict[str, float] = workers["ours"].call("measure", length=length, samples=samples)
             return found
 
-        found = stage.interleave({f"length {n}": lambda n=n: measure(n) for n in _LENGTHS})
+        found = stage.interleave({f"length {n}": partial(measure, n) for n in _LENGTHS})
     longest = f"length {_LENGTHS[-1]}"
     for prefix, what in (("growth_length", "append"), ("growth_length_whole", "whole")):
         for figure, unit in (("bytes", "bytes"), ("p50", "ms")):
@@ -124,7 +125,9 @@ def growth_history(stage: Stage) -> Iterator[Benchmark]:
             workers[name] = worker
 
         samples = stage.count(_SAMPLES, 6)
-        found = stage.interleave({n: lambda w=w: w.call("measure", samples=samples) for n, w in workers.items()})
+        found = stage.interleave(
+            {name: partial(worker.call, "measure", samples=samples) for name, worker in workers.items()}
+        )
     for operation in _OPERATIONS:
         values = {name: [r[operation] for r in rounds] for name, rounds in found.items()}
         yield compared(f"growth_history_{operation}.p50", "ms", values, ours=f"{_HISTORIES[-1][0]} checkpoints")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from bench.baselines.bare_read import BareRead
@@ -68,12 +69,12 @@ def reads(stage: Stage) -> Iterator[Benchmark]:
             ours.call("flush")
         # Nobody flushes any more: the tail stays one.
         ours.call("grow", thread="tail", messages=_TAIL)
-        baselines = {"limit": (BareReader, {"schema": place.name}), "unbuffered": UnbufferedReader}
-        with stage.workers(place, **baselines) as readers:
+        bare = (BareReader, {"schema": place.name})
+        with stage.workers(place, limit=bare, unbuffered=UnbufferedReader) as readers:
             for name in ("clean", "tail"):
-                actions = {"ours": lambda name=name: _median(stage, ours, name)}
+                actions = {"ours": partial(_median, stage, ours, name)}
                 for baseline, worker in readers.items():
-                    actions[baseline] = lambda worker=worker: _median(stage, worker, "clean")
+                    actions[baseline] = partial(_median, stage, worker, "clean")
                 yield compared(f"read_{name}.p50", "ms", stage.interleave(actions))
 
 

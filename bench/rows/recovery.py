@@ -39,10 +39,8 @@ class Watcher(Ours):
         """Return when the cursors have passed these positions; the time (`time.time`)."""
         async with await AsyncConnection.connect(self.place.dsn, autocommit=True) as connection:
             while True:
-                cursor = await connection.execute(
-                    f"SELECT partition, cursor_seq FROM {self._schema}.buffer_partitions"  # type: ignore[arg-type]
-                )
-                at = dict(await cursor.fetchall())
+                cursor = await connection.execute(f"SELECT partition, cursor_seq FROM {self._schema}.buffer_partitions")
+                at: dict[int, int] = dict(await cursor.fetchall())
                 if all(at.get(partition, 0) >= seq for partition, seq in positions.items()):
                     return time.time()
                 await asyncio.sleep(_LOOK_S)
