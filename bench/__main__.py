@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -36,13 +37,19 @@ def main() -> None:
     console = Console(width=None if Console().is_terminal else 200)
 
     benchmarks: list[Benchmark] = []
+    failed: list[str] = []
     with BenchServers() as servers:
         where = machine(servers) | {"rounds": options.rounds, "scale": options.scale}
         stage = Stage(servers, options.rounds, options.scale, say=lambda text: console.print(f"  {text}", style="dim"))
         for name in chosen:
             began = time.perf_counter()
             console.print(f"{name} …", highlight=False)
-            benchmarks += ROWS[name](stage)
+            try:
+                benchmarks += ROWS[name](stage)
+            except Exception:
+                # An hour's other rows are worth keeping.
+                console.print_exception()
+                failed.append(name)
             servers.clear(keep=KEPT)
             servers.durability()  # nobody has changed it on the way
             console.print(f"{name}: {time.perf_counter() - began:.1f} s", highlight=False)
@@ -55,6 +62,8 @@ def main() -> None:
 
         for path in draw(options.results / "latest.json", options.results):
             console.print(f"drawn: {path}", highlight=False, soft_wrap=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
