@@ -19,7 +19,6 @@ from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.setup import check_stream, epoch_of, stream_config, withdrawn
 from bufstore.nats.stream import NatsStream
 
-
 #: What all partitions together ask for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
 #: dead and cuts it off, and while a large window is computed nothing is read.
 _ASKED_BYTES_MAX = 32 << 20
