@@ -63,7 +63,7 @@ class Owner(Ours):
 def recovery(stage: Stage) -> Iterator[Benchmark]:
     """Two flushers share the partitions; one is killed, its partitions are watched. Then: a start with a backlog."""
     # Scaled down, a shorter lease: what is tried then is that it runs.
-    lease_s = BufferConfig().lease_s if stage.scale >= 1 else 2
+    lease_s = BufferConfig().lease_s if stage.scale >= 1 else 4
     rounds = min(stage.rounds, _ROUNDS_MAX)
     options: dict[str, Any] = {"lease_s": lease_s}
     place = stage.place()
