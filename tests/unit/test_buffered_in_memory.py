@@ -307,9 +307,9 @@ def test_what_has_a_time_to_live_is_gone_after_it() -> None:
         hot = MemoryHotState(MemoryBucket())
         await hot.renew_member("a", 2)
         assert await hot.claim_run("r", "t", 1) == await hot.claim_run("r", "u", 1) == "t"
-        assert await hot.members() == ["a"]
+        assert list(await hot.members()) == ["a"]
         await asyncio.sleep(2)
-        assert await hot.members() == []
+        assert await hot.members() == {}
         await asyncio.sleep(7 * 24 * 3600)
         assert await hot.thread_of_run("r", 1) is None
 
