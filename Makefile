@@ -64,9 +64,13 @@ model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, eac
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
 	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
 
+.PHONY: bench
+bench: $(READY) ## Run all benchmarks, ours and every baseline side by side (under an hour; 20 GB of disk)
+	$(BIN)/python -m bench
+
 .PHONY: bench-quick
-bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
-	$(BIN)/python bench/append.py
+bench-quick: $(READY) ## Measure appends against every baseline, side by side (under five minutes)
+	$(BIN)/python -m bench --quick --rounds 3
 
 .PHONY: format
 format: $(READY) ## Let ruff format and mend what it can
