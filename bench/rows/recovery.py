@@ -20,7 +20,6 @@ _ROUNDS_MAX = 3
 _PARTITIONS = 8
 _LOOK_S = 0.02
 _START_MAX_S = 3.0
-_LEASE_LEAST_S = 3
 
 
 class Watcher(Ours):
@@ -63,8 +62,8 @@ class Owner(Ours):
 
 def recovery(stage: Stage) -> Iterator[Benchmark]:
     """Two flushers share the partitions; one is killed, its partitions are watched. Then: a start with a backlog."""
-    # Scaled down, the shortest lease: what is tried then is that it runs.
-    lease_s = BufferConfig().lease_s if stage.scale >= 1 else _LEASE_LEAST_S
+    # Scaled down, a shorter lease: what is tried then is that it runs.
+    lease_s = BufferConfig().lease_s if stage.scale >= 1 else 4
     rounds = min(stage.rounds, _ROUNDS_MAX)
     options: dict[str, Any] = {"lease_s": lease_s}
     place = stage.place()

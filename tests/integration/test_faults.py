@@ -149,6 +149,10 @@ async def test_nothing_is_lost_or_doubled_when_a_server(own_servers: Servers, fa
         await writers.check(one)
 
 
+async def _reached(count: Callable[[], int], than: int) -> bool:
+    return count() >= than
+
+
 async def _more(writers: Writers, than: int) -> bool:
     return sum(map(len, writers.acknowledged.values())) > than + 200
 
@@ -342,7 +346,7 @@ async def test_force_flush_ends_under_steady_writes_and_covers_what_was_there_wh
         writing = asyncio.create_task(write())
         try:
             for call in (lambda: store.force_flush(thread_id), store.force_flush_all) * 5:
-                await eventually(lambda before=acknowledged: _more(lambda: acknowledged, before + 5))
+                await eventually(lambda before=acknowledged: _reached(lambda: acknowledged, before + 5))
                 before = acknowledged
                 await call()
                 found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
@@ -352,7 +356,3 @@ async def test_force_flush_ends_under_steady_writes_and_covers_what_was_there_wh
         finally:
             stop.set()
             await writing
-
-
-async def _more(count: Callable[[], int], than: int) -> bool:
-    return count() >= than

@@ -95,7 +95,7 @@ class Witness:
             receipt = await task
         except OutcomeUnknown as e:
             self._ended(call, "unknown", e)
-            if not call.lineage:
+            if call.kind.startswith("checkpoint"):  # the others take no key
                 call.key = e.token
         except asyncio.CancelledError:
             if not task.cancelled():
@@ -141,10 +141,8 @@ class Witness:
                 continue
             fate = story.fate[item.seq]
             first = self._is_first(item)
-            # A copy that was sent when its answer was lost, and landed when the first one was purged: a row, or a
-            # tombstone, supersedes it. Later than that, nothing tells it from a new one.
-            if not first and (fate == "superseded" or any(e.buried for e in story.events)):
-                continue
+            if fate == "superseded" and not first:
+                continue  # a copy that was sent when its answer was lost, and landed when the first one was purged
             call = self._caller(story, item)
             if call.entries and not call.lineage:
                 raise Violation(f"{call.kind} on {call.thread_id} is in the log twice: {call.entries}, {item.seq}")

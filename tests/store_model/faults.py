@@ -44,6 +44,11 @@ class Weather:
     rough_until: float = 0.0
     #: When the last late message arrives.
     late_until: float = 0.0
+    #: Whether a late copy may land on a subject that was purged meanwhile. If so Postgres is always up: without it,
+    #: nobody could know that such a copy is superseded.
+    late_after_purge: bool = False
+    #: Subjects of threads whose tombstone was buried: later than that, nothing tells a copy from a new entry.
+    buried: set[str] = field(default_factory=set)
     #: When Postgres failed last.
     store_failed_at: float = -1.0
     seen: Counter[str] = field(default_factory=Counter)
@@ -148,6 +153,9 @@ class FaultyLog(MemoryLog):
         self._weather.late_until = max(self._weather.late_until, loop.time() + after)
 
         def arrive() -> None:
+            purged = {m.subject for m in messages if not stream.last_of(m.subject)}
+            if purged and (not self._weather.late_after_purge or purged & self._weather.buried):
+                return
             try:
                 stream.store(messages)
                 self._weather.seen["log landed late"] += 1

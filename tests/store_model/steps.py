@@ -87,12 +87,16 @@ class Steps(Reads, Poison):
 
     async def store_faults(self, chance: random.Random) -> None:
         """The next calls of Postgres fail, before or after they took effect."""
+        if self.world.weather.late_after_purge:
+            return
         self.world.weather.store.extend(chance.choice((*STORE_FAULTS, "")) for _ in range(chance.choice((1, 2, 4))))
         self.fault("store faults")
         await self.write(chance)
 
     async def store_outage(self, chance: random.Random) -> None:
         """Postgres is away for a while."""
+        if self.world.weather.late_after_purge:
+            return
         seconds = chance.choice((0.5, 3, 20))
         self.world.weather.store_away_until = self.world.loop.time() + seconds
         self.fault("store outage", seconds + 15)
@@ -135,8 +139,9 @@ class Steps(Reads, Poison):
     async def repair(self, chance: random.Random) -> None:
         """The log loses its end, or all of it, when everything in it is flushed; an operator repairs."""
         world = self.world
-        if world.loop.time() < world.weather.late_until:
-            return
+        given_up = any(e.discarded for s in world.archive.stories.values() for e in s.events)
+        if given_up or world.loop.time() < world.weather.late_until:
+            return  # a repair finds what was given up in the log, and puts it into quarantine again
         self.fault("repair", 40)
         world.weather.calm()
         for instance in world.instances:
@@ -149,7 +154,8 @@ class Steps(Reads, Poison):
         if chance.random() < 0.5:
             del world.nats.streams[CONFIG.log.stream]
         else:
-            stream.lose_end(chance.randint(1, len(stream.messages)))
+            # No more than a row's ring can tell: of what is older, a repair parks what it cannot judge.
+            stream.lose_end(chance.randint(1, min(8, len(stream.messages))))
         await asyncio.sleep(10)  # whoever was killed is not a member any more
         repaired = await repair(world.postgres.store, nats=world.nats, config=CONFIG, apply=True)
         if repaired.reason is not None and not repaired.done:

@@ -117,7 +117,7 @@ class World:
         ]
         for patch in self._patches:
             patch.start()
-        self.weather = Weather(random.Random(seed + 1))
+        self.weather = Weather(random.Random(seed + 1), late_after_purge=seed % 5 < 2)
         self.archive = Archive(SUBJECTS.thread_id, self.weather.archive)
         self.nats = FaultyNats(self.weather, CONFIG.log)
         self.postgres = Postgres(self.weather)
@@ -218,6 +218,7 @@ class World:
 
     def _on_burial(self, thread_id: str, seq: int) -> None:
         self.weather.seen["buried"] += 1
+        self.weather.buried.add(SUBJECTS.of(thread_id))
         self.audit()
         story = self.archive.story(thread_id)
         story.events.append(Event(seq, buried=True))
@@ -277,4 +278,12 @@ class World:
     async def _all_flushed(self) -> str:
         stream = self.nats.stream
         late = [t for t in THREADS if self.flushed(t) < stream.last_of(SUBJECTS.of(t))]
-        return ", ".join(f"{t}: {self.flushed(t)} of {stream.last_of(SUBJECTS.of(t))}" for t in late)
+        behind = []
+        for partition in range(CONFIG.log.partitions):
+            end = max((m.seq for m in stream.last([SUBJECTS.of_partition(partition)]).values()), default=0)
+            cursor = self.postgres.ledger._cursors.get(partition)
+            if end and (cursor is None or cursor.seq < end):
+                behind.append(f"partition {partition}: {cursor} of {end}")
+        return ", ".join(f"{t}: {self.flushed(t)} of {stream.last_of(SUBJECTS.of(t))}" for t in late) + str(
+            behind or ""
+        )

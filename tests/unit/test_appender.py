@@ -663,6 +663,28 @@ def test_a_token_is_good_for_as_long_as_the_log_holds_the_entry_however_much_oth
     test(main)
 
 
+def test_a_retry_with_a_token_waits_for_a_log_that_is_away() -> None:
+    """Else whoever retries until he knows, as he may, does nothing else any more."""
+
+    async def main(world: World, one: Instance) -> None:
+        loop = asyncio.get_running_loop()
+        await one.checkpoint(["a"])
+        world.log.fault = lambda kind: "lost" if kind != "read" else "unavailable"
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.append(["b"], run_id="r")
+        token, began = unknown.value.token, loop.time()
+        with pytest.raises(OutcomeUnknown) as again:
+            await one.append(["b"], run_id="r", key=token)
+        assert again.value.token == token
+        assert world.config.append_timeout_s - 0.5 < loop.time() - began < world.config.append_timeout_s + 0.5
+        loop.call_later(2, lambda: setattr(world.log, "fault", lambda kind: ""))
+        await one.append(["b"], run_id="r", key=token)
+        assert await world.messages() == ["a", "b"]
+        assert world.runs()["r"] == 1
+
+    test(main)
+
+
 def test_an_error_nobody_thought_of_leaves_no_lane_stuck() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])

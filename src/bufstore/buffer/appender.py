@@ -139,7 +139,7 @@ class Appender(Generic[M]):
             started=self._loop.time(),
         )
         if write.keyed and (thread_id, write.item) in self._unresolved:
-            found = await self._find_unresolved(thread_id, key or "", write.item)
+            found = await self._find_unresolved(thread_id, key or "", write)
             if found is not None:
                 return found
         self._outstanding.add(write)
@@ -151,7 +151,7 @@ class Appender(Generic[M]):
         else:
             lane.queue.append(write)
         # A timer of its own costs a third of what asyncio.timeout does, on the one path that every write takes.
-        deadline = self._loop.call_later(self._config.append_timeout_s, _expire, write.done)
+        deadline = self._loop.call_at(write.started + self._config.append_timeout_s, _expire, write.done)
         try:
             return await write.done
         except (TimeoutError, AppendUnknown) as e:
@@ -165,11 +165,21 @@ class Appender(Generic[M]):
             deadline.cancel()
             self._outstanding.discard(write)
 
-    async def _find_unresolved(self, thread_id: str, key: str, item: bytes) -> Receipt | None:
-        """What an earlier try with this key has become; None if it is not stored, and can only be by this one."""
+    async def _find_unresolved(self, thread_id: str, key: str, write: Write[M]) -> Receipt | None:
+        """What an earlier try with this key has become; None if it is not stored, and can only be by this one.
+
+        Waits for a log that is away: who repeats a call until its outcome is known must not spin. OutcomeUnknown.
+        """
+        found = None
         try:
-            found = await self._unresolved.find(thread_id, item, self._config.append_timeout_s)
-        except LogUnavailable:
+            async with asyncio.timeout_at(write.started + self._config.append_timeout_s):
+                async for attempt in AsyncRetrying(
+                    wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
+                    retry=retry_if_exception_type(LogUnavailable),
+                ):
+                    with attempt:
+                        found = await self._unresolved.find(thread_id, write.item, self._config.append_timeout_s)
+        except TimeoutError:
             raise OutcomeUnknown(thread_id, key) from None
         if found is None:
             return None
