@@ -37,7 +37,7 @@ def draw(results: Path, folder: Path) -> Iterator[Path]:
         figure = plot(entries)
         if figure is not None:
             path = folder / f"{name}.png"
-            figure.savefig(path, dpi=110, bbox_inches="tight")
+            figure.savefig(path, dpi=110)
             pyplot.close(figure)
             yield path
 
@@ -48,7 +48,7 @@ def _values(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _panels(count: int) -> tuple[Any, Sequence[Any]]:
-    figure, axes = pyplot.subplots(1, count, figsize=(5.2 * count, 4.2), squeeze=False)
+    figure, axes = pyplot.subplots(1, count, figsize=(5.2 * count, 4.2), squeeze=False, layout="constrained")
     return figure, axes[0]
 
 
@@ -102,7 +102,11 @@ def _growth(entries: _Entries) -> Any:
             axis.plot([x for x, _ in points], [y for _, y in points], marker="o", label=label)
         unit = entries[names[0]]["unit"]
         over = "checkpoints in the store" if names is history else "messages in the thread"
-        axis.set(xscale="log", yscale="log", xlabel=over, ylabel="bytes in the log" if unit == "bytes" else "p50, ms")
+        axis.set(xscale="log", xlabel=over, ylabel="bytes in the log" if unit == "bytes" else "p50, ms")
+        if unit == "ms":
+            axis.set(yscale="log")
+        else:  # from zero, where a few bytes more do not look like growth
+            axis.set_ylim(bottom=0)
         axis.legend()
     return figure
 

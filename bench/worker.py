@@ -93,7 +93,7 @@ def _main(pipe: Connection, kind: type[Contestant], place: Place, options: dict[
 
 async def _serve(pipe: Connection, kind: type[Contestant], place: Place, options: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
-    contestant = kind(place, **options)
+    contestant: Contestant | None = None
     while True:
         try:
             # In a thread that sleeps in the system until there is something.
@@ -101,6 +101,8 @@ async def _serve(pipe: Connection, kind: type[Contestant], place: Place, options
         except (EOFError, OSError):
             return
         try:
+            # Here, so that what it raises is told to the parent.
+            contestant = contestant or kind(place, **options)
             value = _peak_memory() if method == "_memory" else await getattr(contestant, method)(**arguments)
         except BaseException:
             pipe.send((False, traceback.format_exc()))

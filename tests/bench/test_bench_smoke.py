@@ -47,7 +47,7 @@ _MORE_IS_BETTER = {"1/s", "checkpoints/transaction", "checkpoints/row"}
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """One small run of all rows: the folder of its results, and what it printed."""
     folder = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, "-m", "bench", "--scale", "0.01", "--rounds", "1", "--results", str(folder)]
+    command = [sys.executable, "-m", "bench", "--scale", "0.002", "--rounds", "1", "--results", str(folder)]
     environment = {name: value for name, value in os.environ.items() if name != "BUFSTORE_DATA"}
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
