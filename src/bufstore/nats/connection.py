@@ -160,8 +160,8 @@ class Connection:
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._answers[token] = _Question(subjects, answer)
         try:
-            await send(f"{self._inbox}.{token}")
             async with asyncio.timeout(timeout_s):
+                await send(f"{self._inbox}.{token}")
                 msg = await answer
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
             raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
