@@ -1,0 +1,10 @@
+"""Telling workers that there is work, without waking more of them than needed. See docs/NOTIFY.md.
+
+Adapters: `MemoryNotifier` here, `bufstore.notify.nats.NatsNotifier`, `bufstore.notify.redis.RedisNotifier` (needs the
+`redis` extra), `bufstore.notify.postgres.PostgresNotifier`.
+"""
+
+from bufstore.notify.memory import MemoryBroker, MemoryNotifier
+from bufstore.notify.protocol import Event, Notifier, NotifierStatistics, Unlisten
+
+__all__ = ["Event", "MemoryBroker", "MemoryNotifier", "Notifier", "NotifierStatistics", "Unlisten"]
