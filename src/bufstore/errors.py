@@ -18,6 +18,7 @@ BufstoreError
 ├── Unavailable                 nothing was stored; retry later
 │   ├── LogUnavailable          NATS cannot be reached or has no leader
 │   ├── StoreUnavailable        Postgres cannot be reached and the call needs it
+│   ├── NotifyUnavailable       a notifier's server cannot be asked to deliver; polling goes on
 │   └── Closed                  the store is closed or not open yet
 ├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
 ├── CallTimeout                 a blocking call took too long; a write may be stored or not
@@ -129,6 +130,10 @@ class LogUnavailable(Unavailable):
 
 class StoreUnavailable(Unavailable):
     """Postgres cannot be reached, and this call needs it."""
+
+
+class NotifyUnavailable(Unavailable):
+    """The server of a notifier does not answer. Nothing is lost but time: whoever listens polls as well."""
 
 
 class Closed(Unavailable):

@@ -12,7 +12,10 @@ Teardown = Callable[[], Awaitable[None]]
 
 
 class Broker(Protocol):
-    """Publishes, subscribes and keeps hints. Raises Unavailable (or ConfigError) when it cannot, within its own time."""
+    """Publishes, subscribes and keeps hints. What it cannot do raises Unavailable or ConfigError.
+
+    Its caller bounds the time of everything but `subscribe`, which bounds its own.
+    """
 
     async def publish(self, event: Event, payload: str) -> None:
         """Send a payload to all that are subscribed to the event now, in any process."""
