@@ -14,7 +14,7 @@ Teardown = Callable[[], Awaitable[None]]
 class Broker(Protocol):
     """Publishes, subscribes and keeps hints. What it cannot do raises Unavailable or ConfigError.
 
-    Its caller bounds the time of everything but `subscribe`, which bounds its own.
+    Its caller cancels what takes too long; only `subscribe` it lets end by itself.
     """
 
     async def publish(self, event: Event, payload: str) -> None:

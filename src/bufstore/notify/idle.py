@@ -7,7 +7,6 @@ wrong with the notifier, the look is repeated after `poll_s`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
@@ -29,10 +28,10 @@ async def wait_for_work(
     poll_s: float = 60.0,
     stopping: asyncio.Event | None = None,
 ) -> bool:
-    """Wait until it is worth trying to get work; false when only the time is over or `stopping` is set.
+    """Wait until it is worth trying to get work, and return true; false as soon as `stopping` is set.
 
-    `due_in_s` looks how long it is until work is due: 0 now, None as far as it knows never. A worker that is called
-    here gets work until there is none, and only then waits again.
+    `due_in_s` looks how long it is until work is due: 0 now, None as far as it knows never. What it raises is raised
+    here. A worker that is called gets work until there is none, and only then waits again.
     """
     called = asyncio.Event()
     unlisten: Unlisten | None = None
@@ -44,23 +43,22 @@ async def wait_for_work(
         _log.debug("waiting without notifications: %s", e, extra={"action": "notify_poll"})
     try:
         due = await due_in_s()
-        if due is not None and due <= 0:
-            return True
-        pause = poll_s if due is None else min(due, poll_s)
-        return await _first(called, stopping, pause * (1 + random.uniform(0, _JITTER)))  # noqa: S311 - no secret
+        if due is None or due > 0:
+            pause = poll_s if due is None else min(due, poll_s)
+            pause *= 1 + random.uniform(0, _JITTER)  # noqa: S311 - no secret
+            await _first([called] if stopping is None else [called, stopping], pause)
+        return not (stopping and stopping.is_set())
     finally:
         if unlisten is not None:
             await unlisten()
 
 
-async def _first(called: asyncio.Event, stopping: asyncio.Event | None, pause_s: float) -> bool:
-    """Whether `called` was set within the time, and before `stopping`."""
-    waiting = [asyncio.ensure_future(event.wait()) for event in (called, stopping) if event is not None]
+async def _first(events: list[asyncio.Event], pause_s: float) -> None:
+    """Wait for one of the events, at most so long."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
         for each in waiting:
             each.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*waiting, return_exceptions=True)
-    return called.is_set() and not (stopping is not None and stopping.is_set())
+        await asyncio.gather(*waiting, return_exceptions=True)

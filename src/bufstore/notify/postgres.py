@@ -21,11 +21,13 @@ from bufstore.notify.feed import Feed, Heard
 from bufstore.notify.notifier import BrokerNotifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
-from bufstore.postgres.errors import map_errors
-from bufstore.postgres.pool import Pool, open_pool
+from bufstore.postgres.errors import NoAnswer, map_errors
+from bufstore.postgres.pool import Alarm, Pool, open_pool
 
 #: A listening connection that says nothing for so long is asked whether it listens.
 _QUIET_S = 10.0
+#: A publish ends itself in time, and orderly; it is only cancelled when even that takes longer.
+_GRACE_S = 2.0
 #: Longest name of a channel.
 _CHANNEL_BYTES = 63
 
@@ -74,32 +76,59 @@ class PostgresBroker:
                 yield connection
             return
         with map_errors():
-            async with self._pool.connection(timeout=self._timeout_s) as connection:
+            async with (
+                self._pool.connection(timeout=self._timeout_s) as connection,
+                _in_time(connection, self._timeout_s),
+            ):
                 yield connection
 
     async def _attach(self) -> _Source:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                with map_errors():
-                    return await self._listening()
-        except (TimeoutError, Unavailable) as e:
-            raise NotifyUnavailable(f"Postgres cannot be listened to: {e or 'no answer in time'}") from None
+            with map_errors():
+                return await self._listening()
+        except NotifyUnavailable:
+            raise
+        except Unavailable as e:
+            raise NotifyUnavailable(f"Postgres cannot be listened to: {e}") from None
 
     async def _listening(self) -> _Source:
         if self._listen is not None:
             connection = await AsyncConnection.connect(
-                self._listen, autocommit=True, prepare_threshold=None, application_name="bufstore-notify"
+                self._listen,
+                autocommit=True,
+                prepare_threshold=None,
+                application_name="bufstore-notify",
+                connect_timeout=max(2, round(self._timeout_s)),
             )
-            source = _Source(connection, None, self._channels, self._quiet_s)
-        else:
-            connection = await self._pool.getconn(self._timeout_s)
-            source = _Source(connection, self._pool, self._channels, self._quiet_s)
+            return await self._listen_on(connection, None)
+        if isinstance(self._pool, Pool):
+            return await self._listen_on(await self._pool.take(self._timeout_s), self._pool)
+        for _ in range(self._pool.max_size):
+            # What lay in the pool may be dead; it goes, and the next is tried, in the end a new one.
+            with suppress(NoAnswer), map_errors():
+                return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)
+        return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)
+
+    async def _listen_on(self, connection: AsyncConnection[Any], pool: AnyPool | None) -> _Source:
+        source = _Source(connection, pool, self._channels, self._quiet_s)
         try:
-            await source.listen()
+            async with _in_time(connection, self._timeout_s):
+                await source.listen()
         except BaseException:
             await source.aclose()
             raise
         return source
+
+
+@asynccontextmanager
+async def _in_time(connection: AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
+    """The block's statement ends within the time, or the connection does; a cancelled psycopg may wait for long."""
+    alarm = Alarm(connection, asyncio.get_running_loop().time() + seconds)
+    try:
+        yield
+    finally:
+        if alarm.off():
+            await connection.close()
 
 
 class _Source:
@@ -129,7 +158,7 @@ class _Source:
                 note = await anext(self._notes)
             except StopAsyncIteration:
                 self._notes = None
-                async with asyncio.timeout(self._quiet_s):
+                async with _in_time(self._connection, self._quiet_s):
                     await self._check()
                 continue
             event = self._events.get(note.channel)
@@ -185,7 +214,7 @@ class PostgresNotifier(BrokerNotifier):
             await open_pool(postgres, size=4, connect_timeout_s=timeout_s) if isinstance(postgres, str) else postgres
         )
         broker = PostgresBroker(pool, prefix, owned=own, listen=listen, timeout_s=timeout_s, quiet_s=quiet_s)
-        return cls(broker, timeout_s=timeout_s)
+        return cls(broker, timeout_s=timeout_s + _GRACE_S)
 
 
 __all__ = ["PostgresNotifier"]

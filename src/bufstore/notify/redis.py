@@ -48,13 +48,24 @@ Client = Redis | RedisCluster
 class RedisBroker:
     """See `bufstore.notify.broker.Broker`."""
 
-    def __init__(self, client: Client, listener: Redis, prefix: str, *, hints: bool, owned: bool, timeout_s: float):
+    def __init__(
+        self,
+        client: Client,
+        listener: Redis,
+        prefix: str,
+        *,
+        hints: bool,
+        owned: bool,
+        timeout_s: float,
+        quiet_s: float,
+    ) -> None:
         self._client: Any = client
         self._listener = listener
         self._prefix = prefix
         self._hints = hints
         self._owned = owned
         self._timeout_s = timeout_s
+        self._quiet_s = quiet_s
         self._feed = Feed("notifier on Redis", self._attach)
 
     def on_restored(self, hook: Callable[[], None]) -> None:
@@ -96,7 +107,7 @@ class RedisBroker:
             await self._client.aclose()
 
     async def _attach(self) -> _Source:
-        source = _Source(self._listener, {channel(self._prefix, event, ":"): event for event in Event})
+        source = _Source(self._listener, {channel(self._prefix, event, ":"): event for event in Event}, self._quiet_s)
         try:
             async with asyncio.timeout(self._timeout_s):
                 await source.subscribe()
@@ -113,9 +124,10 @@ class RedisBroker:
 class _Source:
     """One connection subscribed to the channels."""
 
-    def __init__(self, client: Redis, channels: dict[str, Event]) -> None:
+    def __init__(self, client: Redis, channels: dict[str, Event], quiet_s: float) -> None:
         self._pubsub = client.pubsub()
         self._channels = channels
+        self._quiet_s = quiet_s
         self._to_confirm = len(channels)
         self._asked = False
 
@@ -142,7 +154,7 @@ class _Source:
 
     async def _read(self) -> Any:
         """A message or a confirmation, or None. Raises when the connection is dead."""
-        message = await self._pubsub.get_message(timeout=_QUIET_S)
+        message = await self._pubsub.get_message(timeout=self._quiet_s)
         if message is None:
             if self._asked:
                 raise NotifyUnavailable("Redis does not answer")
@@ -173,20 +185,24 @@ class RedisNotifier(BrokerNotifier):
         prefix: str = "bufstore",
         hints: bool = True,
         timeout_s: float = 2.0,
+        quiet_s: float = _QUIET_S,
     ) -> Self:
         """Use a client of the app's, which stays the app's to close, or make one of a URL.
 
         `listener` is the client that listens, if it is not the same; a RedisCluster client needs one. Redis is first
-        asked when something is published or listened for. Raises ConfigError.
+        asked when something is published or listened for. After `quiet_s` without a message a listening connection is
+        asked whether it lives. Raises ConfigError.
         """
         check_prefix(prefix)
-        if not timeout_s > 0:
-            raise ConfigError("timeout_s must be positive")
+        if not timeout_s > 0 or not quiet_s > 0:
+            raise ConfigError("timeout_s and quiet_s must be positive")
         client = _client_of(redis, timeout_s) if isinstance(redis, str) else redis
         listening = listener or client
         if not isinstance(listening, Redis):
             raise ConfigError("with a cluster client, give a client of one node as `listener`")
-        broker = RedisBroker(client, listening, prefix, hints=hints, owned=isinstance(redis, str), timeout_s=timeout_s)
+        broker = RedisBroker(
+            client, listening, prefix, hints=hints, owned=isinstance(redis, str), timeout_s=timeout_s, quiet_s=quiet_s
+        )
         return cls(broker, timeout_s=timeout_s)
 
 
