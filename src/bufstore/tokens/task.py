@@ -52,7 +52,7 @@ class Task:
         subject: str,
         register: Register,
         acks: Acks,
-        finish: Callable[[Task], Awaitable[None]],
+        finish: Callable[[Task, int], Awaitable[None]],
         ttl_s: float,
         confirmed_at: float,
     ) -> None:
@@ -106,9 +106,9 @@ class Task:
         if self._reason and self._reason != _UNRENEWED:
             raise TokenLost(self.key, self._reason)
         record = Fence(self.fence.holder, self.fence.message, self.fence.delivery, self.fence.item, done=True)
-        await self._write(record)
+        seq = await self._write(record)
         self._over = True
-        await self._finish(self)
+        await self._finish(self, seq)
 
     async def retry(self, delay_s: float = 0.0) -> None:
         """Not done: to be worked on again, by anybody, after `delay_s`. The key stays busy. Raises like `done`."""
@@ -118,14 +118,14 @@ class Task:
         self._over = True
         await self._acks.give_back(self.delivery, delay_s)
 
-    async def _write(self, record: Fence) -> None:
+    async def _write(self, record: Fence) -> int:
         body = encode(record)
         try:
-            await self._register.write(self._subject, body, self.token, mine=lambda found: found == body)
+            return await self._register.write(self._subject, body, self.token, mine=lambda found: found == body)
         except Conflict:
             seq, found = await self._register.read(self._subject)
             if found == body:
-                return  # an earlier call of ours, whose answer was lost
+                return seq  # an earlier call of ours, whose answer was lost
             self._lose(f"it was given to another holder (token {seq})")
             raise TokenLost(self.key, self._reason) from None
 

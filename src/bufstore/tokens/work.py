@@ -281,20 +281,25 @@ class ExclusiveWork:
         except Conflict:
             return  # looked at again by the caller
 
-    async def _finish(self, task: Task) -> None:
+    async def _finish(self, task: Task, seq: int) -> None:
         """After the item is done for good: clean up, and see to the next. Failing here costs time, nothing else."""
+        delivery = task.delivery
         try:
             if self._config.form is Form.SOURCED:
-                await self._ack(task.delivery)
+                await self._ack(delivery)
                 return
             name = token(task.key)
             await self._remove(task.fence.item)
             # Only now: an item that comes after this look is announced by its submitter, which finds us done.
-            following = await self._first_item(task.delivery, name)
-            if following is None:
-                await self._ack(task.delivery)
-            else:
-                await self.give_back(task.delivery, 0)
+            if await self._first_item(delivery, name) is None:
+                await self._ack(delivery)
+                return
+            # Whoever gets the message looks: submitters need not wait until then.
+            record = encode(Fence("", delivery.seq, delivery.count, task.fence.item))
+            with contextlib.suppress(Conflict):  # somebody has got it
+                subject = f"{self._config.name}.fence.{name}"
+                await self._register.write(subject, record, seq, mine=lambda body: body == record)
+                await self.give_back(delivery, 0)
         except (LogUnavailable, AppendUnknown) as e:
             _log.info("cleaning up after %r: %s", task.key, e, extra={"action": "token_finish"})
 
