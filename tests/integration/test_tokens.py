@@ -115,8 +115,7 @@ async def test_no_item_is_left_lying(opened: Open) -> None:
 
     async with asyncio.timeout(25):
         await asyncio.gather(*(submitter(n) for n in range(4)))
-        while worked < 240:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: _true(worked >= 240))
     stopping.set()
     await running
     assert worked == 240

@@ -141,6 +141,7 @@ class _Source:
         self._pool = pool
         self._events = {name: event for event, name in channels.items()}
         self._quiet_s = quiet_s
+        self._autocommit = connection.autocommit
         self._notes: Any = None
 
     async def listen(self) -> None:
@@ -169,11 +170,18 @@ class _Source:
         with suppress(psycopg.Error, OSError, RuntimeError):
             if self._notes is not None:
                 await self._notes.aclose()
-        # Never back as it is: it listens.
-        with suppress(psycopg.Error, OSError):
+        try:
+            # As it was before, or not at all: the pool lends it to others.
+            async with _in_time(self._connection, _GRACE_S):
+                await self._connection.execute("UNLISTEN *")
+                await self._connection.set_autocommit(self._autocommit)
+        except (psycopg.Error, OSError):
             await self._connection.close()
-        if self._pool is not None:
-            await self._pool.putconn(self._connection)
+        finally:
+            if self._pool is None:
+                await self._connection.close()
+            else:
+                await self._pool.putconn(self._connection)
 
     async def _check(self) -> None:
         cursor = await self._connection.execute("SELECT pg_listening_channels()")

@@ -21,14 +21,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from tenacity import AsyncRetrying, RetryError, retry_if_result, stop_after_delay, wait_random_exponential
+from tenacity import (
+    AsyncRetrying,
+    RetryError,
+    retry_any,
+    retry_if_exception_type,
+    retry_if_result,
+    stop_after_delay,
+    wait_random_exponential,
+)
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import (
-    BufstoreError,
     LogUnavailable,
     MalformedEntry,
     SubmitUnknown,
@@ -162,21 +169,21 @@ class ExclusiveWork:
 
     async def _announce(self, key: str, name: str) -> None:
         """See that the item just stored is found by whoever holds the key, or by whoever gets it next."""
+        telling = AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.002, max=0.1),
+            stop=stop_after_delay(self._config.timeout_s),
+            retry=retry_any(
+                retry_if_result(lambda told: not told),
+                retry_if_exception_type((LogUnavailable, AppendUnknown)),
+            ),
+        )
         try:
-            async for attempt in AsyncRetrying(
-                wait=wait_random_exponential(multiplier=0.002, max=0.1),
-                stop=stop_after_delay(self._config.timeout_s),
-                retry=retry_if_result(lambda told: not told),
-            ):
-                with attempt:
-                    told = await self._tell(name)
-                attempt.retry_state.set_result(told)
-        except RetryError:
+            await telling(self._tell, name)
+        except RetryError as e:
+            if (error := e.last_attempt.exception()) is not None:
+                raise SubmitUnknown(key, f"it is stored, but could not be announced: {error}") from None
             # The holder is between the last look and its ack, and does not go on: when its time is over, the message
             # is delivered again, and the next holder looks.
-            return
-        except (BufstoreError, AppendUnknown) as e:
-            raise SubmitUnknown(key, f"it is stored, but could not be announced: {e}") from None
 
     async def _tell(self, name: str) -> bool:
         c = self._config
