@@ -35,9 +35,34 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The long versions of tests that `make test` runs for a few seconds. Their options: ARGS="--rounds 5 --seed 7".
+SECONDS ?= 60
+SEED ?= 1
+LONG := PYTHONPATH=tests $(BIN)/python -m
+
+.PHONY: crash-sweep
+crash-sweep: $(READY) ## Kill a process at each crash point under load and check everything (some minutes)
+	$(LONG) sweep.crash $(ARGS)
+
+.PHONY: cluster
+cluster: $(READY) ## Kill, wipe and cut off nodes of a three-node NATS cluster for SECONDS=60
+	$(LONG) sweep.nodes --seconds $(SECONDS) $(ARGS)
+
+.PHONY: powercut
+powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop mounts)
+	$(LONG) sweep.powercut $(ARGS)
+
+.PHONY: chaos
+chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that nothing was lost, doubled or stale
+	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED)
+
+.PHONY: model
+model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, each against an oracle (no servers)
+	PYTHONHASHSEED=0 $(LONG) store_model.run $(SECONDS) $(SEED)
+
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
-	BUFSTORE_STORM=1 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
+	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
 
 .PHONY: bench-quick
 bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)

@@ -39,16 +39,21 @@ async def measure(open_: Open, workers: int, items: int, waves: int) -> tuple[fl
         latencies, total = [], 0
         for wave in range(waves + 1):
             woken.clear()
-            answered = sum(n.statistics().woken + n.statistics().spared for n in notifiers)
+            answered = _answered(notifiers)
             began = time.perf_counter()
             await teller.notify_scheduled("work", items)
             async with asyncio.timeout(60):
-                while sum(n.statistics().woken + n.statistics().spared for n in notifiers) < answered + workers:
-                    await asyncio.sleep(0.001)  # noqa: ASYNC110
+                while _answered(notifiers) < answered + workers:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
             if wave:  # the first makes streams and connections
                 latencies.append((woken[0] - began) * 1000)
                 total += len(woken)
         return total / (items * waves), statistics.median(latencies)
+
+
+def _answered(notifiers: list[Notifier]) -> int:
+    """How many have been called or spared so far."""
+    return sum(n.statistics().woken + n.statistics().spared for n in notifiers)
 
 
 async def main(workers: int, items: int, waves: int) -> None:

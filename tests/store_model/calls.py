@@ -95,7 +95,7 @@ class Witness:
             receipt = await task
         except OutcomeUnknown as e:
             self._ended(call, "unknown", e)
-            if not call.lineage:
+            if call.kind.startswith("checkpoint"):  # the others take no key
                 call.key = e.token
         except asyncio.CancelledError:
             if not task.cancelled():

@@ -17,6 +17,7 @@ from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +70,9 @@ class Retention:
             below = share.purgeable(confirmed_at - keep)
             if below is not None and share.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
+                reach(Failpoint.PURGE_BEFORE)
                 await self._log.purge(share.cursor.partition, below)
+                reach(Failpoint.PURGE_DONE)
                 share.purged(below)
                 purged = True
         if purged:

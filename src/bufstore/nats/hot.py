@@ -22,6 +22,7 @@ from bufstore.buffer.ports import RUN_TTL_S, AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.setup import ensure_bucket
@@ -48,6 +49,7 @@ class NatsHotState:
 
     async def setup(self) -> None:
         await ensure_bucket(self._stream, self._config)
+        reach(Failpoint.BUCKET_CREATED)
         self._writes.start()
 
     async def aclose(self) -> None:

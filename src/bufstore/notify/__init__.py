@@ -4,8 +4,18 @@ Adapters: `MemoryNotifier` here, `bufstore.notify.nats.NatsNotifier`, `bufstore.
 `redis` extra), `bufstore.notify.postgres.PostgresNotifier`.
 """
 
+from bufstore.errors import NotifyUnavailable
 from bufstore.notify.idle import wait_for_work
 from bufstore.notify.memory import MemoryBroker, MemoryNotifier
 from bufstore.notify.protocol import Event, Notifier, NotifierStatistics, Unlisten
 
-__all__ = ["Event", "MemoryBroker", "MemoryNotifier", "Notifier", "NotifierStatistics", "Unlisten", "wait_for_work"]
+__all__ = [
+    "Event",
+    "MemoryBroker",
+    "MemoryNotifier",
+    "Notifier",
+    "NotifierStatistics",
+    "NotifyUnavailable",
+    "Unlisten",
+    "wait_for_work",
+]

@@ -23,22 +23,25 @@
 
         await check(Applier(mine, apply))
 
-A store that cannot do all of it says what it can: a check may run if ``check.needs <= MINE``, a set of `Capability`. A
-wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what needs
-more ends with ConfigError there, and nothing is stored. With columns that hold JSON only, ANY_VALUE is not there
-either: an entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an
-app with such columns keeps to what JSON has.
+A store that cannot do all of it says what it can, a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
+A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what
+needs more is refused there with ConfigError. With columns that hold JSON only, ANY_VALUE is not there either: an
+entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
+columns keeps to what JSON has.
 
 `NOTIFY_CHECKS` are those of `bufstore.notify`: each takes a `Notifiers`.
 
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
+
+Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
 """
 
 from bufstore.testing import applying, checkpoints, edits, lineage, lists
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
+from bufstore.testing.fault_proxy import FaultProxy, Flow
 from bufstore.testing.notify import NOTIFY_CHECKS, Notifiers
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
@@ -46,4 +49,15 @@ CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lis
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
 
-__all__ = ["APPLY_CHECKS", "CHECKS", "EVERYTHING", "NOTIFY_CHECKS", "Applier", "Capability", "Check", "Notifiers"]
+__all__ = [
+    "APPLY_CHECKS",
+    "CHECKS",
+    "EVERYTHING",
+    "NOTIFY_CHECKS",
+    "Applier",
+    "Capability",
+    "Check",
+    "FaultProxy",
+    "Flow",
+    "Notifiers",
+]
