@@ -7,10 +7,12 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nats
 import pytest
+from nats.aio.client import Client
 from nats.js.api import KeyValueConfig
 from psycopg_pool import AsyncConnectionPool
 from redis.asyncio import Redis
@@ -254,6 +256,24 @@ async def test_a_hint_store_that_is_gone_wakes_everybody_and_is_made_again(
         await there.notify_scheduled("kind", 1)
         await eventually(lambda: _true(here.statistics().spared == 6))
         assert len(heard) == 1
+
+
+async def test_a_server_without_counters_keeps_hints_in_kv(
+    servers: Servers, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found out by many instances at once."""
+    older = SimpleNamespace(major=2, minor=11, patch=11)
+    monkeypatch.setattr(Client, "connected_server_version", property(lambda _: older))
+    async with contextlib.AsyncExitStack() as stack:
+        notifiers = [await NatsNotifier.open(servers.nats.url, prefix=prefix, timeout_s=10) for _ in range(10)]
+        heard: list[str] = []
+        for notifier in notifiers:
+            stack.push_async_callback(notifier.aclose)
+            await notifier.listen_scheduled(["kind"], heard.append)
+        await notifiers[0].notify_scheduled("kind", 3)
+        await eventually(lambda: _true(sum(n.statistics().spared for n in notifiers) == 7))
+        assert len(heard) == 3
+        assert {notifier.hints for notifier in notifiers} == {Hints.KV}
 
 
 async def test_without_jetstream_there_are_no_hints(tmp_path: Path, prefix: str) -> None:

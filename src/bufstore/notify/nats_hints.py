@@ -123,22 +123,18 @@ class HintStore:
             self._not_before = loop.time() + _AGAIN_S
             js = client.jetstream(prefix=self._api, timeout=self._timeout_s)
             if self._given is None:
-                await self._set_up(js)
+                await self._set_up(client, js)
             self._js = (client, js)
             self._not_before = 0.0
             return js
 
-    async def _set_up(self, js: JetStreamContext) -> None:
-        if self._kind is not Hints.KV:
-            try:
-                await _ensure_counters(js, self._prefix)
-                self._kind = Hints.COUNTERS
-                return
-            except nats.js.errors.BadRequestError as e:
-                # An older server does not know the field, or says so.
-                if self._kind is Hints.COUNTERS:
-                    raise
-                _log.info("no counters on this server: %s", e.description, extra={"action": "notify_hints"})
+    async def _set_up(self, client: Client, js: JetStreamContext) -> None:
+        version = client.connected_server_version
+        # An older server makes the stream, without the field that it does not know.
+        if self._kind is Hints.COUNTERS or (self._kind is Hints.AUTO and (version.major, version.minor) >= (2, 12)):
+            await _ensure_counters(js, self._prefix)
+            self._kind = Hints.COUNTERS
+            return
         name = self._prefix.replace(".", "_") + "_hints"
         self._bucket = await js.create_key_value(
             KeyValueConfig(bucket=name, ttl=HINT_TTL_S, history=1, storage=StorageType.MEMORY)
@@ -160,9 +156,7 @@ async def _ensure_counters(js: JetStreamContext, prefix: str) -> None:
     )
     info = await js.add_stream(config)
     if not info.config.allow_msg_counter:
-        # A server before 2.12 may leave out what it does not know: then each hint would be taken for missing.
-        await js.delete_stream(config.name or "")
-        raise nats.js.errors.BadRequestError(description="the server has ignored allow_msg_counter")
+        raise nats.js.errors.BadRequestError(description="this server has no counters (they came with 2.12)")
 
 
 def granted(value: int, wanted: int) -> int:
