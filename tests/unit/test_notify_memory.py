@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
 
@@ -300,3 +301,79 @@ async def test_waiting_goes_on_without_notifications() -> None:
 
 def test_the_adapters_are_notifiers() -> None:
     assert isinstance(MemoryNotifier(), Notifier)
+
+
+async def _work_off(notifier: Notifier, jobs: list[int], workers: int, poll_s: float) -> list[list[int]]:
+    """What each worker got of the jobs; `jobs` may grow meanwhile."""
+    stopping, got = asyncio.Event(), [list[int]() for _ in range(workers)]
+
+    async def due() -> float | None:
+        return 0 if jobs else None
+
+    async def worker(mine: list[int]) -> None:
+        while await wait_for_work(notifier, ["kind"], due, poll_s=poll_s, stopping=stopping):
+            while jobs:
+                mine.append(jobs.pop())
+                await asyncio.sleep(0.01)
+                if sum(map(len, got)) == 20:
+                    stopping.set()
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(worker(mine) for mine in got))
+    return got
+
+
+async def test_jobs_are_spread_over_idle_workers() -> None:
+    async with MemoryNotifier() as notifier:
+        jobs: list[int] = []
+        working = asyncio.ensure_future(_work_off(notifier, jobs, 5, poll_s=60))
+        await asyncio.sleep(0.02)  # all idle: only notifications can start them
+        for i in range(4):
+            jobs.extend(range(5 * i, 5 * i + 5))
+            await notifier.notify_scheduled("kind", 5)
+            await asyncio.sleep(0.03)
+        got = await working
+        assert sorted(job for mine in got for job in mine) == list(range(20))
+        assert all(got)
+
+
+async def test_all_work_is_done_whatever_the_notifier_fails_at() -> None:
+    """Bad and good times of random length, for every call."""
+    rng = random.Random(3)
+    failures = 0
+
+    class Flaky(MemoryBroker):
+        _left, _bad = 0, True
+
+        def _maybe(self) -> None:
+            nonlocal failures
+            if not self._left:
+                self._bad = not self._bad
+                self._left = rng.randint(1, 20) if self._bad else rng.randint(4, 15)
+            self._left -= 1
+            if self._bad:
+                failures += 1
+                raise NotifyUnavailable("away")
+
+        async def publish(self, event: Event, payload: str) -> None:
+            self._maybe()
+            await super().publish(event, payload)
+
+        async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
+            self._maybe()
+            await super().publish_hinted(hint, count, payload)
+
+        async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
+            self._maybe()
+            return await super().subscribe(event, deliver)
+
+    async with MemoryNotifier(Flaky()) as notifier:
+        jobs: list[int] = []
+        working = asyncio.ensure_future(_work_off(notifier, jobs, 3, poll_s=0.03))
+        for i in range(20):
+            jobs.append(i)
+            await notifier.notify_scheduled("kind")
+            await asyncio.sleep(0.005)
+        got = await working
+        assert sorted(job for mine in got for job in mine) == list(range(20))
+        assert failures > 5

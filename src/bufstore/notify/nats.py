@@ -20,7 +20,7 @@ from nats.js.kv import KeyValue
 
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
-from bufstore.nats.connection import Connection
+from bufstore.nats.connection import Connection, settle
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
 from bufstore.notify.notifier import BrokerNotifier
@@ -74,7 +74,7 @@ class NatsBroker:
         client = self.client()
         try:
             await client.publish(channel(self._prefix, event, "."), payload.encode())
-            await client.flush()
+            await settle(client)
         except (nats.errors.Error, OSError) as e:
             raise NotifyUnavailable(f"NATS takes no message: {type(e).__name__}") from None
 
@@ -102,7 +102,7 @@ class NatsBroker:
             async with asyncio.timeout(self._timeout_s):
                 subscription = await self._subscribe(client, event, deliver)
                 # Answered after the server has seen the subscription: what others publish from now on arrives.
-                await client.flush()
+                await settle(client)
         except BaseException as e:
             self._wanted.pop(event, None)
             if isinstance(e, (nats.errors.Error, OSError)):
@@ -137,7 +137,7 @@ class NatsBroker:
         """On every new client of our own connection, before anybody else uses it."""
         for event, deliver in list(self._wanted.items()):
             self._subscriptions[event] = await self._subscribe(client, event, deliver)
-        await client.flush()
+        await settle(client)
         if self._seen:
             asyncio.get_running_loop().call_soon(self._tell_restored)
         self._seen += 1

@@ -38,16 +38,18 @@ serve all of them, and they can run again.
 Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
 """
 
-from bufstore.testing import applying, checkpoints, edits, lineage, lists
+from bufstore.testing import applying, checkpoints, edits, lineage, lists, notify, notify_events
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
 from bufstore.testing.fault_proxy import FaultProxy, Flow
-from bufstore.testing.notify import NOTIFY_CHECKS, Notifiers
+from bufstore.testing.notify import Notifiers
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
+#: What a notifier does: each takes a `Notifiers`.
+NOTIFY_CHECKS: list[Check] = [*notify.CHECKS, *notify_events.CHECKS]
 
 __all__ = [
     "APPLY_CHECKS",
