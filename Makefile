@@ -64,9 +64,20 @@ model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, eac
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
 	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
 
+.PHONY: bench
+bench: $(READY) ## Run all benchmarks, ours and every baseline side by side (under an hour; 20 GB of disk)
+	$(BIN)/python -m bench
+
+.PHONY: reproduce
+reproduce: $(READY) ## Show a bug of docs/TRACK_RECORD.md: TEST=… of COMMIT=… on the code of before it
+	@git worktree add --quiet --detach .before $(COMMIT)
+	@git -C .before checkout --quiet $(COMMIT)~1 -- src
+	-cd .before && PYTHONPATH=src $(CURDIR)/$(BIN)/python -m pytest -q -p no:cacheprovider --continue-on-collection-errors -k $(TEST)
+	@git worktree remove --force .before
+
 .PHONY: bench-quick
-bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
-	$(BIN)/python bench/append.py
+bench-quick: $(READY) ## Measure appends against every baseline, side by side (under five minutes)
+	$(BIN)/python -m bench --quick --rounds 3
 
 .PHONY: format
 format: $(READY) ## Let ruff format and mend what it can

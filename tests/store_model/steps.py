@@ -154,7 +154,8 @@ class Steps(Reads, Poison):
         if chance.random() < 0.5:
             del world.nats.streams[CONFIG.log.stream]
         else:
-            stream.lose_end(chance.randint(1, len(stream.messages)))
+            # No more than a row's ring can tell: of what is older, a repair parks what it cannot judge.
+            stream.lose_end(chance.randint(1, min(8, len(stream.messages))))
         await asyncio.sleep(10)  # whoever was killed is not a member any more
         repaired = await repair(world.postgres.store, nats=world.nats, config=CONFIG, apply=True)
         if repaired.reason is not None and not repaired.done:

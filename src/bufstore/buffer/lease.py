@@ -7,12 +7,16 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from bufstore.buffer.membership import owned
+from bufstore.buffer.membership import Pulse, owned
 from bufstore.buffer.ports import AppendUnknown, HotState
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
+
+
+#: In this time every live member renews its record, whatever its lease.
+_PULSE_S = 2.0
 
 
 class Lease:
@@ -36,6 +40,7 @@ class Lease:
         self._ttl_s = max(1, int(lease_s) // 2)
         self._interval_s = self._ttl_s / 4
         self._own = own
+        self._pulse = Pulse(self._ttl_s)
         self._until = 0.0
         self._announced = False
         self._changed = asyncio.Event()
@@ -66,4 +71,17 @@ class Lease:
             reach(Failpoint.LEASE_RENEWED)
             await self._hot.announce()
             self._announced = True
-        self._own(owned(self._member, await self._hot.members(), self._partitions))
+        records = await self._hot.members()
+        alive, dead = self._pulse.look(records, asyncio.get_running_loop().time())
+        self._own(owned(self._member, {*alive, self._member}, self._partitions))
+        for member in set(dead) - {self._member}:
+            await self._hot.leave(member)
+
+
+async def living(hot: HotState) -> list[str]:
+    """The flushers that are alive: where there are records it takes two seconds to tell."""
+    before = await hot.members()
+    if not before:
+        return []
+    await asyncio.sleep(_PULSE_S)
+    return [name for name, number in (await hot.members()).items() if before.get(name) != number]

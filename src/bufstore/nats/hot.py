@@ -114,12 +114,12 @@ class NatsHotState:
         await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
         await self._tell(self._calls + "members", b"")
 
-    async def members(self) -> list[str]:
+    async def members(self) -> dict[str, int]:
         try:
             found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
         except StreamMissing:
-            return []
-        return sorted(s.rpartition(".")[2] for s, message in found.items() if message.body != b"left")
+            return {}
+        return {s.rpartition(".")[2]: m.seq for s, m in sorted(found.items()) if m.body != b"left"}
 
     async def announce(self) -> None:
         """Tell the other members that the list has changed."""

@@ -22,6 +22,10 @@ from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.setup import check_stream, epoch_of, stream_config, withdrawn
 from bufstore.nats.stream import NatsStream
 
+#: What all partitions together ask for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
+#: dead and cuts it off, and while a large window is computed nothing is read.
+_ASKED_BYTES_MAX = 32 << 20
+
 
 class NatsLog(NatsStream):
     """See `bufstore.buffer.ports.Log`."""
@@ -144,7 +148,8 @@ class NatsLog(NatsStream):
             await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{consumer}-{term - 1}", timeout_s=1.0)
         reach(Failpoint.TAKE_OLD_DELETED)
         # One message must always fit, or the feed would never get past it.
-        bytes_max = max(self._config.flush_max_bytes // self._config.log.partitions, 2 * self.message_bytes_max)
+        asked = min(self._config.flush_max_bytes, _ASKED_BYTES_MAX) // self._config.log.partitions
+        bytes_max = max(asked, 2 * self.message_bytes_max)
         return await open_feed(self._connection, self, self._api, self._config.log.stream, config, wake, bytes_max)
 
     def _note(self, seq: int) -> int:

@@ -120,6 +120,11 @@ class ThreadReads:
             latest = decode_run(state.latest_run)
             if latest.run_id == run_id:
                 return latest
+        if state.partial:
+            whole, _ = await self.joined(state.thread.thread_id)
+            if whole.partial:
+                raise StoreUnavailable(f"only Postgres can tell about run {run_id!r}: {self.store_down}")
+            return await self._run_of(run_id, whole)
         # Not in the tail, so it is older than the watermark, where the store has it.
         return await self._store.run(run_id)
 
