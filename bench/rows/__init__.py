@@ -11,8 +11,10 @@ from bench.rows.database_load import database_load
 from bench.rows.drain import drain
 from bench.rows.end_to_end import end_to_end
 from bench.rows.growth import growth_history, growth_length
+from bench.rows.notify import notify
 from bench.rows.reads import reads
 from bench.rows.recovery import recovery
+from bench.rows.tokens import tokens
 from bench.stage import Stage
 
 ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
@@ -26,6 +28,8 @@ ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
     "growth_length": growth_length,
     "growth_history": growth_history,
     "coalescing": coalescing,
+    "notify": notify,
+    "tokens": tokens,
 }
 
 #: What `make bench-quick` runs.

@@ -29,6 +29,8 @@ needs more is refused there with ConfigError. With columns that hold JSON only, 
 entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
 columns keeps to what JSON has.
 
+`NOTIFY_CHECKS` are those of `bufstore.notify`: each takes a `Notifiers`.
+
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
@@ -36,14 +38,28 @@ serve all of them, and they can run again.
 Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
 """
 
-from bufstore.testing import applying, checkpoints, edits, lineage, lists
+from bufstore.testing import applying, checkpoints, edits, lineage, lists, notify, notify_events
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
 from bufstore.testing.fault_proxy import FaultProxy, Flow
+from bufstore.testing.notify import Notifiers
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
+#: What a notifier does: each takes a `Notifiers`.
+NOTIFY_CHECKS: list[Check] = [*notify.CHECKS, *notify_events.CHECKS]
 
-__all__ = ["APPLY_CHECKS", "CHECKS", "EVERYTHING", "Applier", "Capability", "Check", "FaultProxy", "Flow"]
+__all__ = [
+    "APPLY_CHECKS",
+    "CHECKS",
+    "EVERYTHING",
+    "NOTIFY_CHECKS",
+    "Applier",
+    "Capability",
+    "Check",
+    "FaultProxy",
+    "Flow",
+    "Notifiers",
+]
