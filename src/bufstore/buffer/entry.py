@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import enum
 import zlib
-from base64 import b64decode, b64encode
+from base64 import b64decode
+from binascii import b2a_base64
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -37,7 +38,7 @@ class Base(enum.IntEnum):
     STORED = 3
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One change of one thread."""
 
     #: Random, 63 bit: tells this entry from any other that could stand at its place.
@@ -124,7 +125,7 @@ def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
         chunks,
         entry.ring_complete,
     )
-    text = b64encode(_meta_encoder.encode(meta))
+    text = b2a_base64(_meta_encoder.encode(meta), newline=False)
     return f"{VERSION}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}"
 
 

@@ -63,6 +63,16 @@ class Stream(Protocol):
         """Store one message durably; its sequence."""
         ...
 
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        """Store the messages one by one, side by side; returns when all have ended.
+
+        `ended` is called with the number and the sequence, or the error that `publish` would raise, of each. Raises
+        nothing else than a BufstoreError, when nothing was sent.
+        """
+        ...
+
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         """Store all messages or none, as neighbours; the sequence of the last."""
         ...

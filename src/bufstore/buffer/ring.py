@@ -20,6 +20,11 @@ def item(key: str, content: bytes) -> bytes:
     )
 
 
+def item_of(id_: int) -> bytes:
+    """The item of an entry that was written without a key: `item` of its `key_of`."""
+    return blake2b(f"entry-{id_:016x}".encode(), digest_size=8).digest() + b"\0\0\0\0"
+
+
 def key_of(id_: int) -> str:
     """The key of an entry that was written without one."""
     return f"entry-{id_:016x}"

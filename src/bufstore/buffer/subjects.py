@@ -40,8 +40,8 @@ def untoken(text: str) -> str:
 
 
 @lru_cache(maxsize=1 << 14)
-def _subject(subjects: Subjects, thread_id: str) -> str:
-    return f"{subjects.prefix}.{subjects.partition(thread_id)}.{token(thread_id)}"
+def _of(prefix: str, partitions: int, thread_id: str) -> str:
+    return f"{prefix}.{zlib.crc32(thread_id.encode()) % partitions}.{token(thread_id)}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Subjects:
 
     def of(self, thread_id: str) -> str:
         """The subject that holds all entries of the thread."""
-        return _subject(self, thread_id)
+        return _of(self.prefix, self.partitions, thread_id)
 
     def of_partition(self, partition: int) -> str:
         """A filter for every entry of the partition."""

@@ -14,17 +14,19 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nats.errors
 from nats.aio.client import Client, RawCredentials
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports import AppendUnknown, Outgoing
 from bufstore.config import NatsConfig, mask_url, split_url
-from bufstore.errors import Closed, ConfigError, LogUnavailable
+from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.nats import frames
 
 _log = logging.getLogger(__name__)
@@ -34,16 +36,19 @@ _FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "(
 _ERRORS_KEPT = 100
 #: So many subjects are named in the log, once each.
 _FORBIDDEN_NAMED = 20
+#: How the headers begin with which the server says that nobody listens.
+_NOBODY = b"NATS/1.0 503"
 #: A dead server is noticed after at most two of these.
 _PING_INTERVAL_S = 5
 
 
-@dataclass
+@dataclass(slots=True)
 class _Question:
     """A request or write that waits for its answer."""
 
     subjects: Sequence[str]
-    answer: asyncio.Future[Msg]
+    #: Called once, with the answer's payload or why there is none.
+    end: Callable[[bytes | Exception], None]
 
 
 class Connection:
@@ -153,16 +158,61 @@ class Connection:
             self._drop(client, "a write got no answer")
             raise
 
+    async def write_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, bytes | Exception], None]
+    ) -> None:
+        """Send messages side by side; `ended` gets the number of each and its answer, or the error of `write`."""
+        if len(messages) == 1 or not frames.supported:
+            await asyncio.gather(*(self._write_one(i, m, timeout_s, ended) for i, m in enumerate(messages)))
+            return
+        left = len(messages)
+        all_ended = asyncio.get_running_loop().create_future()
+
+        def end(number: int, outcome: bytes | Exception) -> None:
+            nonlocal left
+            left -= 1
+            ended(number, outcome)
+            if not left and not all_ended.done():
+                all_ended.set_result(None)
+
+        tokens = [self._ask([message.subject], partial(end, number)) for number, message in enumerate(messages)]
+        error: Exception = AppendUnknown("given up")
+        try:
+            client = self.client()
+            async with asyncio.timeout(timeout_s):
+                await frames.send_each(client, messages, [f"{self._inbox}.{token}" for token in tokens])
+                await all_ended
+        except LogUnavailable as e:
+            error = e
+        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
+            error = LogUnavailable(f"not connected to NATS: {self._reason}")
+        except TimeoutError:
+            error = AppendUnknown("no answer from NATS in time")
+            self._drop(client, "a write got no answer")
+        except OSError as e:
+            error = AppendUnknown(f"the connection failed: {_text(e)}")
+            self._drop(client, "a write failed")
+        finally:
+            for token in tokens:
+                self._end(token, error)
+
+    async def _write_one(
+        self, number: int, message: Outgoing, timeout_s: float, ended: Callable[[int, bytes | Exception], None]
+    ) -> None:
+        outcome: bytes | Exception
+        try:
+            outcome = await self.write([message], "", timeout_s)
+        except (AppendUnknown, BufstoreError) as e:
+            outcome = e
+        ended(number, outcome)
+
     async def _answer(self, subjects: Sequence[str], send: Callable[[str], Awaitable[None]], timeout_s: float) -> bytes:
-        # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
-        # wait for their whole timeout.
-        token = str(next(self._tokens))
-        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._answers[token] = _Question(subjects, answer)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        token = self._ask(subjects, partial(_settle, answer))
         try:
             async with asyncio.timeout(timeout_s):
                 await send(f"{self._inbox}.{token}")
-                msg = await answer
+                return await answer
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
             raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
         except TimeoutError:
@@ -170,16 +220,28 @@ class Connection:
         except OSError as e:
             raise AppendUnknown(f"the connection failed: {_text(e)}") from None
         finally:
-            del self._answers[token]
-        if msg.headers is not None and msg.headers.get("Status") == "503":
-            raise LogUnavailable("no JetStream answers on NATS (starting, or without a leader)")
-        data: bytes = msg.data
-        return data
+            self._answers.pop(token, None)
 
-    async def _on_answer(self, msg: Msg) -> None:
-        question = self._answers.get(msg.subject.rpartition(".")[2])
-        if question is not None and not question.answer.done():
-            question.answer.set_result(msg)
+    def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
+        # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
+        # wait for their whole timeout.
+        token = str(next(self._tokens))
+        self._answers[token] = _Question(subjects, end)
+        return token
+
+    def _end(self, token: str, outcome: bytes | Exception) -> None:
+        question = self._answers.pop(token, None)
+        if question is not None:
+            question.end(outcome)
+
+    def _on_answer(self, subject: str, data: bytes, *, nobody: bool) -> None:
+        """An answer has come; `nobody`: the server's word that nobody listens there."""
+        gone = LogUnavailable("no JetStream answers on NATS (starting, or without a leader)") if nobody else None
+        self._end(subject.rpartition(".")[2], gone or data)
+
+    async def _on_answer_message(self, msg: Msg) -> None:
+        nobody = msg.headers is not None and msg.headers.get("Status") == "503"
+        self._on_answer(msg.subject, msg.data, nobody=nobody)
 
     def _on_violation(self, verb: str, subject: str) -> None:
         """NATS did not take what we sent on `subject`: who waits for an answer to it is told at once."""
@@ -190,9 +252,9 @@ class Connection:
             return
         # Not stored: of a batch, the server stores nothing when one message of it is missing.
         error = ConfigError(f"NATS does not permit this user to publish on {subject!r} (see `bufstore doctor`)")
-        for question in self._answers.values():
-            if not question.answer.done() and any(s.lower() == subject for s in question.subjects):
-                question.answer.set_exception(error)
+        for token, question in list(self._answers.items()):
+            if any(s.lower() == subject for s in question.subjects):
+                self._end(token, error)
         for hook in self._on_forbidden:
             hook(subject, error)
 
@@ -206,9 +268,10 @@ class Connection:
                 async with asyncio.timeout(2 * self._config.connect_timeout_s):
                     await client.connect(servers=[bare], **self._options(client, errors, user, password))
                 self._inbox = client.new_inbox()
-                await client.subscribe(
-                    self._inbox + ".*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
+                answers = await client.subscribe(
+                    self._inbox + ".*", cb=self._on_answer_message, pending_msgs_limit=0, pending_bytes_limit=0
                 )
+                client.shorten(answers, self._on_answer)
                 # Answered after whatever the server has to say about the subscription.
                 await settle(client, max(1, round(self._config.connect_timeout_s)))
                 if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
@@ -303,10 +366,9 @@ class Connection:
 
     async def _discard(self) -> None:
         client, self._client = self._client, None
-        for question in self._answers.values():
-            if not question.answer.done():
-                reason = f"the connection was lost before NATS answered: {self._reason}"
-                question.answer.set_exception(AppendUnknown(reason))
+        lost = f"the connection was lost before NATS answered: {self._reason}"
+        for token in list(self._answers):
+            self._end(token, AppendUnknown(lost))
         for hook in self._on_lost:
             hook()
         if client is not None:
@@ -320,6 +382,26 @@ class Connection:
 
 class _Client(Client):
     """Reads on whatever others have published: headers that are none would end nats-py's reading task."""
+
+    #: The subscription that answers come to, and what is called with them.
+    _short: tuple[int, Callable[..., None]] | None = None
+
+    def shorten(self, answers: Subscription, heard: Callable[..., None]) -> None:
+        """Have `heard` called with what comes for the subscription at once: nats-py hands it to a task of its own.
+
+        A private method is replaced for it, so only with a nats-py that was looked at; else nothing changes.
+        """
+        if frames.supported:
+            self._short = answers._id, heard
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        if self._short is None or sid != self._short[0]:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        nobody = bool(headers) and headers.startswith(_NOBODY)
+        self._short[1](subject.decode("ascii", "replace"), data, nobody=nobody)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -338,6 +420,15 @@ class _TlsClient(_Client):
             raise nats.errors.Error("the server does not ask for TLS, which is configured")
         command: bytes = super()._connect_command()
         return command
+
+
+def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, bytes):
+        answer.set_result(outcome)
+    else:
+        answer.set_exception(outcome)
 
 
 async def settle(client: Client, timeout_s: int = 10) -> None:

@@ -1,7 +1,7 @@
 """A whole batch as the bytes that go over the wire, written at once.
 
 nats-py's publish costs about 20 µs of Python per message with headers, most of the price of an append; framing it here
-costs about 2. For that two private methods of its client are called, so only for the version they were checked with;
+costs about 2. For that private parts of its client are used, so only for the version they were checked with;
 with any other the public path does the same, slower (tests run both).
 """
 
@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 
 from bufstore import failpoints
 from bufstore.buffer.entry import HEADER
@@ -20,6 +21,8 @@ from bufstore.buffer.ports import Outgoing
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _CHECKED_VERSIONS = ("2.16.",)
 _ALL = slice(None)
+#: What encloses the lines of the headers.
+_FRAME = len("NATS/1.0\r\n" + "\r\n")
 
 #: Whether `send` writes frames of its own.
 supported = version("nats-py").startswith(_CHECKED_VERSIONS)
@@ -50,9 +53,21 @@ async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: 
         )
 
 
+async def send_each(client: Client, messages: Sequence[Outgoing], replies: Sequence[str]) -> None:
+    """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`."""
+    if not client.is_connected:
+        raise nats.errors.OutboundBufferLimitError
+    data = b"".join([framed([message], "", reply) for message, reply in zip(messages, replies, strict=True)])
+    await _write(client, data, len(messages))
+
+
 async def _write(client: Client, data: bytes, messages: int, *, flushed: bool = False) -> None:
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
+    if not client._pending_data_size and type(client._transport) is TcpTransport and not flushed:
+        # Nothing waits that it could overtake: straight to the socket, not by way of the client's writing task.
+        client._transport.write(data)  # type: ignore[no-untyped-call]
+        return
     await client._send_command(data)
     await client._flush_pending(force_flush=flushed)
 
@@ -61,33 +76,43 @@ def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _
     """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol."""
     parts: list[bytes] = []
     last = len(messages)
-    for number, message in list(enumerate(messages, 1))[part]:
-        pairs = _headers(message, batch if last > 1 else "", number, number == last)
-        to = f" {reply}" if number == last else ""
-        if pairs:
-            head = "NATS/1.0\r\n" + "".join([f"{name}: {value}\r\n" for name, value in pairs]) + "\r\n"
-            size = len(head)  # ASCII: tokens, numbers and base64
-            parts.append(f"HPUB {message.subject}{to} {size} {size + len(message.body)}\r\n{head}".encode("ascii"))
+    in_batch = f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: " if batch and last > 1 else ""
+    for number, message in enumerate(messages[part], (part.start or 0) + 1):
+        head = _head(message)
+        to = ""
+        if in_batch:
+            head = f"{head}{in_batch}{number}\r\n"
+        if number == last:
+            to = f" {reply}"
+            if in_batch:
+                head += "Nats-Batch-Commit: 1\r\n"
+        body = message.body
+        if head:
+            size = len(head) + _FRAME  # ASCII: tokens, numbers and base64
+            line = f"HPUB {message.subject}{to} {size} {size + len(body)}\r\nNATS/1.0\r\n{head}\r\n"
         else:
-            parts.append(f"PUB {message.subject}{to} {len(message.body)}\r\n".encode("ascii"))
-        parts.append(message.body)
-        parts.append(b"\r\n")
+            line = f"PUB {message.subject}{to} {len(body)}\r\n"
+        parts += (line.encode("ascii"), body, b"\r\n")
     return b"".join(parts)
 
 
-def _headers(message: Outgoing, batch: str, number: int, is_last: bool) -> list[tuple[str, str]]:
-    pairs = []
-    if message.header is not None:
-        pairs.append((HEADER, message.header))
+def _head(message: Outgoing) -> str:
+    """The lines of the headers, those of a batch apart."""
+    head = f"{HEADER}: {message.header}\r\n" if message.header is not None else ""
     if message.expected is not None:
-        pairs.append((_EXPECTED, str(message.expected)))
+        head += f"{_EXPECTED}: {message.expected}\r\n"
     if message.ttl_s:
-        pairs.append(("Nats-TTL", f"{message.ttl_s}s"))
+        head += f"Nats-TTL: {message.ttl_s}s\r\n"
     if message.rollup:
-        pairs.append(("Nats-Rollup", "sub"))
+        head += "Nats-Rollup: sub\r\n"
+    return head
+
+
+def _headers(message: Outgoing, batch: str, number: int, is_last: bool) -> list[tuple[str, str]]:
+    """The same for nats-py's own publish."""
+    lines = _head(message)
     if batch:
-        pairs.append(("Nats-Batch-Id", batch))
-        pairs.append(("Nats-Batch-Sequence", str(number)))
+        lines += f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: {number}\r\n"
         if is_last:
-            pairs.append(("Nats-Batch-Commit", "1"))
-    return pairs
+            lines += "Nats-Batch-Commit: 1\r\n"
+    return [(name, value) for name, _, value in (line.partition(": ") for line in lines.splitlines())]

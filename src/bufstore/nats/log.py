@@ -91,6 +91,19 @@ class NatsLog(NatsStream):
         reach(Failpoint.PUBLISH_ACKED)
         return self._note(seq)
 
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        def noted(number: int, outcome: int | Exception) -> None:
+            if isinstance(outcome, int):
+                reach(Failpoint.PUBLISH_ACKED)
+                self._note(outcome)
+            ended(number, outcome)
+
+        self._check()
+        reach(Failpoint.PUBLISH_BEFORE)
+        await super().publish_each(messages, timeout_s, noted)
+
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         self._check()
         reach(Failpoint.BATCH_BEFORE)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +15,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from bufstore.buffer.entry import HEADER, StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Outgoing
-from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, Conflict, Outgoing
+from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ApiError, to_error
 
@@ -72,6 +72,19 @@ class NatsStream:
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return self._seq(await self._connection.write([message], "", timeout_s))
+
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        def answered(number: int, answer: bytes | Exception) -> None:
+            outcome: int | Exception
+            try:
+                outcome = answer if isinstance(answer, Exception) else self._seq(answer)
+            except (Conflict, BatchRefused, AppendUnknown, BufstoreError) as e:
+                outcome = e
+            ended(number, outcome)
+
+        await self._connection.write_each(messages, timeout_s, answered)
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         return self._seq(await self._connection.write(messages, secrets.token_hex(8), timeout_s))
