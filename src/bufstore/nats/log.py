@@ -85,24 +85,25 @@ class NatsLog(NatsStream):
         self._rolled_back = self._rolled_back or reason
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        self._check()
-        reach(Failpoint.PUBLISH_BEFORE)
-        seq = await super().publish(message, timeout_s)
-        reach(Failpoint.PUBLISH_ACKED)
-        return self._note(seq)
+        self._sending()
+        return self._acked_one(await super().publish(message, timeout_s))
 
     async def publish_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
     ) -> None:
-        def noted(number: int, outcome: int | Exception) -> None:
-            if isinstance(outcome, int):
-                reach(Failpoint.PUBLISH_ACKED)
-                self._note(outcome)
-            ended(number, outcome)
+        def acked(number: int, outcome: int | Exception) -> None:
+            ended(number, self._acked_one(outcome) if isinstance(outcome, int) else outcome)
 
+        self._sending()
+        await super().publish_each(messages, timeout_s, acked)
+
+    def _sending(self) -> None:
         self._check()
         reach(Failpoint.PUBLISH_BEFORE)
-        await super().publish_each(messages, timeout_s, noted)
+
+    def _acked_one(self, seq: int) -> int:
+        reach(Failpoint.PUBLISH_ACKED)
+        return self._note(seq)
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         self._check()
