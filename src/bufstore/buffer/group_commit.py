@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from bufstore.buffer.entry import HEADER_BYTES_MAX
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, Conflict, Outgoing, Stream
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, Stream
 from bufstore.buffer.shape import Shapes
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 
@@ -38,6 +38,8 @@ _BATCH_BYTES_MAX = 16 << 20
 _SPLIT_FROM = 96
 #: So much smaller than the last group, what waits goes together with what its writers write next.
 _SMALL = 4
+#: With so many waiting it may be a batch, also when no more come in this turn of the loop.
+_BEGIN_AT = 8
 #: How long the server may take for one group, at most.
 _GROUP_TIMEOUT_S = 5.0
 
@@ -96,6 +98,11 @@ class GroupCommit:
         self._tasks: set[asyncio.Task[None]] = set()
         #: The group that the next one waits for.
         self._ahead: list[Unit] | None = None
+        #: Messages in the last group; and whether the next one is to be a batch, when that is decided early.
+        self._last = 0
+        self._choice: bool | None = None
+        #: A batch of which the first message was sent, and the unit that waits at the head of the queue with it.
+        self._begun: tuple[Unit, BegunBatch] | None = None
         #: A look at what waits is due one turn of the loop later.
         self._due = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -133,8 +140,20 @@ class GroupCommit:
             asyncio.get_running_loop().call_soon(_end, [unit], Closed("the store is closed"))
             return
         self._waiting.append(unit)
-        if not self._due and self._ahead is None:
-            self._look_soon()
+        if self._ahead is None:
+            if not self._due:
+                self._look_soon()
+            elif len(self._waiting) == _BEGIN_AT:
+                self._begin()
+
+    def _begin(self) -> None:
+        """So many that it may be a batch: if it will, let the server make room for it while the rest is prepared."""
+        if self._choice is None:
+            self._choice = self._shapes.batched(self._last)
+            if self._choice:
+                first = self._waiting[0]
+                begun = self._stream.begin_batch(first.messages[0])
+                self._begun = (first, begun) if begun is not None else None
 
     def _look_soon(self) -> None:
         """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
@@ -196,7 +215,7 @@ class GroupCommit:
             if group and (messages > room or size > _BATCH_BYTES_MAX):
                 break
             waiting.popleft()
-            if unit.given_up:
+            if unit.given_up and (self._begun is None or unit is not self._begun[0]):
                 messages -= len(unit.messages)
             else:
                 group.append(unit)
@@ -206,12 +225,14 @@ class GroupCommit:
         units = group
         while units:
             messages = [message for unit in units for message in unit.messages]
-            if len(messages) == 1 or not self._shapes.batched(len(messages)):
+            self._last = len(messages)
+            (batched, begun), self._choice, self._begun = self._shape(units), None, None
+            if not batched:
                 await self._store_each(units)
                 return
             began = self._now()
             try:
-                seq = await self._stream.publish_batch(messages, self._timeout_s)
+                seq = await self._stream.publish_batch(messages, self._timeout_s, begun)
             except Conflict:
                 self._go_on(group)
                 units = await self._without_moved(units)
@@ -232,6 +253,14 @@ class GroupCommit:
                 seq += len(unit.messages)
                 _end_one(unit, seq)
             return
+
+    def _shape(self, units: list[Unit]) -> tuple[bool, BegunBatch | None]:
+        """Whether they are to be a batch, and what has been sent of it."""
+        if self._begun is not None and self._begun[0] is units[0]:
+            return True, self._begun[1]
+        if self._last == 1:
+            return False, None
+        return self._shapes.batched(self._last) if self._choice is None else self._choice, None
 
     def _now(self) -> float:
         assert self._loop is not None

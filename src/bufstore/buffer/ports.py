@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -48,6 +48,14 @@ class AppendUnknown(Exception):
     """Sent, and no answer: it may be stored or not."""
 
 
+class BegunBatch(NamedTuple):
+    """A batch whose first message was sent already."""
+
+    id: str
+    #: The connection that it was sent on: the rest must follow there.
+    client: object
+
+
 class Stream(Protocol):
     """One JetStream stream, seen as a writer and reader of subjects.
 
@@ -73,8 +81,17 @@ class Stream(Protocol):
         """
         ...
 
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
-        """Store all messages or none, as neighbours; the sequence of the last."""
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        """Send the first message of a batch already, if that is possible now; the rest must follow soon.
+
+        The server makes room for a batch when its first message arrives. Never followed by a rest, it is forgotten.
+        """
+        ...
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
+        """Store all messages or none, as neighbours; the sequence of the last. `begun`: with the first of them."""
         ...
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, Conflict, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
@@ -178,7 +178,12 @@ class MemoryLog:
 
         await asyncio.gather(*(one(number, message) for number, message in enumerate(messages)))
 
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        return None
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
         if not 0 < len(messages) <= BATCH_MESSAGES_MAX:
             raise BatchRefused(f"{len(messages)} messages in a batch")
         return await self._write(messages)

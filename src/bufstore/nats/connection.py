@@ -24,7 +24,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.buffer.ports import AppendUnknown, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BegunBatch, Outgoing
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.nats import frames
@@ -144,16 +144,27 @@ class Connection:
         client = self.client()
         return await self._answer([subject], lambda reply: client.publish(subject, payload, reply=reply), timeout_s)
 
-    async def write(self, messages: Sequence[Outgoing], batch: str, timeout_s: float) -> bytes:
+    def begin(self, first: Outgoing, batch: str) -> BegunBatch | None:
+        """Send the first message of a batch, if that is possible without waiting."""
+        client = self._client
+        if client is None or not frames.begin(client, first, batch):
+            return None
+        return BegunBatch(batch, client)
+
+    async def write(self, messages: Sequence[Outgoing], batch: BegunBatch | None, timeout_s: float) -> bytes:
         """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
 
         Without an answer the connection is thrown away, so that nothing waiting in its buffers arrives after somebody
-        has looked.
+        has looked. A batch that was begun on an earlier connection is lost with that: all of it is sent again.
         """
         client = self.client()
+        id_ = batch.id if batch is not None else ""
+        begun = batch is not None and batch.client is client
         try:
             subjects = [m.subject for m in messages]
-            return await self._answer(subjects, lambda reply: frames.send(client, messages, batch, reply), timeout_s)
+            return await self._answer(
+                subjects, lambda reply: frames.send(client, messages, id_, reply, begun=begun), timeout_s
+            )
         except AppendUnknown:
             self._drop(client, "a write got no answer")
             raise
@@ -201,7 +212,7 @@ class Connection:
     ) -> None:
         outcome: bytes | Exception
         try:
-            outcome = await self.write([message], "", timeout_s)
+            outcome = await self.write([message], None, timeout_s)
         except (AppendUnknown, BufstoreError) as e:
             outcome = e
         ended(number, outcome)
@@ -272,6 +283,7 @@ class Connection:
                     self._inbox + ".*", cb=self._on_answer_message, pending_msgs_limit=0, pending_bytes_limit=0
                 )
                 client.shorten(answers, self._on_answer)
+                frames.prepare(client)
                 # Answered after whatever the server has to say about the subscription.
                 await settle(client, max(1, round(self._config.connect_timeout_s)))
                 if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):

@@ -28,11 +28,17 @@ _FRAME = len("NATS/1.0\r\n" + "\r\n")
 supported = version("nats-py").startswith(_CHECKED_VERSIONS)
 
 
-async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: str) -> None:
+def prepare(client: Client) -> None:
+    """Have a new client send at once: uvloop keeps small writes back until all that is ready has had its turn."""
+    if supported and type(client._transport) is TcpTransport and client._transport._io_writer is not None:
+        client._transport._io_writer.transport.set_write_buffer_limits(0)
+
+
+async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: str, *, begun: bool = False) -> None:
     """Send the messages, several as the atomic batch `batch`; the answer to the last goes to `reply`.
 
-    Raises nats.errors.OutboundBufferLimitError when the client is not connected: nothing was sent then, or a batch
-    without its end, which the server never stores.
+    `begun`: the first of them is sent already. Raises nats.errors.OutboundBufferLimitError when the client is not
+    connected: nothing was sent then, or a batch without its end, which the server never stores.
     """
     last = len(messages)
     if supported:
@@ -40,17 +46,37 @@ async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: 
             raise nats.errors.OutboundBufferLimitError
         if last > 1 and failpoints.active is not None:
             # Only where a crash test listens.
-            await _write(client, framed(messages, batch, reply, slice(last // 2)), last // 2, flushed=True)
+            half = max(last // 2, 1)
+            await _write(client, framed(messages, batch, reply, slice(int(begun), half)), half - begun, flushed=True)
             failpoints.reach(failpoints.Failpoint.BATCH_HALF_SENT)
-            await _write(client, framed(messages, batch, reply, slice(last // 2, last)), last - last // 2)
+            await _write(client, framed(messages, batch, reply, slice(half, last)), last - half)
         else:
-            await _write(client, framed(messages, batch, reply), last)
+            await _write(client, framed(messages, batch, reply, slice(int(begun), last)), last - begun)
         return
     for number, message in enumerate(messages, 1):
         headers = dict(_headers(message, batch if last > 1 else "", number, number == last))
         await client.publish(
             message.subject, message.body, reply=reply if number == last else "", headers=headers or None
         )
+
+
+def begin(client: Client, first: Outgoing, batch: str) -> bool:
+    """Send the first message of a batch; False when it would have to wait, and then nothing is sent."""
+    if not supported or not client.is_connected or not _free(client):
+        return False
+    _write_now(client, framed([first], batch, "", whole=False), 1)
+    return True
+
+
+def _free(client: Client) -> bool:
+    """Whether nothing waits in the client that bytes sent straight to the socket could overtake."""
+    return not client._pending_data_size and type(client._transport) is TcpTransport
+
+
+def _write_now(client: Client, data: bytes, messages: int) -> None:
+    client.stats["out_msgs"] += messages
+    client.stats["out_bytes"] += len(data)
+    client._transport.write(data)  # type: ignore[union-attr]
 
 
 async def send_each(client: Client, messages: Sequence[Outgoing], replies: Sequence[str]) -> None:
@@ -62,21 +88,23 @@ async def send_each(client: Client, messages: Sequence[Outgoing], replies: Seque
 
 
 async def _write(client: Client, data: bytes, messages: int, *, flushed: bool = False) -> None:
+    if _free(client) and not flushed:  # not by way of the client's writing task
+        _write_now(client, data, messages)
+        return
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
-    if not client._pending_data_size and type(client._transport) is TcpTransport and not flushed:
-        # Nothing waits that it could overtake: straight to the socket, not by way of the client's writing task.
-        client._transport.write(data)  # type: ignore[no-untyped-call]
-        return
     await client._send_command(data)
     await client._flush_pending(force_flush=flushed)
 
 
-def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _ALL) -> bytes:
-    """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol."""
+def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _ALL, *, whole: bool = True) -> bytes:
+    """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol.
+
+    Not `whole`: they are the beginning of a batch, and more of it will follow.
+    """
     parts: list[bytes] = []
-    last = len(messages)
-    in_batch = f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: " if batch and last > 1 else ""
+    last = len(messages) if whole else -1
+    in_batch = f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: " if batch and last != 1 else ""
     for number, message in enumerate(messages[part], (part.start or 0) + 1):
         head = _head(message)
         to = ""

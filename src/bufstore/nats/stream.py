@@ -15,7 +15,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from bufstore.buffer.entry import HEADER, StoredMessage
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, Conflict, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ApiError, to_error
@@ -71,7 +71,7 @@ class NatsStream:
         return self._connection.client().max_payload
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        return self._seq(await self._connection.write([message], "", timeout_s))
+        return self._seq(await self._connection.write([message], None, timeout_s))
 
     async def publish_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
@@ -86,8 +86,14 @@ class NatsStream:
 
         await self._connection.write_each(messages, timeout_s, answered)
 
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
-        return self._seq(await self._connection.write(messages, secrets.token_hex(8), timeout_s))
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        return self._connection.begin(first, secrets.token_hex(8))
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
+        batch = begun or BegunBatch(secrets.token_hex(8), None)
+        return self._seq(await self._connection.write(messages, batch, timeout_s))
 
     def _seq(self, answer: bytes) -> int:
         try:
