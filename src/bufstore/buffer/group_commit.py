@@ -149,7 +149,7 @@ class GroupCommit:
     def _begin(self) -> None:
         """So many that it may be a batch: if it will, let the server make room for it while the rest is prepared."""
         if self._choice is None:
-            self._choice = self._shapes.batched(self._last)
+            self._choice = self._shapes.batched(max(self._last, _BEGIN_AT))
             if self._choice:
                 first = self._waiting[0]
                 begun = self._stream.begin_batch(first.messages[0])

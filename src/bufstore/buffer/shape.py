@@ -55,11 +55,14 @@ class Shapes:
         size = self._of(messages)
         each = seconds / messages
         before = self._better(size, messages)
+        known, other = (size.batch_s, size.plain_s) if batched else (size.plain_s, size.batch_s)
+        mean = each if known is None else known + _SHARE * (each - known)
         if batched:
-            size.batch_s = each if size.batch_s is None else size.batch_s + _SHARE * (each - size.batch_s)
+            size.batch_s = mean
         else:
-            size.plain_s = each if size.plain_s is None else size.plain_s + _SHARE * (each - size.plain_s)
-        if self._better(size, messages) is not before:
+            size.plain_s = mean
+        surprise = batched is not before and other is not None and each < other
+        if surprise or self._better(size, messages) is not before:
             size.left = size.pause = _TRY_FIRST
 
     def _of(self, messages: int) -> _Size:
