@@ -28,6 +28,7 @@ from bufstore.buffer.ports import AppendUnknown, BegunBatch, Outgoing
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.nats import frames
+from bufstore.nats.headers import status_of
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +37,12 @@ _FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "(
 _ERRORS_KEPT = 100
 #: So many subjects are named in the log, once each.
 _FORBIDDEN_NAMED = 20
-#: How the headers begin with which the server says that nobody listens.
-_NOBODY = b"NATS/1.0 503"
 #: A dead server is noticed after at most two of these.
 _PING_INTERVAL_S = 5
+
+
+#: Called with subject, reply subject, payload and headers as they came; what it returns is awaited.
+Listener = Callable[[str, str, bytes, bytes], Awaitable[None] | None]
 
 
 @dataclass(slots=True)
@@ -57,10 +60,10 @@ class Connection:
     def __init__(self, config: NatsConfig, name: str) -> None:
         self._config = config
         self._name = name
-        self._client: Client | None = None
+        self._client: ListeningClient | None = None
         self._lost: asyncio.Event = asyncio.Event()
         self._up: asyncio.Event = asyncio.Event()
-        self._hooks: list[Callable[[Client], Awaitable[None]]] = []
+        self._hooks: list[Callable[[ListeningClient], Awaitable[None]]] = []
         self._supervisor: asyncio.Task[None] | None = None
         self._reason = "not connected yet"
         self._closed = False
@@ -73,7 +76,7 @@ class Connection:
         #: Messages sent and received by earlier clients; see `traffic`.
         self._past = [0, 0]
 
-    def on_connect(self, hook: Callable[[Client], Awaitable[None]]) -> None:
+    def on_connect(self, hook: Callable[[ListeningClient], Awaitable[None]]) -> None:
         """Run `hook` on every new client before anybody else uses it (subscriptions, checks)."""
         self._hooks.append(hook)
 
@@ -112,7 +115,7 @@ class Connection:
             await asyncio.gather(self._supervisor, return_exceptions=True)
         await self._discard()
 
-    def client(self) -> Client:
+    def client(self) -> ListeningClient:
         """The live client. Raises LogUnavailable (or Closed) when there is none now."""
         if self._closed:
             raise Closed("the store is closed")
@@ -120,7 +123,7 @@ class Connection:
             raise LogUnavailable(f"not connected to NATS at {self._where()}: {self._reason}")
         return self._client
 
-    async def wait_up(self, timeout_s: float) -> Client:
+    async def wait_up(self, timeout_s: float) -> ListeningClient:
         """The live client, waiting for one if need be. Raises LogUnavailable after `timeout_s`."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0)):
@@ -245,14 +248,12 @@ class Connection:
         if question is not None:
             question.end(outcome)
 
-    def _on_answer(self, subject: str, data: bytes, *, nobody: bool) -> None:
-        """An answer has come; `nobody`: the server's word that nobody listens there."""
-        gone = LogUnavailable("no JetStream answers on NATS (starting, or without a leader)") if nobody else None
-        self._end(subject.rpartition(".")[2], gone or data)
-
-    async def _on_answer_message(self, msg: Msg) -> None:
-        nobody = msg.headers is not None and msg.headers.get("Status") == "503"
-        self._on_answer(msg.subject, msg.data, nobody=nobody)
+    def _on_answer(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        token = subject.rpartition(".")[2]
+        if headers and status_of(headers)[0] == "503":
+            self._end(token, LogUnavailable("no JetStream answers on NATS (starting, or without a leader)"))
+        else:
+            self._end(token, data)
 
     def _on_violation(self, verb: str, subject: str) -> None:
         """NATS did not take what we sent on `subject`: who waits for an answer to it is told at once."""
@@ -272,17 +273,14 @@ class Connection:
     async def _connect(self) -> None:
         error: Exception | None = None
         for url in self._config.servers:
-            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else _Client()
+            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
             errors: list[Exception] = []
             bare, user, password = split_url(url)
             try:
                 async with asyncio.timeout(2 * self._config.connect_timeout_s):
                     await client.connect(servers=[bare], **self._options(client, errors, user, password))
                 self._inbox = client.new_inbox()
-                answers = await client.subscribe(
-                    self._inbox + ".*", cb=self._on_answer_message, pending_msgs_limit=0, pending_bytes_limit=0
-                )
-                client.shorten(answers, self._on_answer)
+                await client.listen(self._inbox + ".*", self._on_answer)
                 frames.prepare(client)
                 # Answered after whatever the server has to say about the subscription.
                 await settle(client, max(1, round(self._config.connect_timeout_s)))
@@ -392,28 +390,49 @@ class Connection:
         return ", ".join(mask_url(u) for u in self._config.servers)
 
 
-class _Client(Client):
+class ListeningClient(Client):
     """Reads on whatever others have published: headers that are none would end nats-py's reading task."""
 
-    #: The subscription that answers come to, and what is called with them.
-    _short: tuple[int, Callable[..., None]] | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        #: Subscriptions whose messages do not take nats-py's way; see `listen`.
+        self._listeners: dict[int, Listener] = {}
 
-    def shorten(self, answers: Subscription, heard: Callable[..., None]) -> None:
-        """Have `heard` called with what comes for the subscription at once: nats-py hands it to a task of its own.
+    async def listen(self, subject: str, heard: Listener) -> Subscription:
+        """Have `heard` called with every message on `subject` as it arrives, in the task that reads.
 
-        A private method is replaced for it, so only with a nats-py that was looked at; else nothing changes.
+        nats-py makes a message of it first, with its headers parsed as those of an email, and hands it to a task of
+        its own: half of what reading the log costs. For this a private method is replaced, so only with a version
+        that was looked at; with any other the messages come that way.
         """
+
+        async def on_message(msg: Msg) -> None:
+            raw = msg.headers or {}
+            status = f" {raw['Status']} {raw.get('Description', '')}" if "Status" in raw else ""
+            lines = "".join(f"{name}: {value}\r\n" for name, value in raw.items())
+            headers = f"NATS/1.0{status}\r\n{lines}\r\n".encode("utf-8", "surrogateescape") if raw else b""
+            more = heard(msg.subject, msg.reply, msg.data, headers)
+            if more is not None:
+                await more
+
+        found = await self.subscribe(subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
         if frames.supported:
-            self._short = answers._id, heard
+            self._listeners[found._id] = heard
+        return found
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        if self._short is None or sid != self._short[0]:
+        heard = self._listeners.get(sid)
+        if heard is None:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
-        nobody = bool(headers) and headers.startswith(_NOBODY)
-        self._short[1](subject.decode("ascii", "replace"), data, nobody=nobody)
+        if sid not in self._subs:  # unsubscribed: what was on its way still comes
+            del self._listeners[sid]
+            return
+        more = heard(subject.decode("utf-8", "replace"), reply.decode("utf-8", "replace"), data, headers or b"")
+        if more is not None:
+            await more
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -424,7 +443,7 @@ class _Client(Client):
         return found
 
 
-class _TlsClient(_Client):
+class _TlsClient(ListeningClient):
     """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it."""
 
     def _connect_command(self) -> bytes:

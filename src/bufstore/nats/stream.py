@@ -11,14 +11,13 @@ from typing import Any
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 
-from bufstore.buffer.entry import HEADER, StoredMessage
+from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
-from bufstore.nats.connection import Connection
+from bufstore.nats.connection import Connection, ListeningClient
 from bufstore.nats.errors import ApiError, to_error
+from bufstore.nats.headers import entry_header, fields, status_of
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
@@ -53,9 +52,9 @@ class NatsStream:
         connection.on_lost(self._fail_gets)
         connection.on_forbidden(self._forbid_gets)
 
-    async def _subscribe(self, client: Client) -> None:
+    async def _subscribe(self, client: ListeningClient) -> None:
         self._inbox = client.new_inbox()
-        await client.subscribe(self._inbox + ".*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
+        await client.listen(self._inbox + ".*", self._on_reply)
 
     def _fail_gets(self) -> None:
         for get in self._gets.values():
@@ -169,7 +168,7 @@ class NatsStream:
             raise to_error(got.error)
         m = got.message
         assert m is not None
-        return StoredMessage(m.subject, m.seq, _header_of(m.hdrs), m.data)
+        return StoredMessage(m.subject, m.seq, entry_header(m.hdrs), m.data)
 
     async def _get_all(self, request: dict[str, Any], timeout_s: float, limit: int = 0) -> list[StoredMessage]:
         """A direct get with its continuations: the server stops an answer at some bytes or messages."""
@@ -200,12 +199,12 @@ class NatsStream:
         finally:
             del self._gets[token]
 
-    async def _on_reply(self, msg: Msg) -> None:
+    def _on_reply(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         # The reply's own subject is lost in the message (it has the stored one in a header), except on a status;
         # both come on the inbox subject that the request named.
-        get = self._gets.get(msg.subject.rpartition(".")[2])
+        get = self._gets.get(subject.rpartition(".")[2])
         if get is not None:
-            get.add(msg)
+            get.add(data, headers)
 
 
 class _Get:
@@ -215,19 +214,19 @@ class _Get:
         self.done: asyncio.Future[tuple[list[StoredMessage], int]] = asyncio.get_running_loop().create_future()
         self._messages: list[StoredMessage] = []
 
-    def add(self, msg: Msg) -> None:
-        headers = msg.headers or {}
+    def add(self, data: bytes, headers: bytes) -> None:
+        found = fields(headers)
         # What was stored may have a status of its own: anybody may publish. Only the server adds a sequence.
-        if "Nats-Sequence" in headers:
+        if "Nats-Sequence" in found:
             self._messages.append(
-                StoredMessage(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers.get(HEADER), msg.data)
+                StoredMessage(found["Nats-Subject"], int(found["Nats-Sequence"]), entry_header(headers), data)
             )
         elif not self.done.done():
-            status = headers.get("Status")
+            status, description = status_of(headers)
             if status in ("204", "404"):
-                self.done.set_result((self._messages, int(headers.get("Nats-Num-Pending", "0"))))
+                self.done.set_result((self._messages, int(found.get("Nats-Num-Pending", "0"))))
             else:
-                self.fail(LogUnavailable(f"the log refused a read: {status} {headers.get('Description', '')}"))
+                self.fail(LogUnavailable(f"the log refused a read: {status} {description}"))
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -248,11 +247,3 @@ class _LeaderGet(msgspec.Struct):
 
 
 _get_decoder = msgspec.json.Decoder(_LeaderGet)
-
-
-def _header_of(raw: bytes) -> str | None:
-    for line in raw.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.strip() == HEADER.encode():
-            return value.strip().decode("ascii", "replace")
-    return None
