@@ -145,7 +145,7 @@ class Connection:
         are not permitted to.
         """
         client = self.client()
-        return await self._answer([subject], lambda reply: client.publish(subject, payload, reply=reply), timeout_s)
+        return await self._answer([subject], lambda reply: frames.post(client, subject, payload, reply), timeout_s)
 
     def begin(self, first: Outgoing, batch: str) -> BegunBatch | None:
         """Send the first message of a batch, if that is possible without waiting."""

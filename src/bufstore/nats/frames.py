@@ -79,6 +79,14 @@ def _write_now(client: Client, data: bytes, messages: int) -> None:
     client._transport.write(data)  # type: ignore[union-attr]
 
 
+async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
+    """Send one message without headers, the answer to `reply`. Raises what nats-py's publish does."""
+    if not supported or len(payload) > client.max_payload or not client.is_connected:
+        await client.publish(subject, payload, reply=reply)
+    else:
+        await _write(client, framed([Outgoing(subject, payload)], "", reply), 1)
+
+
 async def send_each(client: Client, messages: Sequence[Outgoing], replies: Sequence[str]) -> None:
     """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`."""
     if not client.is_connected:

@@ -21,6 +21,15 @@ def entry_header(raw: bytes) -> str | None:
     return raw[at : raw.find(b"\r\n", at)].strip().decode("ascii", "replace")
 
 
+def added(raw: bytes, name: bytes) -> str | None:
+    """The value of a header that the server has put behind those that were stored, or None."""
+    at = raw.rfind(b"\r\n" + name + b": ")
+    if at < 0:
+        return None
+    at += len(name) + 4
+    return raw[at : raw.find(b"\r\n", at)].decode("utf-8", "replace")
+
+
 def fields(raw: bytes) -> dict[str, str]:
     """All headers. Where a name comes more than once the last counts: a server puts its own behind what was stored."""
     found: dict[str, str] = {}

@@ -15,9 +15,10 @@ import nats.errors
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
+from bufstore.nats import frames
 from bufstore.nats.connection import Connection, ListeningClient
 from bufstore.nats.errors import ApiError, to_error
-from bufstore.nats.headers import entry_header, fields, status_of
+from bufstore.nats.headers import added, entry_header, status_of
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
@@ -185,10 +186,8 @@ class NatsStream:
         token = str(next(self._tokens))
         get = self._gets[token] = _Get()
         try:
-            await client.publish(
-                f"{self._api}.DIRECT.GET.{self._name}",
-                json.dumps(request).encode(),
-                reply=f"{self._inbox}.{token}",
+            await frames.post(
+                client, f"{self._api}.DIRECT.GET.{self._name}", json.dumps(request).encode(), f"{self._inbox}.{token}"
             )
             async with asyncio.timeout(timeout_s):
                 return await get.done
@@ -215,16 +214,15 @@ class _Get:
         self._messages: list[StoredMessage] = []
 
     def add(self, data: bytes, headers: bytes) -> None:
-        found = fields(headers)
         # What was stored may have a status of its own: anybody may publish. Only the server adds a sequence.
-        if "Nats-Sequence" in found:
-            self._messages.append(
-                StoredMessage(found["Nats-Subject"], int(found["Nats-Sequence"]), entry_header(headers), data)
-            )
+        seq = added(headers, b"Nats-Sequence")
+        if seq is not None:
+            subject = added(headers, b"Nats-Subject") or ""
+            self._messages.append(StoredMessage(subject, int(seq), entry_header(headers), data))
         elif not self.done.done():
             status, description = status_of(headers)
             if status in ("204", "404"):
-                self.done.set_result((self._messages, int(found.get("Nats-Num-Pending", "0"))))
+                self.done.set_result((self._messages, int(added(headers, b"Nats-Num-Pending") or "0")))
             else:
                 self.fail(LogUnavailable(f"the log refused a read: {status} {description}"))
 
