@@ -71,6 +71,12 @@ class Worker:
         """Whether it is gone."""
         return self._pipe.closed
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def stop(self) -> None:
         """End the process, whose "close" was begun."""
         try:

@@ -1,0 +1,177 @@
+"""`python -m bench.profile`: where the time goes, for what bench/README.md says about it.
+
+Not a row of the table: nothing is compared. A profiler makes Python slower, so times without it come first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import io
+import pstats
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench.baselines.limit import Limit
+from bench.baselines.upsert import Upsert
+from bench.contestant import Contestant
+from bench.ours import Ours
+from bench.rows.end_to_end import BoundedWriter
+from bench.servers import BenchServers
+from bench.stage import Stage
+from bench.worker import Worker
+
+_SIZES = (1, 8, 32, 128, 256, 1000)
+_CALLERS = 256
+_SECONDS = 3.0
+_LINES = 14
+
+
+class Timed(Contestant):
+    """Mixed into a contestant: the processor's time of a call beside its result, and a profile of it."""
+
+    async def timed(self, name: str, **arguments: Any) -> tuple[Any, float]:
+        """The result of a method and the processor's time that this process took for it, s."""
+        began = time.process_time()
+        result = await getattr(self, name)(**arguments)
+        return result, time.process_time() - began
+
+    async def profiled(self, name: str, **arguments: Any) -> str:
+        """The functions in which a method spends its time itself."""
+        profile = cProfile.Profile()
+        with profile:
+            await getattr(self, name)(**arguments)
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(_LINES)
+        rows = text.getvalue().splitlines()
+        first = next(i for i, row in enumerate(rows) if row.lstrip().startswith("ncalls"))
+        return "\n".join(rows[first : first + _LINES + 1])
+
+
+class TimedOurs(Timed, Ours):
+    """Ours."""
+
+    async def drained(self) -> int:
+        """Flush everything; how many entries that were."""
+        await self.flush()
+        return int((await self.flusher())["entries"])
+
+
+class TimedLimit(Timed, Limit):
+    """Bare batches."""
+
+    async def batches(self, size: int, seconds: float) -> float:
+        """Median time of an atomic batch of so many messages, one after another, ms."""
+        subjects = [f"{self._stream}.{size}-{i}" for i in range(size)]
+        return (await self._run(subjects, seconds, 1, True))["p50"]
+
+
+def batches(stage: Stage, console: Console) -> None:
+    """What the server takes for a batch, whoever writes it."""
+    with stage.workers(limit=TimedLimit) as workers:
+        seconds = stage.seconds(1.0)
+        found = [workers["limit"].call("batches", size=n, seconds=seconds) for n in _SIZES]
+    title = "an atomic batch, one after another, ms (1: a plain message)"
+    table = Table("messages", *map(str, _SIZES), title=title)
+    table.add_row("p50", *(f"{ms:.2f}" for ms in found))
+    console.print(table)
+
+
+def append(stage: Stage, console: Console) -> None:
+    """What a checkpoint costs its process."""
+    with stage.workers(stage.place(lazy=True), ours=TimedOurs) as workers:
+        load = {"callers": _CALLERS, "seconds": stage.seconds(_SECONDS)}
+        result, spent = workers["ours"].call("timed", name="load", label="a", **load)
+        each = 1e6 * spent / (result["rate"] * load["seconds"])
+        console.print(f"checkpoint_append, {_CALLERS} callers: {each:.0f} µs of the processor each, in the writer")
+        console.print(workers["ours"].call("profiled", name="load", label="b", **load), highlight=False)
+
+
+def drain(stage: Stage, console: Console) -> None:
+    """What an entry costs the flusher."""
+    place = stage.place()
+    for method in ("timed", "profiled"):
+        with stage.workers(place, writer=Ours) as workers:
+            workers["writer"].call("fill", threads=stage.count(6000, 20), each=10, at_once=500, label=method)
+        with stage.workers(place, flusher=(TimedOurs, {"flusher": True})) as workers:
+            found = workers["flusher"].call(method, name="drained")
+        if method == "timed":
+            entries, spent = found
+            console.print(f"drain: {1e6 * spent / max(entries, 1):.0f} µs of the processor an entry, in the flusher")
+        else:
+            console.print(found, highlight=False)
+
+
+def end_to_end(stage: Stage, console: Console) -> None:
+    """What a checkpoint costs all who have to do with it, from the call to its row in Postgres."""
+    names = ("writer", "flusher", "nats-server", "postgres", "all", "1/s")
+    table = Table("", *names, title="end to end: µs of the processor for a checkpoint, and rate")
+    seconds = max(stage.seconds(12.0), 1.5)
+    for name, threads in (("distinct threads", 10_000), ("256 hot threads", 256)):
+        with stage.workers(flusher=(Ours, {"flusher": True}), writer=BoundedWriter) as workers:
+            call = {"seconds": seconds, "threads": stage.count(threads, 32), "label": "x"}
+            workers["writer"].call("load_bounded", **call | {"seconds": max(seconds / 4, 1.5)})
+            before, began = _processes(workers), time.perf_counter()
+            rate = workers["writer"].call("load_bounded", **call)
+            took = time.perf_counter() - began
+            spent = {n: s - before[n] for n, s in _processes(workers).items()}
+        table.add_row(name, *_each(spent, rate * took), f"{rate:.0f}")
+    with stage.workers(writer=Upsert) as workers:
+        call = {"callers": _CALLERS, "seconds": seconds, "threads": 10_000, "label": "x"}
+        before = _processes(workers)
+        rate = workers["writer"].call("load_many", **call)["rate"]
+        spent = {n: s - before[n] for n, s in _processes(workers).items()}
+    table.add_row("upsert", *_each(spent, rate * seconds), f"{rate:.0f}")
+    console.print(table)
+
+
+def _each(spent: Mapping[str, float], checkpoints: float) -> list[str]:
+    each = {name: 1e6 * s / checkpoints for name, s in spent.items()}
+    names = ("writer", "flusher", "nats-server", "postgres")
+    return [f"{each.get(name, 0):.0f}" for name in names] + [f"{sum(each.values()):.0f}"]
+
+
+def _processes(workers: Mapping[str, Worker]) -> dict[str, float]:
+    """Seconds of the processor that workers and servers have taken so far, by name."""
+    names = {worker.pid: name for name, worker in workers.items()}
+    spent: dict[str, float] = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            name = names.get(process.pid) or process.name()
+            times = process.cpu_times()
+            if name in names.values() or name in ("nats-server", "postgres"):
+                spent[name] = spent.get(name, 0.0) + times.user + times.system
+    return spent
+
+
+PARTS: Mapping[str, Callable[[Stage, Console], None]] = {
+    "batches": batches,
+    "append": append,
+    "drain": drain,
+    "end_to_end": end_to_end,
+}
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m bench.profile", description="Where the time goes.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"which: {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink counts and times, to try it out")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    console = Console(width=None if Console().is_terminal else 160)
+    with BenchServers() as servers:
+        stage = Stage(servers, 1, options.scale)
+        for name in options.parts or PARTS:
+            PARTS[name](stage, console)
+
+
+if __name__ == "__main__":
+    main()
