@@ -341,7 +341,7 @@ async def test_setup_by_many_processes_at_once(server: PostgresServer) -> None:
         stores = [await stack.enter_async_context(PostgresThreadStore(server.dsn, schema=schema)) for _ in range(8)]
         await asyncio.gather(*(store.setup() for store in stores))
         applied = await rows(stores[0], "SELECT room, version FROM {schema}.bufstore_migrations ORDER BY version")
-        assert applied == [("threads", 1), ("threads", 2)]
+        assert applied == [("threads", 1), ("threads", 2), ("threads", 3)]
 
 
 async def test_a_cancelled_call_leaves_nothing_behind(shared: PostgresThreadStore) -> None:
@@ -478,7 +478,7 @@ def test_names_that_cannot_be_a_schema(schema: str) -> None:
 async def test_tables_of_a_newer_release_are_refused(server: PostgresServer) -> None:
     async with ready(server.dsn, schema="newer") as store:
         await rows(store, "INSERT INTO {schema}.bufstore_migrations VALUES ('threads', 99)")
-        with pytest.raises(ConfigError, match=r"version 99.*up to 2"):
+        with pytest.raises(ConfigError, match=r"version 99.*up to 3"):
             await store.setup()
 
 
@@ -513,7 +513,7 @@ class FirstRelease:
 LISTS = [
     ("query_threads", ("r", None, False, None, None, None, None, 51), "threads_by_resource"),
     ("query_threads", (None, "p", False, None, None, None, None, 51), "threads_by_parent"),
-    ("query_threads", (None, None, False, None, None, 10**15, "x", 51), "threads_by_change"),
+    ("query_threads", (None, None, False, None, None, 10**15, "x", 51), "threads_by_last_change"),
     ("query_threads", (None, None, False, "t500", "t501", None, None, 51), "threads_pkey"),
     ("query_runs", ("t7", None, None, None, None, None, 51), "runs_by_thread"),
     ("query_runs", (None, "waiting", None, None, None, None, 51), "runs_by_status"),
