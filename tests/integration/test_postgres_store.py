@@ -688,3 +688,24 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
         assert (watermark.thread, watermark.messages, watermark.latest_run) == (None, [], None)
         assert await store.load_rows(fresh(), with_watermark=True) is None
         assert await store.load_rows(only_watermark) is None
+
+
+async def test_a_kept_plan_of_a_read_uses_the_indexes(server: PostgresServer) -> None:
+    """Its plans are made while the tables are small, and kept by the session when they are not any more."""
+    async with ready(server.dsn, schema="kept") as store, store.pool.lend(30) as connection:
+        cursor = columns.Cursor(connection)
+        await cursor.execute("INSERT INTO \"kept\".threads (thread_id) VALUES ('t0')")
+        await cursor.execute('ANALYZE "kept".threads')
+        read = store._sql["load_rows"]
+        for _ in range(10):
+            await cursor.execute(read, ("t0", False))
+        await cursor.execute(
+            "INSERT INTO \"kept\".threads (thread_id) SELECT 'u' || n FROM generate_series(1, 5000) AS n"
+        )
+        scans = "SELECT pg_stat_get_xact_numscans('\"kept\".threads'::regclass)"
+        async with connection.transaction():
+            for _ in range(10):
+                await cursor.execute(read, ("t0", False))
+            assert len(await cursor.fetchall()) == 1
+            await cursor.execute(scans)
+            assert await cursor.fetchall() == [(0,)]
