@@ -61,6 +61,25 @@ async def test_a_flush_writes_one_record_for_each_partition_and_none_for_a_threa
         assert written < len(threads) / 2
 
 
+async def test_a_flush_of_a_known_thread_touches_no_index_of_the_buffer(deployment: Deployment) -> None:
+    """Watermarks and cursors are updated in place: see 0004_updates_in_place.sql."""
+    thread_id, flushes = fresh(), 20
+    async with deployment.store() as store:
+        for n in range(flushes):
+            await store.checkpoint_append(thread_id, [said(n)], run_of(thread_id))
+            await store.force_flush(thread_id)
+    dsn = deployment.servers.postgres.dsn
+    updates = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE schemaname = %s AND relname = %s"
+
+    async def counted(table: str) -> list[tuple[int, int]]:
+        # A session tells what it did a moment after it ends.
+        return [row for row in await query(dsn, updates, deployment.name, table) if row[0] >= flushes]
+
+    for table in ("buffer_threads", "buffer_partitions"):
+        ((all_, in_place),) = await eventually(lambda table=table: counted(table))  # type: ignore[misc]
+        assert in_place >= 0.9 * all_, table
+
+
 async def test_the_thousandth_checkpoint_costs_what_the_first_did(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
         threads = [fresh() for _ in range(50)]

@@ -107,6 +107,24 @@ async def test_parents_are_checked_on_what_is_written_and_not_on_what_is_flushed
             await store.set_parent(parent, child)
 
 
+async def test_tombstones_are_read_by_pages(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        ledger = store._ledger
+        names = sorted(fresh() for _ in range(5))
+        for name in names:
+            await store.save_thread(name)
+            await store.delete_thread(name)
+        await store.force_flush_all()
+        end = 1 + max([(await ledger.row(name)).flushed_seq for name in names])
+        found: list[str] = []
+        while page := await ledger.tombstones(end, found[-1] if found else "", 2):
+            found += [name for _, name in page]
+            assert [seq for seq, _ in page] == [(await ledger.row(name)).flushed_seq for _, name in page]
+        assert found == names
+        last = (await ledger.row(names[-1])).flushed_seq
+        assert names[-1] not in [name for _, name in await ledger.tombstones(last, "", 10)]
+
+
 async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deployment: Deployment) -> None:
     """And not before, nor of a thread that was written again, nor of one that quarantine names."""
     short = {"failover_window_s": 1, "retain_after_flush_s": 1, "append_timeout_s": 0.5, "read_timeout_s": 0.5}

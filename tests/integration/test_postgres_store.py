@@ -341,7 +341,7 @@ async def test_setup_by_many_processes_at_once(server: PostgresServer) -> None:
         stores = [await stack.enter_async_context(PostgresThreadStore(server.dsn, schema=schema)) for _ in range(8)]
         await asyncio.gather(*(store.setup() for store in stores))
         applied = await rows(stores[0], "SELECT room, version FROM {schema}.bufstore_migrations ORDER BY version")
-        assert applied == [("threads", 1), ("threads", 2)]
+        assert applied == [("threads", 1), ("threads", 2), ("threads", 3)]
 
 
 async def test_a_cancelled_call_leaves_nothing_behind(shared: PostgresThreadStore) -> None:
@@ -478,7 +478,7 @@ def test_names_that_cannot_be_a_schema(schema: str) -> None:
 async def test_tables_of_a_newer_release_are_refused(server: PostgresServer) -> None:
     async with ready(server.dsn, schema="newer") as store:
         await rows(store, "INSERT INTO {schema}.bufstore_migrations VALUES ('threads', 99)")
-        with pytest.raises(ConfigError, match=r"version 99.*up to 2"):
+        with pytest.raises(ConfigError, match=r"version 99.*up to 3"):
             await store.setup()
 
 
@@ -513,7 +513,7 @@ class FirstRelease:
 LISTS = [
     ("query_threads", ("r", None, False, None, None, None, None, 51), "threads_by_resource"),
     ("query_threads", (None, "p", False, None, None, None, None, 51), "threads_by_parent"),
-    ("query_threads", (None, None, False, None, None, 10**15, "x", 51), "threads_by_change"),
+    ("query_threads", (None, None, False, None, None, 10**15, "x", 51), "threads_by_last_change"),
     ("query_threads", (None, None, False, "t500", "t501", None, None, 51), "threads_pkey"),
     ("query_runs", ("t7", None, None, None, None, None, 51), "runs_by_thread"),
     ("query_runs", (None, "waiting", None, None, None, None, 51), "runs_by_status"),
@@ -688,3 +688,24 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
         assert (watermark.thread, watermark.messages, watermark.latest_run) == (None, [], None)
         assert await store.load_rows(fresh(), with_watermark=True) is None
         assert await store.load_rows(only_watermark) is None
+
+
+async def test_a_kept_plan_of_a_read_uses_the_indexes(server: PostgresServer) -> None:
+    """Its plans are made while the tables are small, and kept by the session when they are not any more."""
+    async with ready(server.dsn, schema="kept") as store, store.pool.lend(30) as connection:
+        cursor = columns.Cursor(connection)
+        await cursor.execute("INSERT INTO \"kept\".threads (thread_id) VALUES ('t0')")
+        await cursor.execute('ANALYZE "kept".threads')
+        read = store._sql["load_rows"]
+        for _ in range(10):
+            await cursor.execute(read, ("t0", False))
+        await cursor.execute(
+            "INSERT INTO \"kept\".threads (thread_id) SELECT 'u' || n FROM generate_series(1, 5000) AS n"
+        )
+        scans = "SELECT pg_stat_get_xact_numscans('\"kept\".threads'::regclass)"
+        async with connection.transaction():
+            for _ in range(10):
+                await cursor.execute(read, ("t0", False))
+            assert len(await cursor.fetchall()) == 1
+            await cursor.execute(scans)
+            assert await cursor.fetchall() == [(0,)]

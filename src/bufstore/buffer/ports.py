@@ -479,8 +479,11 @@ class Ledger(Protocol):
         """
         ...
 
-    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
-        """Watermark and id of threads that are gone and whose watermark is below a position; those behind `after`."""
+    async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
+        """Watermark and id of threads that are gone and whose watermark is below a position.
+
+        In the order of the ids, those behind `after`.
+        """
         ...
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:

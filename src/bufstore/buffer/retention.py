@@ -81,7 +81,7 @@ class Retention:
 
     async def _bury(self) -> None:
         """Remove the rows of deleted threads whose entries the log has purged: they cannot come again."""
-        after = (0, "")
+        after = ""
         below = max((share.purged_below for share in self._shares.values()), default=0)
         while found := await self._ledger.tombstones(below, after, _TOMBSTONES_AT_ONCE):
             mine = [(seq, thread_id) for seq, thread_id in found if seq < self._purged_below(thread_id)]
@@ -90,7 +90,7 @@ class Retention:
             written = await self._log.last(list(subjects), _TIMEOUT_S) if subjects else {}
             if mine := [tombstone for subject, tombstone in subjects.items() if subject not in written]:
                 await self._ledger.bury(mine)
-            after = found[-1]
+            after = found[-1][1]
 
     def _purged_below(self, thread_id: str) -> int:
         share = self._shares.get(self._subjects.partition(thread_id))

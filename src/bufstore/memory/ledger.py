@@ -89,9 +89,9 @@ class MemoryLedger:
         self.parked.park(decision.parked)
         return decision
 
-    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
-        found = sorted((r.flushed_seq, t) for t, r in self._rows.items() if r.gone and r.flushed_seq < below)
-        return [row for row in found if row > after][:limit]
+    async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
+        found = sorted(t for t, r in self._rows.items() if r.gone and r.flushed_seq < below and t > after)
+        return [(self._rows[t].flushed_seq, t) for t in found[:limit]]
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
         parked = {e.thread_id for e in self.parked.entries.values()}

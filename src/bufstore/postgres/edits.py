@@ -61,7 +61,7 @@ class DirectEdits:
         thread_id = wanted.thread_id
         new = await self.run(connection, "lock_new_thread", thread_id)
         ((saves,),) = await self.run(connection, "lock_thread", thread_id)
-        rows = thread_rows(thread_id, await self.run(connection, "load_rows", thread_id))
+        rows = thread_rows(thread_id, await self.run(connection, "load_rows", thread_id, False))
         assert rows is not None
         exists = wanted.run_id is not None and bool(await self.run(connection, "load_run", wanted.run_id))
         payload = wanted.decide(Known(None if new else rows.thread, rows.messages, exists))

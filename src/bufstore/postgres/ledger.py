@@ -77,8 +77,8 @@ class PostgresLedger:
         rows = await self._fetch("row", thread_id)
         return Row(*rows[0]) if rows else Row()
 
-    async def tombstones(self, below: int, after: tuple[int, str], limit: int) -> list[tuple[int, str]]:
-        return [(seq, t) for t, seq in await self._fetch("tombstones", below, *after, limit)]
+    async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
+        return [(seq, t) for t, seq in await self._fetch("tombstones", below, after, limit)]
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
         await self._fetch("bury", columns.texts(t for _, t in tombstones), columns.longs(s for s, _ in tombstones))

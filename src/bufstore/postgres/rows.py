@@ -39,10 +39,10 @@ def thread_of(thread_id: str, row: Sequence[Any]) -> Thread:
 
 
 def thread_rows(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadRows | None:
-    """What ``load_rows.sql`` (or that with the watermark) has read; None when Postgres knows nothing of the thread."""
+    """What ``load_rows.sql`` has read; None when Postgres knows nothing of the thread."""
     first, *messages = sorted(rows, key=itemgetter(0))
     latest_run, version = first[1:3]
-    watermark = Row(*first[9:]) if len(first) > 9 and first[9] is not None else None
+    watermark = Row(*first[9:]) if first[9] is not None else None
     if version is None and watermark is None:
         return None
     return ThreadRows(

@@ -270,8 +270,7 @@ class PostgresThreadStore:
 
         `with_watermark` adds the buffer's row for the thread (its tables must be in the same schema).
         """
-        name = "load_rows_with_watermark" if with_watermark else "load_rows"
-        return thread_rows(thread_id, await self._read(name, check_id(thread_id, "thread_id")))
+        return thread_rows(thread_id, await self._read("load_rows", check_id(thread_id, "thread_id"), with_watermark))
 
     async def load_run_row(self, run_id: str) -> tuple[str, bytes] | None:
         """The run's thread id and its record, encoded."""
