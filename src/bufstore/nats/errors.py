@@ -29,6 +29,10 @@ class ConsumerMissing(LogUnavailable):
     """The consumer does not exist (any more)."""
 
 
+class TooManyResults(LogUnavailable):
+    """A direct get matches more subjects than the server answers for at once."""
+
+
 def _store_failed(e: ApiError) -> Exception:
     # One code for all that the store refuses: a limit of ours, a full disk, or a fault.
     text = e.description.lower()

@@ -18,7 +18,7 @@ from bufstore.buffer.entry import HEADER, StoredMessage
 from bufstore.buffer.ports import AppendUnknown, Outgoing
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.nats.connection import Connection
-from bufstore.nats.errors import ApiError, to_error
+from bufstore.nats.errors import ApiError, TooManyResults, to_error
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
@@ -207,6 +207,8 @@ class _Get:
             status = headers.get("Status")
             if status in ("204", "404"):
                 self.done.set_result((self._messages, int(headers.get("Nats-Num-Pending", "0"))))
+            elif status == "413":
+                self.fail(TooManyResults("the log has too many subjects for one read"))
             else:
                 self.fail(LogUnavailable(f"the log refused a read: {status} {headers.get('Description', '')}"))
 

@@ -1,0 +1,15 @@
+import pytest, secrets
+from bufstore.testing.mailbox import CHECKS
+from bufstore.mailbox.memory import MemoryMailbox, MemoryMailboxStore
+from bufstore.mailbox.nats import NatsMailboxStore
+from bufstore.mailbox.config import *
+@pytest.mark.parametrize("check",CHECKS,ids=str)
+async def test_mem(check):
+    shared=MemoryMailbox()
+    async with MemoryMailboxStore(shared) as a, MemoryMailboxStore(shared) as b:
+        await check([a,b])
+@pytest.mark.parametrize("check",CHECKS,ids=str)
+async def test_nats(check,servers):
+    n=NatsMailboxNames(bucket="b"+secrets.token_hex(4),max_bytes=64<<20)
+    async with NatsMailboxStore(servers.nats.url,names=n) as a, NatsMailboxStore(servers.nats.url,names=n) as b:
+        await check([a,b])
