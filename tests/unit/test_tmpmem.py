@@ -13,3 +13,9 @@ async def test_nats(check,servers):
     n=NatsMailboxNames(bucket="b"+secrets.token_hex(4),max_bytes=64<<20)
     async with NatsMailboxStore(servers.nats.url,names=n) as a, NatsMailboxStore(servers.nats.url,names=n) as b:
         await check([a,b])
+from bufstore.mailbox.postgres import PostgresMailboxStore
+@pytest.mark.parametrize("check",CHECKS,ids=str)
+async def test_pg(check,servers):
+    n="s"+secrets.token_hex(4)
+    async with PostgresMailboxStore(servers.postgres.dsn,schema=n,pool_size=3) as a, PostgresMailboxStore(servers.postgres.dsn,schema=n,pool_size=3) as b:
+        await check([a,b])
