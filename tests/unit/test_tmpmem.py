@@ -1,5 +1,7 @@
 import pytest, secrets
-from bufstore.testing.mailbox import CHECKS
+from bufstore.testing.mailbox import CHECKS as C1
+from bufstore.testing.mailbox_together import CHECKS as C2
+CHECKS=C1+C2
 from bufstore.mailbox.memory import MemoryMailbox, MemoryMailboxStore
 from bufstore.mailbox.nats import NatsMailboxStore
 from bufstore.mailbox.config import *

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from typing import Any, Protocol
 
 import msgspec
 import psycopg
-from collections.abc import Iterator
 from msgspec.structs import replace
+from psycopg import sql
 
 from bufstore.buffer.ports import AppendUnknown, Conflict
 from bufstore.errors import Closed
@@ -56,6 +56,7 @@ class PostgresBackend:
         self._pool = pool
         self._schema = check_schema(schema)
         self._sql = queries(_FOLDER, schema)
+        self._numbers = sql.Identifier(schema, "mailbox_numbers").as_string()
         self._timeout_s = config.timeout_s
         self._owns_pool = owns_pool
         self._wakeups = wakeups
@@ -107,7 +108,14 @@ class PostgresBackend:
         try:
             with _unknown():
                 rows = await self._run(
-                    "add", d.thread_id, d.dispatch_id, d.priority, d.dedupe_key, d.available_at_ms, _encode(d)
+                    "add",
+                    d.thread_id,
+                    d.dispatch_id,
+                    d.priority,
+                    d.dedupe_key,
+                    d.available_at_ms,
+                    _encode(d),
+                    self._numbers,
                 )
         except psycopg.errors.UniqueViolation as e:
             same_id = e.diag.constraint_name == "mailbox_dispatch"
@@ -150,6 +158,7 @@ class PostgresBackend:
                     columns.longs(d.completed_at_ms for d, _ in changed),
                     columns.longs(d.token for d, _ in changed),
                     columns.blobs([_encode(d) for d, _ in changed]),
+                    self._numbers,
                 )
         except psycopg.errors.DivisionByZero:
             raise Conflict("the queue has moved") from None

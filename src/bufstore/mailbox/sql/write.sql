@@ -2,7 +2,7 @@
 WITH t AS (
     INSERT INTO {schema}.mailbox_threads AS t (thread_id, version, epoch, step, active_id, lease_until, wake_at)
     SELECT $1::text, n, CASE $3::bigint WHEN -1 THEN n ELSE $3::bigint END, $4::text, $5::text, $6::bigint, $7::bigint
-    FROM nextval('{schema}.mailbox_numbers') AS n
+    FROM nextval($15::text::regclass) AS n
     WHERE $2::bigint = 0 OR EXISTS (SELECT FROM {schema}.mailbox_threads WHERE thread_id = $1::text)
     ON CONFLICT (thread_id) DO UPDATE SET version = excluded.version, epoch = excluded.epoch, step = excluded.step,
         active_id = excluded.active_id, lease_until = excluded.lease_until, wake_at = least(t.wake_at, excluded.wake_at)
