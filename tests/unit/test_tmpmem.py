@@ -1,10 +1,16 @@
-import pytest, secrets
+import secrets
+
+import pytest
+
 from bufstore.testing.mailbox import CHECKS as C1
 from bufstore.testing.mailbox_together import CHECKS as C2
+
 CHECKS=C1+C2
+from bufstore.mailbox.config import *
 from bufstore.mailbox.memory import MemoryMailbox, MemoryMailboxStore
 from bufstore.mailbox.nats import NatsMailboxStore
-from bufstore.mailbox.config import *
+
+
 @pytest.mark.parametrize("check",CHECKS,ids=str)
 async def test_mem(check):
     shared=MemoryMailbox()
@@ -16,6 +22,8 @@ async def test_nats(check,servers):
     async with NatsMailboxStore(servers.nats.url,names=n) as a, NatsMailboxStore(servers.nats.url,names=n) as b:
         await check([a,b])
 from bufstore.mailbox.postgres import PostgresMailboxStore
+
+
 @pytest.mark.parametrize("check",CHECKS,ids=str)
 async def test_pg(check,servers):
     n="s"+secrets.token_hex(4)

@@ -148,7 +148,7 @@ def expire(thread: ThreadState, now_ms: int) -> Step | None:
     if thread.active is None or not is_expired(thread, now_ms):
         return None
     error = f"the lease of {thread.active.claimed_by!r} ran out"
-    return _again(thread, thread.active, Event.EXPIRE, now_ms, error, now_ms)
+    return _again(thread, thread.active, Event.EXPIRE, 0, error, now_ms)
 
 
 def dead_letter(thread: ThreadState, claim: Dispatch, error: str | None, now_ms: int) -> Step:

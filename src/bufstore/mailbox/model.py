@@ -53,6 +53,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     status: Status = Status.QUEUED
     #: Its place among those of one priority; it keeps it when it is handed back.
     position: int = 0
+    #: 0: at once, whatever the clocks of two instances say.
     available_at_ms: int = 0
     #: How often a claim of it has ended without an ack.
     attempts: int = 0

@@ -104,7 +104,9 @@ class NatsBackend:
 
     def _set_clock(self, info: Mapping[str, Any]) -> None:
         if ts := info.get("ts"):
-            self._offset_ms = round(1000 * (datetime.fromisoformat(str(ts)[:26].rstrip("Z") + "+00:00").timestamp() - time.time()))
+            self._offset_ms = round(
+                1000 * (datetime.fromisoformat(str(ts)[:26].rstrip("Z") + "+00:00").timestamp() - time.time())
+            )
 
     def now_ms(self) -> int:
         return round(1000 * time.time()) + self._offset_ms
@@ -417,5 +419,3 @@ class NatsMailboxStore(Mailbox):
     ) -> None:
         config = config or MailboxConfig()
         super().__init__(NatsBackend(as_nats_config(nats), names or NatsMailboxNames(), config), config)
-
-

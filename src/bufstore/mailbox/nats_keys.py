@@ -77,7 +77,7 @@ class Keys:
             return ThreadState(thread_id=thread_id)
         if not found.body:
             return ThreadState(thread_id=thread_id, version=found.seq)
-        state = _decoded(_thread, found)
+        state: ThreadState = _decoded(_thread, found)
         if state.epoch == OWN:
             state = replace(state, epoch=found.seq)
         if state.active is not None and state.active.token == OWN:
@@ -86,12 +86,10 @@ class Keys:
 
     def dispatch(self, found: StoredMessage) -> Dispatch:
         """The dispatch of a message under q, r or x."""
-        d = _decoded(_dispatch, found)
+        d: Dispatch = _decoded(_dispatch, found)
         return replace(d, position=found.seq) if d.position == 0 else d
 
-    def enqueued(
-        self, draft: Dispatch, state: ThreadState, keys: list[Outgoing]
-    ) -> tuple[Dispatch, list[Outgoing]]:
+    def enqueued(self, draft: Dispatch, state: ThreadState, keys: list[Outgoing]) -> tuple[Dispatch, list[Outgoing]]:
         """The dispatch (its position still to come) and the messages that enqueue it; its own is the last."""
         d = replace(draft, epoch=state.epoch, position=0)
         if self.is_returned(d):
@@ -104,9 +102,7 @@ class Keys:
             messages.append(Outgoing(self.thread(d.thread_id), _encode(known), expected=state.version))
         return d, [*messages, Outgoing(self.queued(d), _encode(d), expected=0)]
 
-    def step(
-        self, before: ThreadState, step: Step, returned: dict[str, int], now_ms: int
-    ) -> list[Outgoing]:
+    def step(self, before: ThreadState, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
         """The messages of a step, the thread's own last; `returned`: sequences under ``r`` by subject."""
         thread_id = before.thread_id
         messages: dict[str, Outgoing] = {}

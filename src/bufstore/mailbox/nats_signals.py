@@ -204,5 +204,3 @@ class _Listening:
         if self._subscription is not None:
             with contextlib.suppress(nats.errors.Error, OSError):
                 await self._subscription.unsubscribe()
-
-

@@ -52,7 +52,9 @@ class Wakeups(Protocol):
 class PostgresBackend:
     """See `bufstore.mailbox.ports.Backend`."""
 
-    def __init__(self, pool: Pool, schema: str, config: MailboxConfig, *, owns_pool: bool, wakeups: Wakeups | None) -> None:
+    def __init__(
+        self, pool: Pool, schema: str, config: MailboxConfig, *, owns_pool: bool, wakeups: Wakeups | None
+    ) -> None:
         self._pool = pool
         self._schema = check_schema(schema)
         self._sql = queries(_FOLDER, schema)
@@ -116,6 +118,7 @@ class PostgresBackend:
                     d.available_at_ms,
                     _encode(d),
                     self._numbers,
+                    max(d.available_at_ms, now_ms),
                 )
         except psycopg.errors.UniqueViolation as e:
             same_id = e.diag.constraint_name == "mailbox_dispatch"

@@ -77,7 +77,7 @@ class Mailbox:
             payload=payload,
             priority=priority,
             dedupe_key=dedupe_key,
-            available_at_ms=now if available_at_ms is None else available_at_ms,
+            available_at_ms=0 if available_at_ms is None else available_at_ms,
             max_attempts=max_attempts,
             maybe_delivered=maybe_delivered,
             created_at_ms=now,
@@ -192,7 +192,7 @@ class Mailbox:
         self, claim: Dispatch, *, retry_at_ms: int | None = None, error: str | None = None, now_ms: int | None = None
     ) -> Dispatch:
         now = self._now(now_ms)
-        retry_at = now if retry_at_ms is None else check_ms(retry_at_ms, "retry_at_ms")
+        retry_at = 0 if retry_at_ms is None else check_ms(retry_at_ms, "retry_at_ms")
         ended = await self._end(claim, now, lambda thread: decisions.nack(thread, claim, retry_at, error, now))
         self.counters.count("nacked" if ended.status is Status.QUEUED else _counted(ended))
         return ended

@@ -183,7 +183,10 @@ async def steps_at_once_end_a_claim_once(stores: Stores) -> None:
         await stores[0].enqueue(thread_id)
         claim = await claimed(stores[0], thread_id)
         ended = await _won(
-            stores[0].nack(claim), stores[1].dead_letter(claim), stores[1].supersede_claimed(thread_id), stores[0].nack(claim)
+            stores[0].nack(claim),
+            stores[1].dead_letter(claim),
+            stores[1].supersede_claimed(thread_id),
+            stores[0].nack(claim),
         )
         assert len(ended) == 1
         assert await stores[1].list_dispatches(thread_id) == ended

@@ -1,7 +1,7 @@
 -- Enqueue: the thread's row gives the epoch, and is told when to look.
 WITH t AS (
     INSERT INTO {schema}.mailbox_threads AS t (thread_id, version, wake_at)
-    VALUES ($1::text, nextval($7::text::regclass), $5::bigint)
+    VALUES ($1::text, nextval($7::text::regclass), $8::bigint)
     ON CONFLICT (thread_id) DO UPDATE SET wake_at = least(t.wake_at, excluded.wake_at), enqueued = t.enqueued + 1
     RETURNING t.epoch
 )
