@@ -173,6 +173,9 @@ class NatsLive:
             if listening in self._handlers:
                 self._handlers.remove(listening)
             await listening.stop()
+            # Else the server may still take us for somebody who listens, and a sender would wait for our answer.
+            with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+                await client.flush(timeout=5)
 
         return stop
 

@@ -23,6 +23,9 @@
 
         await check(Applier(mine, apply))
 
+`MAILBOX_CHECKS` are the same for a mailbox; each takes a list of two `MailboxStore`s, instances of one deployment, that nothing
+else uses. A store whose deployments share no live channel leaves out what needs ``Capability.LIVE``.
+
 A store that cannot do all of it says what it can: a check may run if ``check.needs <= MINE``, a set of `Capability`. A
 wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what needs
 more ends with ConfigError there, and nothing is stored. With columns that hold JSON only, ANY_VALUE is not there
@@ -34,7 +37,7 @@ Nothing here needs pytest: a check is an async function that raises. To see the 
 serve all of them, and they can run again.
 """
 
-from bufstore.testing import applying, checkpoints, edits, lineage, lists
+from bufstore.testing import applying, checkpoints, edits, lineage, lists, mailbox, mailbox_together
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
 
@@ -43,4 +46,7 @@ CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lis
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
 
-__all__ = ["APPLY_CHECKS", "CHECKS", "EVERYTHING", "Applier", "Capability", "Check"]
+#: What a mailbox does: each takes two `MailboxStore`s of one deployment.
+MAILBOX_CHECKS: list[Check] = [*mailbox.CHECKS, *mailbox_together.CHECKS]
+
+__all__ = ["APPLY_CHECKS", "CHECKS", "EVERYTHING", "MAILBOX_CHECKS", "Applier", "Capability", "Check"]
