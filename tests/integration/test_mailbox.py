@@ -9,8 +9,6 @@ import time
 from typing import Any
 
 import pytest
-from helpers import eventually, fresh, query
-from mailboxes import KINDS, Mailboxes
 
 from bufstore import AlreadyExists, Closed, ConfigDrift, ConfigError
 from bufstore.buffer.subjects import token
@@ -18,9 +16,11 @@ from bufstore.embedded import Servers
 from bufstore.mailbox import Live, NatsMailboxNames, NatsMailboxStore, PostgresMailboxStore, Status, Sweeper, Worker
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.testing import MAILBOX_CHECKS, Capability, Check
+from helpers import eventually, fresh, query
+from mailboxes import KINDS, Mailboxes
 
 #: How many records the tests of much work with; 100 000 as an operator would ask for it.
-MANY = int(os.environ.get("BUFSTORE_MAILBOX_RECORDS", "3000"))
+MANY = int(os.environ.get("BUFSTORE_MAILBOX_RECORDS", "1500"))
 
 
 @pytest.fixture(params=KINDS)
@@ -66,7 +66,10 @@ async def test_an_instance_that_starts_again_finds_everything(mailboxes: Mailbox
         for n in range(0, 200, 50):
             await asyncio.gather(*(store.enqueue(hot, str(n + i).encode()) for i in range(50)))
     async with mailboxes.open(1) as (store,):
-        assert [d.dispatch_id for d in await store.list_dispatches(thread_id)] == [first.dispatch_id, second.dispatch_id]
+        assert [d.dispatch_id for d in await store.list_dispatches(thread_id)] == [
+            first.dispatch_id,
+            second.dispatch_id,
+        ]
         with pytest.raises(AlreadyExists):
             await store.enqueue(thread_id, dedupe_key="k")
         assert (await store.ack(claim)).status is Status.ACKED
@@ -221,9 +224,9 @@ async def test_nothing_grows_with_what_has_been(on_nats: Mailboxes, on_postgres:
             await store.ack(claim)
         assert await store.purge_finished(int(time.time() * 1000) + 60_000) == 20
         for table in ("mailbox_threads", "mailbox_dispatches"):
-            assert await query(on_postgres.servers.postgres.dsn, f"SELECT count(*) FROM {on_postgres.name}.{table}") == [
-                (0,)
-            ]
+            assert await query(
+                on_postgres.servers.postgres.dsn, f"SELECT count(*) FROM {on_postgres.name}.{table}"
+            ) == [(0,)]
 
 
 async def test_tokens_go_on_when_the_bucket_was_made_again(on_nats: Mailboxes) -> None:
@@ -287,7 +290,7 @@ async def test_instances_with_other_names_are_refused(on_nats: Mailboxes) -> Non
 
 
 async def test_a_mailbox_in_a_schema_of_any_name(servers: Servers) -> None:
-    schema = f"it's \"{secrets.token_hex(3)}\" $1 %s"
+    schema = f'it\'s "{secrets.token_hex(3)}" $1 %s'
     async with PostgresMailboxStore(servers.postgres.dsn, schema=schema, pool_size=2) as store:
         await store.enqueue("t")
         claim = await store.claim("t", "w")

@@ -16,7 +16,19 @@ from bufstore.mailbox.decisions import TRANSITIONS, Event, Step
 from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState, check_invariants
 from bufstore.mailbox.worker import backoff_s
 
-STEPS = ("enqueue", "claim", "ack", "nack", "dead_letter", "expire", "cancel", "supersede", "interrupt", "extend", "start")
+STEPS = (
+    "enqueue",
+    "claim",
+    "ack",
+    "nack",
+    "dead_letter",
+    "expire",
+    "cancel",
+    "supersede",
+    "interrupt",
+    "extend",
+    "start",
+)
 
 
 class _Model:

@@ -199,7 +199,7 @@ class GroupCommit:
 
     async def _without_moved(self, group: list[_Unit]) -> list[_Unit]:
         """Fail the units whose subject is not where they expect it; the rest."""
-        expected = {m.subject: m.expected for u in group for m in u.messages if m.expected is not None}
+        expected = {_about(m): m.expected for u in group for m in u.messages if m.expected is not None}
         try:
             found = await self._stream.last(list(expected), _GROUP_TIMEOUT_S)
         except BufstoreError:
@@ -213,11 +213,15 @@ class GroupCommit:
             return []
         rest = []
         for unit in group:
-            if any(m.subject in moved for m in unit.messages):
+            if any(m.expected is not None and _about(m) in moved for m in unit.messages):
                 unit.fail(Conflict("the subject has moved"))
             else:
                 rest.append(unit)
         return rest
+
+
+def _about(message: Outgoing) -> str:
+    return message.expected_of or message.subject
 
 
 def _fail(group: list[_Unit], error: Exception) -> None:

@@ -23,7 +23,7 @@ from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.decisions import Step, is_expired
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Status, ThreadState
 from bufstore.mailbox.nats_agenda import Agenda
-from bufstore.mailbox.nats_keys import Keys, bucket_config
+from bufstore.mailbox.nats_keys import THREAD_GONE_S, Keys, bucket_config
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.ports import KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import Mailbox
@@ -58,9 +58,12 @@ class NatsBackend:
         self._ahead: OrderedDict[tuple[str, int], _Ahead] = OrderedDict()
         #: Sequences under ``r``, by subject, as they were read.
         self._returned: OrderedDict[str, int] = OrderedDict()
+        #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
+        self._doubted: set[str] = set()
         #: The server's clock minus ours.
         self._offset_ms = 0
         self._open = False
+        self._priorities = asyncio.Lock()
 
     async def open(self) -> None:
         await self._connection.open()
@@ -138,9 +141,22 @@ class NatsBackend:
                 await self._check_key(dispatch.thread_id, held, same_id)
             body = token(dispatch.dispatch_id).encode()
             keys.append(Outgoing(key, body, expected=held.seq if held is not None else 0))
-        d, messages = self._keys.enqueued(dispatch, self._keys.state(found.get(subject), dispatch.thread_id), keys)
+        state = self._keys.state(found.get(subject), dispatch.thread_id)
+        if self._keys.is_new_priority(dispatch, state):
+            state = await self._add_priority(dispatch)
+        d, messages = self._keys.enqueued(dispatch, state, keys)
         seq = await self._put(messages)
         return self._keys.dispatch(StoredMessage("", seq, None, messages[-1].body)) if not d.position else d
+
+    async def _add_priority(self, dispatch: Dispatch) -> ThreadState:
+        # One at a time in this process: of many at once that all try, all but one would have to try again.
+        async with self._priorities:
+            state = await self.thread(dispatch.thread_id)
+            if self._keys.is_new_priority(dispatch, state):
+                message = self._keys.new_priority(dispatch, state)
+                seq = await self._put([message])
+                state = self._keys.state(StoredMessage("", seq, None, message.body), dispatch.thread_id)
+            return state
 
     async def _check_key(self, thread_id: str, held: StoredMessage, same_id: bool) -> None:
         holder = untoken(held.body.decode())
@@ -154,8 +170,10 @@ class NatsBackend:
         messages = self._keys.step(before, step, self._returned, now_ms)
         try:
             seq = await self._put(messages)
-        except BaseException:
+        except BaseException as e:
             self._forget(before.thread_id, before.priorities)
+            if isinstance(e, Conflict):
+                self._doubted.add(before.thread_id)
             raise
         for move in step.moves:
             if move.before is not None:
@@ -201,10 +219,28 @@ class NatsBackend:
         thread = self._keys.state(found.pop(subject, None), thread_id)
         if thread.active is not None:
             return Queue(thread, [])
-        heads = [d for d in self._noted(found.values()) if d.available_at_ms <= now_ms]
+        handed_back = self._noted(found.values())
+        heads = [d for d in handed_back if d.available_at_ms <= now_ms]
+        known = {d.dispatch_id for d in handed_back}
         for priority in (DEFAULT_PRIORITY, *thread.priorities):
-            heads += await self._read_ahead(thread_id, priority)
-        return Queue(thread, sorted(heads, key=lambda d: d.order)[:_AHEAD_MAX])
+            heads += [d for d in await self._read_ahead(thread_id, priority) if d.dispatch_id not in known]
+        heads = await self._not_ended(thread_id, sorted(heads, key=lambda d: d.order)[:_AHEAD_MAX])
+        return Queue(thread, heads)
+
+    async def _not_ended(self, thread_id: str, queued: list[Dispatch]) -> list[Dispatch]:
+        """Of a thread in doubt: without those that have ended, or been handed back, which are removed once more."""
+        if thread_id not in self._doubted or not queued:
+            return queued
+        now_at = {s: d for d in queued for s in (self._keys.ended(d), self._keys.returned(d))}
+        found = await self._last(list(now_at))
+        ended = {now_at[s].dispatch_id for s, m in found.items() if m.body and s != self._keys.queued(now_at[s])}
+        left = [d for d in queued if d.dispatch_id not in ended]
+        if len(left) == len(queued):
+            self._doubted.discard(thread_id)
+            return queued
+        await self._write_each([self._keys.gone(self._keys.queued(d)) for d in queued if d.dispatch_id in ended])
+        self._forget(thread_id, {d.priority for d in queued})
+        return left
 
     async def _read_ahead(self, thread_id: str, priority: int) -> list[Dispatch]:
         """The first of a queue; read only when none is known: what comes later comes behind them."""
@@ -238,9 +274,13 @@ class NatsBackend:
         thread = self._keys.state(found.pop(self._keys.thread(thread_id), None), thread_id)
         if thread.active is not None and thread.active.dispatch_id == dispatch_id:
             return thread, thread.active
+        # It may be in several places (see `Keys`): its end counts, then that it was handed back.
+        for subject in self._keys.by_id(thread_id, dispatch_id)[1:3]:
+            if subject in found and found[subject].body:
+                return thread, self._noted([found[subject]])[0]
         for message in found.values():
             if message.body:
-                return thread, self._noted([message])[0]
+                return thread, self._keys.dispatch(message)
         return thread, None
 
     async def _all(self, subject: str, limit: int | None = None) -> list[StoredMessage]:
@@ -257,9 +297,12 @@ class NatsBackend:
 
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
         t = token(thread_id)
-        found = self._noted(await self._all(self._keys.of("r", t, "*")))
-        found += [self._keys.dispatch(m) for m in await self._all(self._keys.of("q", t, "*", "*"), limit)]
-        return [d for d in found if below_epoch is None or d.epoch < below_epoch][:limit]
+        active = (await self.thread(thread_id)).active
+        found = [self._keys.dispatch(m) for m in await self._all(self._keys.of("q", t, "*", "*"), limit)]
+        found += self._noted(await self._all(self._keys.of("r", t, "*")))
+        known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
+        wanted = [d for d in known.values() if below_epoch is None or d.epoch < below_epoch][:limit]
+        return await self._not_ended(thread_id, wanted)
 
     async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
         t, subject = token(thread_id), self._keys.thread(thread_id)
@@ -272,7 +315,9 @@ class NatsBackend:
             for f in filters:
                 found |= {m.subject: m for m in await self._all(f)}
         thread = self._keys.state(found.pop(subject, None), thread_id)
-        dispatches = {d.dispatch_id: d for d in (self._keys.dispatch(m) for m in found.values() if m.body)}
+        # In the order q, r, x: of what is in several places (see `Keys`) the last counts.
+        messages = sorted((m for m in found.values() if m.body), key=lambda m: self._keys.kind(m.subject))
+        dispatches = {d.dispatch_id: d for d in map(self._keys.dispatch, messages)}
         if thread.active is not None:
             dispatches.pop(thread.active.dispatch_id, None)
         return thread, list(dispatches.values())
@@ -347,11 +392,15 @@ class NatsBackend:
         message = found.pop(subject, None)
         state = self._keys.state(message, thread_id)
         # A priority that is not the default must not be forgotten: somebody may just be using it.
-        if message is not None and message.body and not (state.active or state.priorities or any(found)):
-            await self._drop([message])
+        left = any(m.body for m in found.values())
+        if message is not None and message.body and not (state.active or state.priorities or left):
+            await self._write_each([self._keys.gone(subject, message.seq, ttl_s=THREAD_GONE_S)])
 
     async def _drop(self, messages: Iterable[StoredMessage]) -> None:
-        writes = [self._put([self._keys.gone(m.subject, m.seq)]) for m in messages]
+        await self._write_each([self._keys.gone(m.subject, m.seq) for m in messages])
+
+    async def _write_each(self, messages: Iterable[Outgoing]) -> None:
+        writes = [self._put([m]) for m in messages]
         for outcome in await asyncio.gather(*writes, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, (Conflict, AppendUnknown)):
                 raise outcome

@@ -12,6 +12,12 @@
     d.<slot>.<thread>                 signal the thread in this slot of time
     sweep                             who sweeps at present
 
+A key that is removed is first replaced by an empty message, in the same batch as what it is about. nats-server 2.15 may
+bring the replaced message back when it is killed after the empty one is gone too (it writes nothing down about a message
+that was replaced, and goes by what it finds). So nothing under q, r, l, d, s, k and i is believed for being there: a
+claim requires in its batch that ``x`` knows no end of the dispatch. ``t`` is what the rest goes by: its removal
+stays for long. ``x`` is written once and then purged, of which the server keeps record.
+
 Every key leads with what it is read by: a queue, a slot of time, a thread. Ids are tokens (`bufstore.buffer.subjects`).
 """
 
@@ -34,6 +40,8 @@ from bufstore.mailbox.model import DEFAULT_PRIORITY, OWN, Dispatch, Status, Thre
 SLOT_MS = 5000
 #: A removed key stays as an empty message for this long: the shortest time to live there is.
 _GONE_S = 1
+#: And a thread's, which must not come back as it once was.
+THREAD_GONE_S = 7 * 24 * 3600
 
 _encode = msgspec.msgpack.Encoder().encode
 _dispatch = msgspec.msgpack.Decoder(Dispatch).decode
@@ -59,17 +67,27 @@ class Keys:
 
     def queued(self, d: Dispatch) -> str:
         if self.is_returned(d):
-            return self.of("r", token(d.thread_id), token(d.dispatch_id))
+            return self.returned(d)
         return self.of("q", token(d.thread_id), str(d.priority), token(d.dispatch_id))
 
     def by_id(self, thread_id: str, dispatch_id: str) -> list[str]:
-        """Where a dispatch may be."""
+        """Where a dispatch may be; of several places (see above) the first counts."""
         t, d = token(thread_id), token(dispatch_id)
-        return [self.thread(thread_id), self.of("r", t, d), self.of("x", t, d), self.of("q", t, "*", d)]
+        return [self.thread(thread_id), self.of("x", t, d), self.of("r", t, d), self.of("q", t, "*", d)]
 
-    def gone(self, subject: str, expected: int | None = None) -> Outgoing:
+    def gone(self, subject: str, expected: int | None = None, *, ttl_s: int = _GONE_S) -> Outgoing:
         """The message that removes a key."""
-        return Outgoing(subject, b"", expected=expected, ttl_s=_GONE_S)
+        return Outgoing(subject, b"", expected=expected, ttl_s=ttl_s)
+
+    def kind(self, subject: str) -> str:
+        """The first word of a key."""
+        return subject.removeprefix(self.prefix).partition(".")[0]
+
+    def returned(self, d: Dispatch) -> str:
+        return self.of("r", token(d.thread_id), token(d.dispatch_id))
+
+    def ended(self, d: Dispatch) -> str:
+        return self.of("x", token(d.thread_id), token(d.dispatch_id))
 
     def state(self, found: StoredMessage | None, thread_id: str) -> ThreadState:
         """The thread's state; of a thread that has none, or none any more, too."""
@@ -96,11 +114,16 @@ class Keys:
             announced = self._due("d", d.thread_id, d.available_at_ms)
         else:
             announced = Outgoing(self.of("s", token(d.thread_id)), b"")
-        messages = [*keys, announced]
-        if not self.is_returned(d) and d.priority not in (DEFAULT_PRIORITY, *state.priorities):
-            known = replace(state, priorities=tuple(sorted({*state.priorities, d.priority})))
-            messages.append(Outgoing(self.thread(d.thread_id), _encode(known), expected=state.version))
-        return d, [*messages, Outgoing(self.queued(d), _encode(d), expected=0)]
+        return d, [*keys, announced, Outgoing(self.queued(d), _encode(d), expected=0)]
+
+    def is_new_priority(self, d: Dispatch, state: ThreadState) -> bool:
+        """Whether claimers would not look for the dispatch: the thread has had none of its priority yet."""
+        return not self.is_returned(d) and d.priority not in (DEFAULT_PRIORITY, *state.priorities)
+
+    def new_priority(self, d: Dispatch, state: ThreadState) -> Outgoing:
+        """The message that makes claimers look for dispatches of this priority; it stays true whatever follows."""
+        known = replace(state, priorities=tuple(sorted({*state.priorities, d.priority})))
+        return Outgoing(self.thread(d.thread_id), _encode(known), expected=state.version)
 
     def step(self, before: ThreadState, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
         """The messages of a step, the thread's own last; `returned`: sequences under ``r`` by subject."""
@@ -119,7 +142,7 @@ class Keys:
             if after is None:
                 continue
             if after.status is not Status.QUEUED:
-                put(Outgoing(self.of("x", token(thread_id), token(after.dispatch_id)), _encode(after)))
+                put(Outgoing(self.ended(after), _encode(after), expected=0))
             else:
                 put(Outgoing(self.queued(after), _encode(after)))
                 if after.available_at_ms > now_ms:
@@ -128,7 +151,9 @@ class Keys:
             put(Outgoing(self.of("s", token(thread_id)), b""))
         active, was = step.thread.active, before.active
         if active is not None and (was is None or was.lease_until_ms != active.lease_until_ms):
-            put(self._due("l", thread_id, active.lease_until_ms or 0))
+            due = self._due("l", thread_id, active.lease_until_ms or 0)
+            # Of a claim: that the dispatch has not ended already.
+            put(replace(due, expected=0, expected_of=self.ended(active)) if was is None else due)
         put(Outgoing(self.thread(thread_id), _encode(step.thread), expected=before.version))
         return list(messages.values())
 

@@ -17,6 +17,7 @@ from bufstore.buffer.entry import HEADER
 from bufstore.buffer.ports import Outgoing
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
 _CHECKED_VERSIONS = ("2.16.",)
 
 #: Whether `send` writes frames of its own.
@@ -70,6 +71,8 @@ def _headers(message: Outgoing, batch: str, number: int, is_last: bool) -> list[
         pairs.append((HEADER, message.header))
     if message.expected is not None:
         pairs.append((_EXPECTED, str(message.expected)))
+    if message.expected_of is not None:
+        pairs.append((_EXPECTED_OF, message.expected_of))
     if message.ttl_s:
         pairs.append(("Nats-TTL", f"{message.ttl_s}s"))
     if message.rollup:

@@ -39,7 +39,13 @@ async def claimed(store: MailboxStore, thread_id: str, holder: str = "worker", *
 @_check()
 async def a_dispatch_comes_back_as_it_was_given(stores: Stores) -> None:
     store, thread_id, t = stores[0], fresh("Ünïcode thread/*.> "), now()
-    given: dict[str, Any] = {"run_id": "run ☂", "priority": 7, "dedupe_key": "k.*", "max_attempts": 3, "dispatch_id": "the id"}
+    given: dict[str, Any] = {
+        "run_id": "run ☂",
+        "priority": 7,
+        "dedupe_key": "k.*",
+        "max_attempts": 3,
+        "dispatch_id": "the id",
+    }
     put = await store.enqueue(thread_id, b"\0\xff body", available_at_ms=t + 5, now_ms=t, **given)
     assert (put.thread_id, put.payload, put.status, put.attempts) == (thread_id, b"\0\xff body", Status.QUEUED, 0)
     assert {name: getattr(put, name) for name in given} == given
