@@ -35,13 +35,49 @@ check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The long versions of tests that `make test` runs for a few seconds. Their options: ARGS="--rounds 5 --seed 7".
+SECONDS ?= 60
+SEED ?= 1
+LONG := PYTHONPATH=tests $(BIN)/python -m
+
+.PHONY: crash-sweep
+crash-sweep: $(READY) ## Kill a process at each crash point under load and check everything (some minutes)
+	$(LONG) sweep.crash $(ARGS)
+
+.PHONY: cluster
+cluster: $(READY) ## Kill, wipe and cut off nodes of a three-node NATS cluster for SECONDS=60
+	$(LONG) sweep.nodes --seconds $(SECONDS) $(ARGS)
+
+.PHONY: powercut
+powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop mounts)
+	$(LONG) sweep.powercut $(ARGS)
+
+.PHONY: chaos
+chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that nothing was lost, doubled or stale
+	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED)
+
+.PHONY: model
+model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, each against an oracle (no servers)
+	PYTHONHASHSEED=0 $(LONG) store_model.run $(SECONDS) $(SEED)
+
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
-	BUFSTORE_STORM=1 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
+	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
+
+.PHONY: bench
+bench: $(READY) ## Run all benchmarks, ours and every baseline side by side (under an hour; 20 GB of disk)
+	$(BIN)/python -m bench
+
+.PHONY: reproduce
+reproduce: $(READY) ## Show a bug of docs/TRACK_RECORD.md: TEST=… of COMMIT=… on the code of before it
+	@git worktree add --quiet --detach .before $(COMMIT)
+	@git -C .before checkout --quiet $(COMMIT)~1 -- src
+	-cd .before && PYTHONPATH=src $(CURDIR)/$(BIN)/python -m pytest -q -p no:cacheprovider --continue-on-collection-errors -k $(TEST)
+	@git worktree remove --force .before
 
 .PHONY: bench-quick
-bench-quick: $(READY) ## Measure appends against Postgres alone, side by side (about two minutes)
-	$(BIN)/python bench/append.py
+bench-quick: $(READY) ## Measure appends against every baseline, side by side (under five minutes)
+	$(BIN)/python -m bench --quick --rounds 3
 
 .PHONY: format
 format: $(READY) ## Let ruff format and mend what it can

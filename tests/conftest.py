@@ -53,7 +53,7 @@ class Deployment:
 
     def config(self, **options: Any) -> BufferConfig:
         """A configuration with short times, for tests."""
-        return BufferConfig(**({"log": self.log, "flush_interval_s": 0.05, "lease_s": 2} | options))
+        return BufferConfig(**({"log": self.log, "flush_interval_s": 0.05, "lease_s": 4} | options))
 
     def inner(self) -> PostgresThreadStore:
         """The wrapped store."""

@@ -15,7 +15,7 @@ from bufstore.errors import LogUnavailable, OutcomeUnknown
 
 
 async def main(options: dict[str, Any]) -> None:
-    config = BufferConfig(log=LogConfig(**options["log"]), flush_interval_s=0.05, lease_s=2)
+    config = BufferConfig(log=LogConfig(**options["log"]), flush_interval_s=0.05, lease_s=4)
     inner = PostgresThreadStore(options["postgres"], schema=options["schema"], pool_size=4)
     async with await BufferedThreadStore.open(inner, nats=options["nats"], config=config) as store:
         print(json.dumps({"ready": True}), flush=True)

@@ -169,7 +169,7 @@ class BufferConfig:
     #: Operator: a transaction starts early at this many entries or payload bytes; also the memory bound of the flusher.
     flush_max_entries: int = 10_000
     flush_max_bytes: int = 64 << 20
-    #: Operator: an owner that stopped renewing loses its partitions after this long.
+    #: Operator: within this long after an owner's end others flush its partitions.
     lease_s: int = 6
     #: Operator: how long flushed entries stay in the log (for readers of the log); gives way above 70 % of max_bytes.
     retain_after_flush_s: float = 24 * 3600.0
@@ -195,8 +195,8 @@ class BufferConfig:
             )
         if self.retain_after_flush_s < self.failover_window_s:
             raise ConfigError("BufferConfig.retain_after_flush_s must be at least failover_window_s")
-        if not 2 <= self.lease_s <= 8:
-            raise ConfigError("BufferConfig.lease_s must be 2 to 8")
+        if not 3 <= self.lease_s <= 8:
+            raise ConfigError("BufferConfig.lease_s must be 3 to 8")
 
 
 def as_nats_config(value: str | Sequence[str] | NatsConfig | Mapping[str, Any]) -> NatsConfig:

@@ -155,7 +155,9 @@ class Closed(Unavailable):
 class OutcomeUnknown(BufstoreError):
     """The entry was sent and no answer came: it may be stored or not.
 
-    Retrying is safe: repeat the same call with ``idempotency_key=error.token``.
+    Retrying is safe: repeat the same call with ``idempotency_key=error.token``. The store that raised this finds the
+    entry again as long as the log holds it (``failover_window_s`` at least); another process knows the keys of a
+    thread's last 16 entries: where others may have written more in between, look before you repeat an append.
     """
 
     def __init__(self, thread_id: str, token: str) -> None:

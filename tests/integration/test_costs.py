@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferedThreadStore, Consistency, RunQuery, RunStatus, ThreadQuery
+from bufstore import BufferConfig, BufferedThreadStore, Consistency, RunQuery, RunStatus, ThreadQuery
 from bufstore.nats.feed import NatsFeed
 from bufstore.threads.model import encode_run
 from conftest import Deployment
@@ -177,6 +177,23 @@ async def test_a_hot_thread_is_flushed_in_parts_of_bounded_size(
         assert max(held) <= 2 * (2 << 20), "a request more than the bound of one partition, of 20 MiB"
         assert state.transactions >= 4
         assert await store.load_messages(thread_id) == [said(n, size) for n in range(80)]
+
+
+@pytest.mark.parametrize("flush_max_bytes", [BufferConfig().flush_max_bytes, 1 << 30])
+async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
+    deployment: Deployment, flush_max_bytes: int
+) -> None:
+    server_holds = 64 << 20  # nats-server's max_pending: it cuts off a client for which more than this waits
+    async with deployment.store(flush_max_bytes=flush_max_bytes) as store:
+        flusher = store._flusher
+        assert flusher is not None
+
+        async def complete() -> bool:
+            return len(flusher._shares) == deployment.log.partitions
+
+        await eventually(complete)
+        feeds = [share.feed for share in flusher._shares.values()]
+        assert sum(feed._bytes_max for feed in feeds) <= server_holds / 2  # type: ignore[attr-defined]
 
 
 async def test_nothing_in_the_log_ages_or_is_pushed_out(deployment: Deployment) -> None:

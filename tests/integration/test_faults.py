@@ -149,6 +149,10 @@ async def test_nothing_is_lost_or_doubled_when_a_server(own_servers: Servers, fa
         await writers.check(one)
 
 
+async def _reached(count: Callable[[], int], than: int) -> bool:
+    return count() >= than
+
+
 async def _more(writers: Writers, than: int) -> bool:
     return sum(map(len, writers.acknowledged.values())) > than + 200
 
@@ -299,3 +303,56 @@ async def _all_back(*pools: Any) -> bool:
 
 def _tasks() -> set[str]:
     return {t.get_name() for t in asyncio.all_tasks() if "bufstore" in repr(t.get_coro())}
+
+
+async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(own_servers: Servers) -> None:
+    """With Postgres just back, a writer reads the row, then the tail, then the end: the three must fit together."""
+    deployment = Deployment(own_servers)
+    async with deployment.store() as one, deployment.store(flusher=False) as two:
+        thread_id, looks = fresh(), 0
+        after = two._log.after
+
+        async def overtaken(subject: str, seq: int, timeout_s: float, limit: int = 0) -> Any:
+            nonlocal looks
+            looks += 1
+            found = await after(subject, seq, timeout_s, limit)
+            if looks == 2:
+                assert not found
+                await one.checkpoint_append(thread_id, ["one"], run_of(thread_id))
+            return found
+
+        two._log.after = overtaken  # type: ignore[method-assign]
+        two._reads.store_down = "the test says so"
+        await two.checkpoint_append(thread_id, ["two"], run_of(thread_id))
+        assert looks > 2
+        await one.force_flush(thread_id)
+        assert await one.quarantined() == 0
+        assert await one.load_messages(thread_id, consistency=Consistency.EVENTUAL) == ["one", "two"]
+
+
+async def test_force_flush_ends_under_steady_writes_and_covers_what_was_there_when_it_was_called(
+    deployment: Deployment,
+) -> None:
+    async with deployment.store(flush_interval_s=0.2) as store:
+        thread_id, stop = fresh(), asyncio.Event()
+        acknowledged = 0
+
+        async def write() -> None:
+            nonlocal acknowledged
+            while not stop.is_set():
+                await store.checkpoint_append(thread_id, [acknowledged], run_of(thread_id))
+                acknowledged += 1
+
+        writing = asyncio.create_task(write())
+        try:
+            for call in (lambda: store.force_flush(thread_id), store.force_flush_all) * 5:
+                await eventually(lambda before=acknowledged: _reached(lambda: acknowledged, before + 5))
+                before = acknowledged
+                await call()
+                found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+                assert found is not None
+                assert found == list(range(len(found)))
+                assert len(found) >= before
+        finally:
+            stop.set()
+            await writing

@@ -14,14 +14,17 @@ from bufstore import (
     ConfigError,
     Consistency,
     LineageError,
+    LogUnavailable,
     MessageQuery,
     NotFound,
+    OutcomeUnknown,
     Run,
     StoreUnavailable,
     ThreadMetadata,
     ThreadQuery,
     Visibility,
 )
+from bufstore.buffer.ports import AppendUnknown
 from bufstore.embedded import Servers
 from bufstore.threads.lineage import deletion, new_parent
 from conftest import Deployment
@@ -172,6 +175,26 @@ async def test_parents_named_on_two_instances_at_once_make_no_cycle(deployment: 
             assert [t.parent_thread_id for t in threads if t is not None].count(None) == 1
 
 
+async def test_a_deletion_whose_process_died_before_it_was_marked_takes_nothing_that_was_written_since(
+    deployment: Deployment,
+) -> None:
+    async with deployment.store() as store:
+        deleted, kept, other = fresh(), fresh(), fresh()
+        for thread_id in (deleted, kept, other):
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+        bases = {t: (await store._reads.joined(t))[0].row.applied_id for t in (deleted, kept)}
+        # One was carried out and written again, the other was not begun and written since.
+        await store.delete_thread(deleted)
+        for thread_id in (deleted, kept):
+            await store.checkpoint(thread_id, [2], run_of(thread_id))
+            seq, _ = await store._hot.lineage(5)
+            begun = deletion(thread_id, Children.REJECT)
+            await store._hot.put_lineage(msgspec.msgpack.encode([7, begun, False, bases[thread_id]]), seq, 5)
+            await store.set_parent(other, thread_id)
+            assert await store.load_messages(thread_id) == [2]
+            assert msgspec.msgpack.decode((await store._hot.lineage(5))[1])[2], "it stops nobody else"
+
+
 @pytest.mark.parametrize("kind", ["parent", "detach"])
 async def test_what_another_began_is_finished_first(deployment: Deployment, kind: str) -> None:
     """As if its process had died right behind the record."""
@@ -253,3 +276,47 @@ async def test_a_list_without_postgres_says_so(own_servers: Servers) -> None:
         with pytest.raises(StoreUnavailable):
             await store.query_threads(consistency=Consistency.EVENTUAL)
         own_servers.postgres.start()
+
+
+async def test_a_deletion_that_took_its_place_is_not_said_to_have_failed(deployment: Deployment) -> None:
+    """Another's change may carry it out at any time from then on: its outcome is not known."""
+    async with deployment.store() as a, deployment.store(flusher=False) as b:
+        thread_id, other = fresh(), fresh()
+        for t in (thread_id, other):
+            await a.checkpoint(t, [said(0)], run_of(t))
+
+        async def fail(*_: object) -> Any:
+            raise LogUnavailable("NATS is lost between the record and the edit")
+
+        a._lineage._carry_out = fail  # type: ignore[method-assign]
+        with pytest.raises(OutcomeUnknown):
+            await a.delete_thread(thread_id)
+        assert await b.load_messages(thread_id) == [said(0)]
+        await b.delete_thread(other)
+        assert await b.load_messages(thread_id) is None
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_deletion_that_was_answered_is_not_done_again(deployment: Deployment, stored: bool) -> None:
+    """The mark that it is done gets lost, or its answer; the next change must not delete what was written since."""
+    async with deployment.store() as a, deployment.store(flusher=False) as b:
+        thread_id, other = fresh(), fresh()
+        for t in (thread_id, other):
+            await a.checkpoint(t, [said(0)], run_of(t))
+        put, calls = a._hot.put_lineage, 0
+
+        async def put_badly(record: bytes, expected: int, timeout_s: float) -> int:
+            nonlocal calls
+            calls += 1
+            if calls != 2:
+                return await put(record, expected, timeout_s)
+            if stored:
+                await put(record, expected, timeout_s)
+            raise AppendUnknown("the test dropped the mark or its answer")
+
+        a._hot.put_lineage = put_badly  # type: ignore[method-assign]
+        await a.delete_thread(thread_id)
+        assert calls > 1
+        await a.checkpoint(thread_id, [said(1)], run_of(thread_id, 1))
+        await b.delete_thread(other)
+        assert await b.load_messages(thread_id) == [said(1)]

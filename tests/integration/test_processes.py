@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from bufstore import Consistency
+from bufstore.buffer.ports import Outgoing
 from conftest import Deployment
-from helpers import fresh
+from helpers import eventually, fresh, run_of
 
 _WRITER = Path(__file__).parent.parent / "writer_process.py"
 
@@ -93,3 +94,23 @@ async def test_two_processes_on_the_same_hundred_threads(deployment: Deployment)
         assert await store.quarantined() == 0
         state: Any = (await store.statistics()).flusher
         assert state.trouble == ""
+
+
+async def test_a_record_of_a_dead_flusher_that_the_server_forgot_to_remove_holds_no_partition(
+    deployment: Deployment,
+) -> None:
+    """A nats-server that was killed may keep a record for ever that was to go after a second."""
+    threads = [fresh() for _ in range(60)]
+    async with deployment.store(flusher=False) as writer:
+        for thread_id in threads:
+            await writer.checkpoint(thread_id, [1], run_of(thread_id))
+        ghost = f"$KV.{deployment.log.bucket}.member.0123456789abcdef"
+        await writer._link.hot._put(Outgoing(ghost, b""), 5.0)  # type: ignore[attr-defined]
+        assert list(await writer._hot.members()) == ["0123456789abcdef"]
+        async with deployment.store() as store:
+            await store.force_flush_all(timeout_s=20)
+            await eventually(lambda: _alone(store))
+
+
+async def _alone(store: Any) -> bool:
+    return len(await store._hot.members()) == 1

@@ -247,7 +247,7 @@ async def test_equal_garbage_is_kept_each_time_it_comes(deployment: Deployment) 
     async with deployment.store() as store:
         threads = [fresh(), fresh()]
         for n in range(6):
-            await store._connection.request(store._subjects.of(threads[n % 2]), b"garbage", 5)
+            await store._link.connection.request(store._subjects.of(threads[n % 2]), b"garbage", 5)
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == threads * 3

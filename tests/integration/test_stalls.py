@@ -78,7 +78,7 @@ async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deploy
 
         info = await eventually(delivered)
         last = f"1.{receipt.thread_seq}.{info['delivered']['consumer_seq']}.{time.time_ns()}.0"
-        await store._connection.client().publish(f"$JS.ACK.{stream}.{info['name']}.{last}", b"+ACK")
+        await store._link.connection.client().publish(f"$JS.ACK.{stream}.{info['name']}.{last}", b"+ACK")
 
         async def acknowledged() -> bool:
             found = await store._log.api(f"CONSUMER.INFO.{stream}.{info['name']}")

@@ -77,7 +77,6 @@ class Witness:
         self._world = world
         self.calls: list[Call] = []
         self._of_id: dict[int, Call] = {}
-        self._ids: set[int] = set()
 
     async def make(self, instance: Instance, call: Call) -> None:
         """Make the call in a process, and note what came of it."""
@@ -95,7 +94,7 @@ class Witness:
             receipt = await task
         except OutcomeUnknown as e:
             self._ended(call, "unknown", e)
-            if not call.lineage:
+            if call.kind.startswith("checkpoint"):  # the others take no key
                 call.key = e.token
         except asyncio.CancelledError:
             if not task.cancelled():
@@ -140,17 +139,18 @@ class Witness:
             if isinstance(item, Malformed):
                 continue
             fate = story.fate[item.seq]
-            first = self._is_first(item)
-            if fate == "superseded" and not first:
-                continue  # a copy that was sent when its answer was lost, and landed when the first one was purged
+            if fate == "superseded":
+                # A copy whose answer was lost, and that landed when what overtook it was purged: it has no effect.
+                done = self._of_id.get(item.entry.id)
+                if done is not None and done.receipt is not None and done.receipt.thread_seq == item.seq:
+                    raise Violation(f"entry {item.seq} of {done.kind} on {story.thread_id} is done and superseded")
+                continue
             call = self._caller(story, item)
             if call.entries and not call.lineage:
                 raise Violation(f"{call.kind} on {call.thread_id} is in the log twice: {call.entries}, {item.seq}")
             call.entries.append(item.seq)
             if fate == "parked" and not story.tainted:
                 raise Violation(f"entry {item.seq} of {call.kind} on {story.thread_id} will be parked for no reason")
-            if fate == "superseded" and call.outcome == "done":
-                raise Violation(f"entry {item.seq} of {call.kind} on {story.thread_id} is done and superseded")
         for call in self.calls:
             self._check_end(call)
         # A change of lineage that is done may yet be carried out again, by who finds it not marked.
@@ -160,11 +160,6 @@ class Witness:
             if (c.outcome in ("running", "unknown") and (c.lineage or not c.entries))
             or (c.lineage and c.outcome == "done" and c.ended >= self._world.nats.stream.end - 50)
         ]
-
-    def _is_first(self, item: StoredEntry) -> bool:
-        new = item.entry.id not in self._ids
-        self._ids.add(item.entry.id)
-        return new
 
     def _caller(self, story: Story, item: StoredEntry) -> Call:
         base, payload = story.base_of(item), decode_payload(item.entry.payload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -43,7 +44,16 @@ class Weather:
     rough_until: float = 0.0
     #: When the last late message arrives.
     late_until: float = 0.0
+    #: Whether a late copy may land on a subject that was purged meanwhile. If so Postgres is always up: without it,
+    #: nobody could know that such a copy is superseded.
+    late_after_purge: bool = False
+    #: Subjects of threads whose tombstone was buried: later than that, nothing tells a copy from a new entry.
+    buried: set[str] = field(default_factory=set)
+    #: When Postgres failed last.
+    store_failed_at: float = -1.0
     seen: Counter[str] = field(default_factory=Counter)
+    #: All that the log ever took.
+    archive: list[StoredMessage] = field(default_factory=list)
 
     def rough(self, seconds: float) -> None:
         """Something fails now: its traces show for some time."""
@@ -74,14 +84,22 @@ class Weather:
 class ArchivingStream(MemoryStream):
     """A stream that shows everything it ever took to the archive."""
 
-    def __init__(self, config: LogConfig, archive: list[StoredMessage]) -> None:
-        super().__init__(config)
+    def __init__(self, config: LogConfig, archive: list[StoredMessage], epoch: int = 0) -> None:
+        super().__init__(config, epoch)
         self._archive = archive
 
     def store(self, messages: Sequence[Outgoing]) -> int:
         end = super().store(messages)
         self._archive += self.messages[-len(messages) :]
         return end
+
+    def lose_end(self, count: int) -> None:
+        """The last messages are gone, as after a power failure."""
+        left = self.messages[:-count]
+        self.end = self.messages[-count].seq - 1
+        self.messages, self._of_subject = left, {}
+        for message in left:
+            self._of_subject.setdefault(message.subject, []).append(message)
 
 
 class FaultyLog(MemoryLog):
@@ -92,6 +110,10 @@ class FaultyLog(MemoryLog):
     ) -> None:
         super().__init__(streams, config, message_bytes_max)
         self._weather = weather
+
+    async def create(self, epoch: int) -> None:
+        name = self._config.log.stream
+        self._streams.setdefault(name, ArchivingStream(self._config.log, self._weather.archive, epoch))
 
     async def _turn(self) -> MemoryStream:
         await self._weather.at_nats()
@@ -113,13 +135,11 @@ class FaultyLog(MemoryLog):
             case "lost":
                 raise AppendUnknown("no answer")
             case "stored":
-                try:
+                with contextlib.suppress(Conflict):
                     stream.store(messages)
-                except Conflict:
-                    pass
                 raise AppendUnknown("no answer")
-            case "late":
-                self._be_late(stream, messages)
+            case "late" | "very late":
+                self._be_late(stream, messages, (0.05, 0.5, 3, 12, 45) if fault == "late" else (60,))
                 raise AppendUnknown("no answer")
             case "slow":
                 await asyncio.sleep(2)
@@ -127,12 +147,15 @@ class FaultyLog(MemoryLog):
         await self._weather.delay()
         return seq
 
-    def _be_late(self, stream: MemoryStream, messages: Sequence[Outgoing]) -> None:
+    def _be_late(self, stream: MemoryStream, messages: Sequence[Outgoing], delays: Sequence[float]) -> None:
         loop = asyncio.get_running_loop()
-        after = self._weather.chance.choice((0.05, 0.5, 3, 12, 45))
+        after = self._weather.chance.choice(delays)
         self._weather.late_until = max(self._weather.late_until, loop.time() + after)
 
         def arrive() -> None:
+            purged = {m.subject for m in messages if not stream.last_of(m.subject)}
+            if purged and (not self._weather.late_after_purge or purged & self._weather.buried):
+                return
             try:
                 stream.store(messages)
                 self._weather.seen["log landed late"] += 1
@@ -157,11 +180,19 @@ class FaultyHot(MemoryHotState):
 class FaultyNats(MemoryNats):
     """A server whose links fail as the weather says, and whose log is archived."""
 
-    def __init__(self, weather: Weather, config: LogConfig, archive: list[StoredMessage]) -> None:
+    def __init__(self, weather: Weather, config: LogConfig) -> None:
         super().__init__()
         self._weather = weather
-        self.stream = self.streams[config.stream] = ArchivingStream(config, archive)
+        self._name = config.stream
+        self.streams[config.stream] = ArchivingStream(config, weather.archive)
         self.bucket = self.buckets[config.bucket] = MemoryBucket()
+
+    @property
+    def stream(self) -> ArchivingStream:
+        """The log."""
+        stream = self.streams[self._name]
+        assert isinstance(stream, ArchivingStream)
+        return stream
 
     def link(self, config: BufferConfig) -> Link:
         log = FaultyLog(self._weather, self.streams, config, message_bytes_max=4096)
@@ -174,10 +205,11 @@ class Postgres:
     def __init__(self, weather: Weather) -> None:
         self.weather = weather
         self.store = RefusingStore()
-        self.ledger = MemoryLedger(self.store)
-        #: True while an operator has mended what makes it refuse.
-        self.mended = False
+        self.ledger = BuryingLedger(self.store)
+        #: The thread of which nothing is refused at the moment.
+        self.mended: str | None = None
         self.store.database = self
+        self.store._ledger = self.ledger
 
     async def gated(self, call: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
         """A call from outside."""
@@ -199,6 +231,7 @@ class Postgres:
         return answer
 
     def _error(self) -> Exception:
+        self.weather.store_failed_at = asyncio.get_running_loop().time()
         return StoreUnavailable("Postgres is away")
 
     def copy(self) -> list[dict[Any, Any]]:
@@ -217,13 +250,28 @@ class Postgres:
         return [*tables, ledger._rows, ledger._cursors, ledger.parked.entries, ledger.parked.given_up]
 
 
+class BuryingLedger(MemoryLedger):
+    """Tells which rows it buries."""
+
+    def __init__(self, store: MemoryThreadStore) -> None:
+        super().__init__(store)
+        self.on_burial: Callable[[str, int], None] = lambda thread_id, seq: None
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        before = dict(self._rows)
+        await super().bury(tombstones)
+        for thread_id in before.keys() - self._rows.keys():
+            self.on_burial(thread_id, before[thread_id].flushed_seq)
+
+
 class RefusingStore(MemoryThreadStore):
     """Refuses a batch with a bad run, whole."""
 
     database: Postgres
 
     async def apply(self, connection: object, batch: Sequence[ThreadChange]) -> None:
-        if not self.database.mended and any(run_id.startswith(BAD_RUN) for c in batch for run_id in c.runs):
+        of_others = [c for c in batch if c.thread_id != self.database.mended]
+        if any(run_id.startswith(BAD_RUN) for c in of_others for run_id in c.runs):
             raise AlreadyExists("a constraint of the app's")
         await super().apply(connection, batch)
 

@@ -100,18 +100,20 @@ class Point(msgspec.Struct, frozen=True):
     seen: Seen = NOTHING
     applied_id: int = 0
     broken: bool = False
+    #: The row of a deleted thread is gone.
+    buried: bool = False
 
     def after(self, item: Item, thread_id: str, *, refuses: bool) -> tuple[Point, str]:
         """The next point, and what becomes of the entry: applied, parked or superseded."""
         replace = msgspec.structs.replace
         if isinstance(item, Malformed):
-            return replace(self, seq=item.seq, broken=True), "parked"
-        e = item.entry
-        if e.base is not Base.CHAINED and (self.seq > e.seen or (e.base is Base.NONE and self.seq)):
-            return replace(self, seq=item.seq), "superseded"
+            return replace(self, seq=item.seq, broken=True, buried=False), "parked"
+        e, flushed = item.entry, 0 if self.buried else self.seq
+        if e.base is not Base.CHAINED and (flushed > e.seen or (e.base is Base.NONE and flushed)):
+            return replace(self, seq=item.seq, buried=False), "superseded"
         follows = e.self_contained or e.base is Base.UNKNOWN or e.prev_id == self.applied_id
         if not follows or (refuses and is_bad(item)):
-            return replace(self, seq=item.seq, broken=True), "parked"
+            return replace(self, seq=item.seq, broken=True, buried=False), "parked"
         seen = told(self.seen, thread_id, decode_payload(e.payload))
         return Point(item.seq, seen, e.id, self.broken and not e.self_contained), "applied"
 
@@ -127,11 +129,12 @@ def is_bad(item: Item) -> bool:
 
 @dataclass
 class Event:
-    """A replay from quarantine, or entries given up, when everything up to `seq` was flushed."""
+    """A replay from quarantine, entries given up, or a tombstone buried, when everything up to `seq` was flushed."""
 
     seq: int
     replayed: list[int] = field(default_factory=list)
     discarded: list[int] = field(default_factory=list)
+    buried: bool = False
 
 
 class Story:
@@ -165,7 +168,7 @@ class Story:
     def base_of(self, item: StoredEntry) -> Seen:
         """What the writer of the entry took the thread to be."""
         e = item.entry
-        if self.tainted and e.prev_id and e.prev_id in self.views:
+        if self.tainted and not e.self_contained and e.prev_id in self.views:
             return self.views[e.prev_id]
         return next((p.seen for p in reversed(self._points) if p.seq < item.seq), NOTHING)
 
@@ -191,6 +194,9 @@ class Story:
     def _happen(self, event: Event) -> None:
         of = {item.seq: item for item in self.items}
         point = self._points[-1]
+        if event.buried:
+            self._points[-1] = Point(point.seq, buried=True)
+            return
         base = point.applied_id
         for seq in event.replayed:
             item = of[seq]
@@ -239,6 +245,8 @@ class Story:
     def shown(self, flushed: int, end: int) -> Point:
         """What a read makes of it: flushed up to one position, with what the log holds up to another."""
         point = self.at(flushed)
+        if not flushed:  # no row: it was never flushed, or buried
+            point = next((p for p in reversed(self._points) if p.buried), point)
         for item in self.items:
             if point.seq < item.seq <= end:
                 point, _ = point.after(item, self.thread_id, refuses=False)
@@ -266,9 +274,9 @@ class Story:
 class Archive:
     """Everything that the log took, as stories."""
 
-    def __init__(self, thread_of: Callable[[str], str]) -> None:
+    def __init__(self, thread_of: Callable[[str], str], messages: list[StoredMessage]) -> None:
         self._thread_of = thread_of
-        self.messages: list[StoredMessage] = []
+        self.messages = messages
         self.stories: dict[str, Story] = {}
         self._read = 0
 

@@ -18,7 +18,7 @@ from bufstore.errors import BufstoreError
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.types import Consistency
 from store_model.faults import FaultyNats, LedgerView, Postgres, StoreView, Weather
-from store_model.story import Archive, Seen, seen_in
+from store_model.story import Archive, Event, Seen, seen_in
 from unit.fake_log import JumpingLoop
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ CONFIG = BufferConfig(
     read_timeout_s=4.0,
     flush_timeout_s=10.0,
     flush_interval_s=0.2,
-    lease_s=2,
+    lease_s=4,
     failover_window_s=20.0,
     retain_after_flush_s=30.0,
     cached_threads=3,
@@ -117,10 +117,11 @@ class World:
         ]
         for patch in self._patches:
             patch.start()
-        self.weather = Weather(random.Random(seed + 1))
-        self.archive = Archive(SUBJECTS.thread_id)
-        self.nats = FaultyNats(self.weather, CONFIG.log, self.archive.messages)
+        self.weather = Weather(random.Random(seed + 1), late_after_purge=seed % 5 < 2)
+        self.archive = Archive(SUBJECTS.thread_id, self.weather.archive)
+        self.nats = FaultyNats(self.weather, CONFIG.log)
         self.postgres = Postgres(self.weather)
+        self.postgres.ledger.on_burial = self._on_burial
         self.instances = [Instance(self, n) for n in range(2)]
         #: Copies of the database, when they were made, and how many events each story had by then.
         self.copies: deque[tuple[float, Any, Counter[str]]] = deque()
@@ -215,6 +216,14 @@ class World:
         if shown != expected:
             raise Violation(f"{thread_id}: the row is {shown}, the story says {expected}")
 
+    def _on_burial(self, thread_id: str, seq: int) -> None:
+        self.weather.seen["buried"] += 1
+        self.weather.buried.add(SUBJECTS.of(thread_id))
+        self.audit()
+        story = self.archive.story(thread_id)
+        story.events.append(Event(seq, buried=True))
+        story.tell_again()
+
     def in_store(self, thread_id: str) -> Seen:
         return seen_in(self.postgres.store, thread_id)
 
@@ -228,11 +237,13 @@ class World:
         now = self.loop.time()
         events = Counter({t: len(s.events) for t, s in self.archive.stories.items()})
         self.copies.append((now, self.postgres.copy(), events))
-        while self.copies[0][0] < now - 0.9 * CONFIG.failover_window_s:
+        while self.copies and self.copies[0][0] < now - 0.9 * CONFIG.failover_window_s:
             self.copies.popleft()
 
     def fail_over(self, back: int) -> None:
         """Postgres is an older copy of itself from now on."""
+        if not self.copies:
+            return
         while back > 0 and len(self.copies) > 1:
             self.copies.pop()
             back -= 1
@@ -267,4 +278,12 @@ class World:
     async def _all_flushed(self) -> str:
         stream = self.nats.stream
         late = [t for t in THREADS if self.flushed(t) < stream.last_of(SUBJECTS.of(t))]
-        return ", ".join(f"{t}: {self.flushed(t)} of {stream.last_of(SUBJECTS.of(t))}" for t in late)
+        behind = []
+        for partition in range(CONFIG.log.partitions):
+            end = max((m.seq for m in stream.last([SUBJECTS.of_partition(partition)]).values()), default=0)
+            cursor = self.postgres.ledger._cursors.get(partition)
+            if end and (cursor is None or cursor.seq < end):
+                behind.append(f"partition {partition}: {cursor} of {end}")
+        return ", ".join(f"{t}: {self.flushed(t)} of {stream.last_of(SUBJECTS.of(t))}" for t in late) + str(
+            behind or ""
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from bufstore.buffer.appender import Appender
 from bufstore.buffer.chain import Row, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
-from bufstore.buffer.ports import Decision, Outgoing
+from bufstore.buffer.ports import Conflict, Decision, Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import (
@@ -359,6 +360,32 @@ def test_a_thread_whose_entries_were_purged_can_be_written(how: str, cold: bool)
     test(main)
 
 
+def test_copies_that_land_after_a_purge_rewind_nothing() -> None:
+    """What expects nothing in the log can land there again once it is purged; so nothing else may come with it."""
+
+    async def main(world: World, one: Instance) -> None:
+        sent: list[Sequence[Outgoing]] = []
+        store = world.log.store
+
+        def remember(messages: Sequence[Outgoing]) -> int:
+            sent.append(messages)
+            return store(messages)
+
+        world.log.store = remember
+        await asyncio.gather(one.checkpoint(["a"]), one.checkpoint(["b"]), one.append(["c"]))
+        await one.checkpoint(["newest"])
+        world.log.store = store
+        await world.flush_and_purge()
+        for messages in sent:
+            with contextlib.suppress(Conflict):
+                store(messages)
+        await world.flush()
+        assert await world.messages() == ["newest"]
+        assert world.ledger.parked.entries == {}
+
+    test(main)
+
+
 def test_a_thread_that_was_in_the_store_before_the_buffer_can_be_appended_to() -> None:
     async def main(world: World, one: Instance) -> None:
         await world.store.checkpoint("t", ["old"], Run(run_id="before", thread_id="t"))
@@ -599,6 +626,61 @@ def test_the_token_of_an_unknown_outcome_makes_a_retry_safe(fault: str) -> None:
         assert receipt.repeated is (fault == "stored")
         assert world.runs()["r"] == 1
         assert await world.messages() == ["a", "b"]
+
+    test(main)
+
+
+@pytest.mark.parametrize("fault", ["stored", "lost", "late"])
+def test_a_token_is_good_for_as_long_as_the_log_holds_the_entry_however_much_others_write(fault: str) -> None:
+    """The ring of a thread knows its last 16 keys; the process that sent the write knows where to look."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        world.log.fault = lambda kind: fault if kind != "read" else "unavailable"
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.append(["b"], run_id="r")
+        token = unknown.value.token
+        world.log.fault = lambda kind: ""
+        for _ in range(8):  # whatever was under way has arrived, or never will
+            await world.log.end(1)
+        other = Instance(world)
+        for n in range(40):
+            await other.append([n])
+        world.log.fault = lambda kind: "unavailable"
+        with pytest.raises(OutcomeUnknown):  # it still is
+            await one.append(["b"], key=token, run_id="r")
+        world.log.fault = lambda kind: ""
+        receipt = await one.append(["b"], key=token, run_id="r")
+        assert receipt.repeated is (fault != "lost")
+        again = await one.append(["b"], key=token, run_id="r")
+        if fault == "lost":
+            assert (again.id, again.repeated) == (receipt.id, True)
+        messages = await world.messages()
+        assert messages is not None
+        assert messages.count("b") == 1
+        assert sorted(map(str, messages)) == sorted(["a", "b", *map(str, range(40))])
+
+    test(main)
+
+
+def test_a_retry_with_a_token_waits_for_a_log_that_is_away() -> None:
+    """Else whoever retries until he knows, as he may, does nothing else any more."""
+
+    async def main(world: World, one: Instance) -> None:
+        loop = asyncio.get_running_loop()
+        await one.checkpoint(["a"])
+        world.log.fault = lambda kind: "lost" if kind != "read" else "unavailable"
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.append(["b"], run_id="r")
+        token, began = unknown.value.token, loop.time()
+        with pytest.raises(OutcomeUnknown) as again:
+            await one.append(["b"], run_id="r", key=token)
+        assert again.value.token == token
+        assert world.config.append_timeout_s - 0.5 < loop.time() - began < world.config.append_timeout_s + 0.5
+        loop.call_later(2, lambda: setattr(world.log, "fault", lambda kind: ""))
+        await one.append(["b"], run_id="r", key=token)
+        assert await world.messages() == ["a", "b"]
+        assert world.runs()["r"] == 1
 
     test(main)
 

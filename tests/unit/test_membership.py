@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer.membership import owned, owners
+from bufstore.buffer.membership import Pulse, owned, owners
 
 MEMBERS = st.lists(st.text("0123456789abcdef", min_size=16, max_size=16), unique=True, max_size=8)
 
@@ -39,3 +39,13 @@ def test_a_new_member_moves_few_partitions() -> None:
     members = [f"{n:016x}" for n in range(4)]
     before, after = owners(members, 256), owners([*members, "f" * 16], 256)
     assert sum(before[p] != after[p] for p in range(256)) < 128
+
+
+def test_who_does_not_renew_his_record_is_not_alive_however_long_the_server_keeps_it() -> None:
+    pulse = Pulse(3.0)
+    assert pulse.look({"a": 1, "b": 2}, 10.0) == (["a", "b"], [])
+    assert pulse.look({"a": 3, "b": 2}, 12.0) == (["a", "b"], [])
+    assert pulse.look({"a": 4, "b": 2}, 13.5) == (["a"], [])
+    assert pulse.look({"a": 5, "b": 2}, 16.5) == (["a"], ["b"])
+    assert pulse.look({"a": 6, "b": 9}, 17.0) == (["a", "b"], []), "it is back"
+    assert pulse.look({"a": 6}, 30.0) == ([], ["a"])

@@ -101,6 +101,29 @@ def test_an_app_store_that_raises_its_drivers_errors_is_found_again_when_it_is_b
     test(main)
 
 
+def test_a_run_from_before_the_snapshot_that_the_log_begins_with_is_not_said_to_be_missing() -> None:
+    """Postgres seems to be down, and what it does not have yet of the thread's runs stands before that snapshot."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"], run_id="r0")
+        await world.flush_and_purge()
+        one.appender.forget("t")
+        await one.append(["b"], run_id="r1")
+        await one.checkpoint(["z"], run_id="r2")
+        two = Instance(world)
+        two.reads.store_down = "it did not answer in time"
+        state, _ = await two.reads.joined("t")
+        assert [decode_message(m) for m in state.messages] == ["z"]
+        assert await two.reads.has_run("r2", state)
+        with pytest.raises(StoreUnavailable):
+            await two.reads.has_run("r1", state)
+        two.reads.store_down = None
+        for run_id in ("r0", "r1", "r2", "r3"):
+            assert await two.reads.has_run(run_id, state) is (run_id != "r3")
+
+    test(main)
+
+
 def test_a_read_without_postgres_shows_what_the_log_alone_tells() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])

@@ -88,6 +88,12 @@ def test_a_snapshot_written_after_the_log_had_gone_back_is_the_newest_state() ->
     assert saved(AHEAD, [*REST, entry(13, 70, 2, whole=True), entry(14, 71, 70)]) == ([13, 14], [])
 
 
+@pytest.mark.parametrize("base", [Base.CHAINED, Base.UNKNOWN])
+def test_a_snapshot_that_may_be_older_than_all_that_is_known_rewinds_nothing(base: Base) -> None:
+    """More than a ring ago, and no other thread shows how far the log is the same: nobody can tell if it is new."""
+    assert saved(AHEAD, [entry(4, 80, 79, whole=True, base=base, seen=3), entry(5, 81, 80)]) == ([], [4, 5])
+
+
 def test_a_write_that_expected_nothing_is_not_dropped() -> None:
     found = plan_salvage(AHEAD, [entry(13, 70, 0, whole=True, base=Base.NONE, seen=12)], common=12, settled=set())
     assert [p.item.seq for p in found.park] == [13]

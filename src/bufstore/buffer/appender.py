@@ -17,9 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Generic
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -28,10 +26,12 @@ from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, Entry, encode, entry_id
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
+from bufstore.buffer.lane import Lane, Unit, Write
 from bufstore.buffer.ports import AppendUnknown, Conflict, Log, Outgoing
 from bufstore.buffer.subjects import Subjects
-from bufstore.buffer.tip import Draft, M, NeedBase, Prepare, Tip, TipCache
+from bufstore.buffer.tip import M, NeedBase, Prepare, Tip, TipCache
 from bufstore.buffer.tip_finder import TipFinder, Writer
+from bufstore.buffer.unresolved import Unresolved
 from bufstore.config import BufferConfig
 from bufstore.errors import (
     BufstoreError,
@@ -42,6 +42,7 @@ from bufstore.errors import (
     Rejected,
     TooLarge,
 )
+from bufstore.failpoints import Failpoint, reach
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
@@ -59,44 +60,6 @@ class _Doubtful(Exception):
     """A write is to be refused because of a tip that another writer may have left behind by now."""
 
 
-@dataclass(eq=False)
-class _Write(Generic[M]):
-    prepare: Prepare[M]
-    item: bytes
-    keyed: bool
-    id: int
-    done: asyncio.Future[Receipt]
-    started: float
-    #: True from the first send whose outcome is not known (yet).
-    maybe_stored: bool = False
-
-
-@dataclass(eq=False)
-class _Unit(Generic[M]):
-    """Writes of one thread on their way, and what is undone if they fail."""
-
-    writes: list[tuple[_Write[M], int]] = field(default_factory=list)  # with the number of messages
-    messages: list[Outgoing] = field(default_factory=list)
-    drafts: list[Draft[M]] = field(default_factory=list)
-    before: Tip[M] | None = None
-    after: Tip[M] | None = None
-
-    def undo(self) -> None:
-        for draft in reversed(self.drafts):
-            draft.undo()
-        self.drafts.clear()
-
-
-@dataclass(eq=False)
-class _Lane(Generic[M]):
-    thread_id: str
-    queue: deque[_Write[M]] = field(default_factory=deque)
-    #: Set when what the writes on their way build on is not to be relied on any more.
-    stale: bool = False
-    #: How often in a row another writer was faster.
-    conflicts: int = 0
-
-
 class Appender(Generic[M]):
     """Appends entries; see the module's text. One per process and log."""
 
@@ -111,12 +74,14 @@ class Appender(Generic[M]):
         self._log = log
         self._subjects = subjects
         self._config = config
-        self._group = GroupCommit(log)
-        self._lanes: dict[str, _Lane[M]] = {}
+        # Twice in the time that a caller waits: then a lost answer is still resolved for him.
+        self._group = GroupCommit(log, timeout_s=config.append_timeout_s / 2)
+        self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
+        self._unresolved = Unresolved(log, subjects)
         self._finder = TipFinder(log, subjects, config, writer, load_row, self._tips)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._outstanding: set[_Write[M]] = set()
+        self._outstanding: set[Write[M]] = set()
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self.appended = 0
@@ -139,8 +104,9 @@ class Appender(Generic[M]):
         for write in self._outstanding:
             if not write.done.done():
                 write.done.set_exception(
-                    AppendUnknown("closed") if write.maybe_stored else Closed("the store is closed")
+                    AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed")
                 )
+        reach(Failpoint.CLOSE_DRAINED)
 
     def tip(self, thread_id: str) -> Tip[M] | None:
         """The thread's last entry if this process wrote or saw it lately."""
@@ -164,7 +130,7 @@ class Appender(Generic[M]):
         if self._closed:
             raise Closed("the store is closed")
         id_ = secrets.randbits(63) or 1
-        write = _Write(
+        write = Write(
             prepare=prepare,
             item=rings.item(key if key is not None else rings.key_of(id_), content if key is not None else b""),
             keyed=key is not None,
@@ -172,29 +138,59 @@ class Appender(Generic[M]):
             done=self._loop.create_future(),
             started=self._loop.time(),
         )
+        if write.keyed and (thread_id, write.item) in self._unresolved:
+            found = await self._find_unresolved(thread_id, key or "", write)
+            if found is not None:
+                return found
         self._outstanding.add(write)
         lane = self._lanes.get(thread_id)
         if lane is None:
-            lane = self._lanes[thread_id] = _Lane(thread_id)
+            lane = self._lanes[thread_id] = Lane(thread_id)
             lane.queue.append(write)
             self._advance(lane)
         else:
             lane.queue.append(write)
+        # A timer of its own costs a third of what asyncio.timeout does, on the one path that every write takes.
+        deadline = self._loop.call_at(write.started + self._config.append_timeout_s, _expire, write.done)
         try:
-            async with asyncio.timeout(self._config.append_timeout_s):
-                return await write.done
-        except TimeoutError:
-            if write.maybe_stored:
-                raise OutcomeUnknown(thread_id, key if key is not None else rings.key_of(id_)) from None
-            raise LogUnavailable("the log took no entry in time; nothing was stored") from None
-        except AppendUnknown:
+            return await write.done
+        except (TimeoutError, AppendUnknown) as e:
+            behind = write.maybe_behind
+            if behind is None and isinstance(e, TimeoutError) and (thread_id, write.item) not in self._unresolved:
+                raise LogUnavailable("the log took no entry in time; nothing was stored") from None
+            if behind is not None:
+                self._unresolved.remember(thread_id, write.item, behind)
             raise OutcomeUnknown(thread_id, key if key is not None else rings.key_of(id_)) from None
         finally:
+            deadline.cancel()
             self._outstanding.discard(write)
+
+    async def _find_unresolved(self, thread_id: str, key: str, write: Write[M]) -> Receipt | None:
+        """What an earlier try with this key has become; None if it is not stored, and can only be by this one.
+
+        Waits for a log that is away: who repeats a call until its outcome is known must not spin. OutcomeUnknown.
+        """
+        found = None
+        try:
+            async with asyncio.timeout_at(write.started + self._config.append_timeout_s):
+                async for attempt in AsyncRetrying(
+                    wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
+                    retry=retry_if_exception_type(LogUnavailable),
+                ):
+                    with attempt:
+                        found = await self._unresolved.find(thread_id, write.item, self._config.append_timeout_s)
+        except TimeoutError:
+            raise OutcomeUnknown(thread_id, key) from None
+        if found is None:
+            return None
+        entry, same = found
+        if not same:
+            raise _other_content(thread_id)
+        return Receipt(thread_id, entry.seq, entry.entry.id, entry.entry.version, repeated=True)
 
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------
 
-    def _advance(self, lane: _Lane[M], tip: Tip[M] | None = None) -> None:
+    def _advance(self, lane: Lane[M], tip: Tip[M] | None = None) -> None:
         """Send what is queued, if the tip is known; else look it up first. `tip`: one that was just looked up."""
         while lane.queue and lane.queue[0].done.done():
             lane.queue.popleft()
@@ -222,15 +218,19 @@ class Appender(Generic[M]):
             return
         self._send(lane, unit)
 
-    def _build(self, lane: _Lane[M], tip: Tip[M], *, looked_up: bool) -> _Unit[M] | None:
+    def _build(self, lane: Lane[M], tip: Tip[M], *, looked_up: bool) -> Unit[M] | None:
         """Take writes off the queue into a unit; None if all of them ended without one. Raises _Doubtful."""
-        unit: _Unit[M] = _Unit(before=tip)
+        unit: Unit[M] = Unit(before=tip)
         size = 0
         while lane.queue:
             write = lane.queue[0]
             if write.done.done():
                 lane.queue.popleft()
                 continue
+            # What expects nothing in the log goes alone: it may land late, after a purge, and is told by what it says
+            # of its base (`chain.superseded`), which nothing behind it says.
+            if unit.writes and not unit.before_seq:
+                break
             # What is refused because of the tip must be refused because of a durable one: what stands in this
             # very unit may still fail. So such writes wait for the next round.
             first = not unit.writes
@@ -311,29 +311,29 @@ class Appender(Generic[M]):
         subject = self._subjects.of(thread_id)
         return [Outgoing(subject, body, header, expected if i == 0 else None) for i, (header, body) in enumerate(parts)]
 
-    def _settle_repeat(self, thread_id: str, write: _Write[M], tip: Tip[M], same: bool) -> None:
+    def _settle_repeat(self, thread_id: str, write: Write[M], tip: Tip[M], same: bool) -> None:
         if same:
             write.done.set_result(Receipt(thread_id, tip.seq or tip.flushed_seq, tip.id, tip.version, repeated=True))
         else:
-            write.done.set_exception(
-                IdempotencyConflict(f"thread {thread_id!r}: the idempotency key was used with other content")
-            )
+            write.done.set_exception(_other_content(thread_id))
 
-    def _send(self, lane: _Lane[M], unit: _Unit[M]) -> None:
+    def _send(self, lane: Lane[M], unit: Unit[M]) -> None:
+        assert unit.before is not None
         for write, _ in unit.writes:
-            write.maybe_stored = True
+            write.maybe_behind = unit.before.seq
         stored = self._group.submit(unit.messages)
         stored.add_done_callback(lambda f: self._on_answer(lane, unit, f))
 
-    def _on_answer(self, lane: _Lane[M], unit: _Unit[M], stored: asyncio.Future[int]) -> None:
+    def _on_answer(self, lane: Lane[M], unit: Unit[M], stored: asyncio.Future[int]) -> None:
         error = stored.exception() if not stored.cancelled() else AppendUnknown("cancelled")
         if error is None:
             self._on_stored(lane, unit, stored.result())
         else:
             self._spawn(self._recover_or_fail(lane, unit, error))
 
-    def _on_stored(self, lane: _Lane[M], unit: _Unit[M], seq: int) -> None:
+    def _on_stored(self, lane: Lane[M], unit: Unit[M], seq: int) -> None:
         assert unit.after is not None and unit.before is not None
+        reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
         if lane.stale:
@@ -361,7 +361,7 @@ class Appender(Generic[M]):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _find(self, lane: _Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False) -> None:
+    async def _find(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False) -> None:
         """Find a tip, trying again while the log is away and somebody still waits; then go on.
 
         `for_head`: only the first write in the queue needs what is looked for, and alone fails without it.
@@ -379,7 +379,7 @@ class Appender(Generic[M]):
         else:
             self._advance(lane, tip)
 
-    async def _find_again(self, lane: _Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
+    async def _find_again(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
         async for attempt in AsyncRetrying(
             wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
             retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
@@ -390,7 +390,7 @@ class Appender(Generic[M]):
                 return await find()
         raise AssertionError("tenacity ended without an outcome")
 
-    def _fail(self, lane: _Lane[M], error: Exception, for_head: bool) -> None:
+    def _fail(self, lane: Lane[M], error: Exception, for_head: bool) -> None:
         self._tips.drop(lane.thread_id)
         failed = [lane.queue.popleft()] if for_head and lane.queue else list(lane.queue)
         if not for_head:
@@ -400,7 +400,7 @@ class Appender(Generic[M]):
                 write.done.set_exception(error)
         self._advance(lane)
 
-    async def _recover_or_fail(self, lane: _Lane[M], unit: _Unit[M], error: BaseException) -> None:
+    async def _recover_or_fail(self, lane: Lane[M], unit: Unit[M], error: BaseException) -> None:
         try:
             await self._recover(lane, unit, error)
         except Exception as e:
@@ -411,7 +411,7 @@ class Appender(Generic[M]):
                     write.done.set_exception(AppendUnknown(f"unexpected {type(e).__name__}"))
             self._fail(lane, LogUnavailable(f"recovering a write failed: {type(e).__name__}"), for_head=False)
 
-    async def _recover(self, lane: _Lane[M], unit: _Unit[M], error: BaseException) -> None:
+    async def _recover(self, lane: Lane[M], unit: Unit[M], error: BaseException) -> None:
         """After a unit that was not stored, or may not have been."""
         before = unit.before
         assert before is not None
@@ -429,7 +429,7 @@ class Appender(Generic[M]):
         unit.undo()
         self._tips.drop(lane.thread_id)
         for write, _ in unit.writes:
-            write.maybe_stored = False
+            write.maybe_behind = None
         if isinstance(error, (Conflict, LogUnavailable)):
             self.conflicts += isinstance(error, Conflict)
             lane.conflicts = lane.conflicts + 1 if isinstance(error, Conflict) else 0
@@ -449,7 +449,7 @@ class Appender(Generic[M]):
                 write.done.set_exception(error)
         self._advance(lane)
 
-    async def _resolve(self, lane: _Lane[M], unit: _Unit[M]) -> int | Exception | None:
+    async def _resolve(self, lane: Lane[M], unit: Unit[M]) -> int | Exception | None:
         """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
         assert unit.before is not None
         subject = unit.messages[0].subject
@@ -472,6 +472,15 @@ class Appender(Generic[M]):
                     _log.info("an append stays unknown: %s", e, extra={"action": "append_unknown"})
                     raise _StillUnknown from None
         return None
+
+
+def _expire(done: asyncio.Future[Receipt]) -> None:
+    if not done.done():
+        done.set_exception(TimeoutError())
+
+
+def _other_content(thread_id: str) -> IdempotencyConflict:
+    return IdempotencyConflict(f"thread {thread_id!r}: the idempotency key was used with other content")
 
 
 class _StillUnknown(Exception):

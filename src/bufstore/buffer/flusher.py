@@ -35,6 +35,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.takeover import Takeover
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ class Flusher:
         """Stop: finish the window on its way, give up the partitions, leave the members."""
         if not self.state.running:
             return
+        reach(Failpoint.CLOSE_FLUSHED)
         self._stopping.set()
         self._wake.set()
         self._lease.members_changed()
@@ -93,8 +95,10 @@ class Flusher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for share in list(self._shares.values()):
             await self._takeover.drop(share, "closing")
+        reach(Failpoint.CLOSE_GIVEN_UP)
         with contextlib.suppress(BufstoreError, AppendUnknown):
             await self._hot.leave(self._member)
+        reach(Failpoint.CLOSE_LEFT)
         self.state.running = False
 
     def ask(self) -> None:

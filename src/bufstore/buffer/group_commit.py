@@ -35,7 +35,7 @@ _BATCH_FROM = 6
 _GROUPS_MAX = 2
 #: From this many waiting units on, two groups are made of them.
 _SPLIT_FROM = 128
-#: How long the server may take for one group.
+#: How long the server may take for one group, at most.
 _GROUP_TIMEOUT_S = 5.0
 
 
@@ -60,8 +60,10 @@ class _Unit:
 class GroupCommit:
     """Writes units to one stream; one or two groups are on their way at a time."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, *, timeout_s: float = _GROUP_TIMEOUT_S) -> None:
+        """`timeout_s`: how long an answer is waited for, at most."""
         self._stream = stream
+        self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
         self._waiting: deque[_Unit] = deque()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -155,7 +157,7 @@ class GroupCommit:
             return
         while group:
             try:
-                seq = await self._stream.publish_batch([m for u in group for m in u.messages], _GROUP_TIMEOUT_S)
+                seq = await self._stream.publish_batch([m for u in group for m in u.messages], self._timeout_s)
             except Conflict:
                 group = await self._without_moved(group)
                 continue
@@ -177,7 +179,7 @@ class GroupCommit:
         async def store(unit: _Unit) -> None:
             try:
                 if len(unit.messages) == 1:
-                    seq = await self._stream.publish(unit.messages[0], _GROUP_TIMEOUT_S)
+                    seq = await self._stream.publish(unit.messages[0], self._timeout_s)
                 else:
                     seq = await self._publish_unit(unit)
             except (Conflict, AppendUnknown, BufstoreError) as e:
@@ -192,7 +194,7 @@ class GroupCommit:
 
     async def _publish_unit(self, unit: _Unit) -> int:
         try:
-            return await self._stream.publish_batch(unit.messages, _GROUP_TIMEOUT_S)
+            return await self._stream.publish_batch(unit.messages, self._timeout_s)
         except BatchRefused as e:
             # Its messages must be neighbours, so there is no other way to store them.
             raise LogUnavailable(f"the server takes no batch now: {e}") from None
@@ -201,7 +203,7 @@ class GroupCommit:
         """Fail the units whose subject is not where they expect it; the rest."""
         expected = {_about(m): m.expected for u in group for m in u.messages if m.expected is not None}
         try:
-            found = await self._stream.last(list(expected), _GROUP_TIMEOUT_S)
+            found = await self._stream.last(list(expected), self._timeout_s)
         except BufstoreError:
             # Nothing is stored; let each writer look for itself.
             _fail(group, Conflict("a batch was rejected"))

@@ -7,11 +7,16 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from bufstore.buffer.membership import owned
+from bufstore.buffer.membership import Pulse, owned
 from bufstore.buffer.ports import AppendUnknown, HotState
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
+
+
+#: In this time every live member renews its record, whatever its lease.
+_PULSE_S = 2.0
 
 
 class Lease:
@@ -19,6 +24,10 @@ class Lease:
 
     `own` is called with the partitions that are ours whenever the list has been looked at, and with none before a
     lease that cannot be renewed runs out.
+
+    Within `lease_s` of a member's end its partitions are flushed by others: half of it is the time to live of its
+    record; the rest is for the server to remove that (it looks once a second), for the others to see it, and to take
+    the partitions.
     """
 
     def __init__(
@@ -27,8 +36,11 @@ class Lease:
         self._hot = hot
         self._member = member
         self._partitions = partitions
-        self._lease_s = lease_s
+        #: Seconds that the record lives, and between two renewals.
+        self._ttl_s = max(1, int(lease_s) // 2)
+        self._interval_s = self._ttl_s / 4
         self._own = own
+        self._pulse = Pulse(self._ttl_s)
         self._until = 0.0
         self._announced = False
         self._changed = asyncio.Event()
@@ -38,24 +50,38 @@ class Lease:
         self._changed.set()
 
     async def keep(self, stopping: asyncio.Event) -> None:
-        """Renew the lease three times in its length, until `stopping`."""
+        """Renew the record four times in its life, until `stopping`."""
         while not stopping.is_set():
             self._changed.clear()
             try:
                 await self._renew()
             except (BufstoreError, AppendUnknown) as e:
                 _log.warning("cannot renew the lease: %s", e, extra={"action": "lease_error"})
-                if asyncio.get_running_loop().time() > self._until - self._lease_s / 3:
+                if asyncio.get_running_loop().time() > self._until - self._interval_s:
                     self._own(frozenset())  # stop before others may begin
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._lease_s / 3):
+                async with asyncio.timeout(self._interval_s):
                     await self._changed.wait()
 
     async def _renew(self) -> None:
         began = asyncio.get_running_loop().time()
-        await self._hot.renew_member(self._member, round(self._lease_s))
-        self._until = began + self._lease_s  # counted from before the server's clock started
+        await self._hot.renew_member(self._member, self._ttl_s)
+        self._until = began + self._ttl_s  # counted from before the server's clock started
         if not self._announced:
+            reach(Failpoint.LEASE_RENEWED)
             await self._hot.announce()
             self._announced = True
-        self._own(owned(self._member, await self._hot.members(), self._partitions))
+        records = await self._hot.members()
+        alive, dead = self._pulse.look(records, asyncio.get_running_loop().time())
+        self._own(owned(self._member, {*alive, self._member}, self._partitions))
+        for member in set(dead) - {self._member}:
+            await self._hot.leave(member)
+
+
+async def living(hot: HotState) -> list[str]:
+    """The flushers that are alive: where there are records it takes two seconds to tell."""
+    before = await hot.members()
+    if not before:
+        return []
+    await asyncio.sleep(_PULSE_S)
+    return [name for name, number in (await hot.members()).items() if before.get(name) != number]

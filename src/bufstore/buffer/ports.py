@@ -220,8 +220,11 @@ class HotState(Protocol):
         """Tell the other flushers that the list has changed."""
         ...
 
-    async def members(self) -> list[str]:
-        """The live flushers."""
+    async def members(self) -> dict[str, int]:
+        """The flushers with a record, and a number of each that changes whenever it is renewed.
+
+        Most are alive; a server that crashed may have lost when a record was to go (see `membership.Pulse`).
+        """
         ...
 
     async def report(self, progress: Mapping[int, int]) -> None:

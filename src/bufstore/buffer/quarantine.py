@@ -18,6 +18,7 @@ from bufstore.buffer.ports import (
 from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed, plan_replay
 from bufstore.buffer.verdict import Verdict
 from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.types import check_id
 
 _PAGE = 500
@@ -88,6 +89,7 @@ class Quarantine:
         seqs = [s for s in seqs if 0 <= s <= _POSITION_MAX]
         threads = {e.thread_id for s in seqs if (e := await self._ledger.parked.entry(s)) is not None and e.thread_id}
         count = await self._ledger.parked.discard(seqs)
+        reach(Failpoint.DISCARD_COMMITTED)
         await self._tell_all(threads)
         return count
 
@@ -113,6 +115,7 @@ class Quarantine:
             done += outcomes
             if not outcomes:
                 if any(o.outcome is Outcome.APPLIED for o in done):
+                    reach(Failpoint.REPLAY_COMMITTED)
                     await self._tell_all({thread_id})
                 return done
             start = outcomes[-1].seq + 1

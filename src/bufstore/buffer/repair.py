@@ -18,6 +18,7 @@ import msgspec
 
 from bufstore.buffer.chain import Parked, Plan, Row
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.lease import living
 from bufstore.buffer.ports import (
     Coalesce,
     Cursor,
@@ -96,7 +97,7 @@ class Repair:
         """Repair. Raises ConfigError while flushers are alive; Unavailable errors: do it again."""
         if self._reason is None:
             return Repaired(reason=None)
-        alive = await self._hot.members()
+        alive = await living(self._hot)
         if alive:
             raise ConfigError(
                 f"{len(alive)} instances still flush, or were killed some seconds ago: stop all of them first"

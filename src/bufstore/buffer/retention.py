@@ -17,6 +17,7 @@ from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ _INTERVAL_S = 5.0
 #: Above this part of max_bytes the wish to retain flushed entries gives way.
 _PRESSURE = 0.7
 _TOMBSTONES_AT_ONCE = 1000
+_TIMEOUT_S = 10.0
 
 
 class Retention:
@@ -69,7 +71,9 @@ class Retention:
             below = share.purgeable(confirmed_at - keep)
             if below is not None and share.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
+                reach(Failpoint.PURGE_BEFORE)
                 await self._log.purge(share.cursor.partition, below)
+                reach(Failpoint.PURGE_DONE)
                 share.purged(below)
                 purged = True
         if purged:
@@ -81,7 +85,10 @@ class Retention:
         below = max((share.purged_below for share in self._shares.values()), default=0)
         while found := await self._ledger.tombstones(below, after, _TOMBSTONES_AT_ONCE):
             mine = [(seq, thread_id) for seq, thread_id in found if seq < self._purged_below(thread_id)]
-            if mine:
+            # What is in the log of such a thread was written since, and maybe builds on the deletion.
+            subjects = {self._subjects.of(thread_id): (seq, thread_id) for seq, thread_id in mine}
+            written = await self._log.last(list(subjects), _TIMEOUT_S) if subjects else {}
+            if mine := [tombstone for subject, tombstone in subjects.items() if subject not in written]:
                 await self._ledger.bury(mine)
             after = found[-1]
 

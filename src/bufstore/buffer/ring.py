@@ -39,6 +39,11 @@ def holds(ring: bytes, wanted: bytes) -> bool:
     return any(ring[i : i + _ITEM] == wanted for i in range(0, len(ring), _ITEM))
 
 
+def hash_of(item: bytes) -> bytes:
+    """The item's key, without the content."""
+    return item[:8]
+
+
 def newest(ring: bytes) -> bytes:
     """The item of the entry that carries the ring."""
     return ring[-_ITEM:]

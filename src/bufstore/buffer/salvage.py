@@ -6,7 +6,9 @@ after the log went back stands at positions that Postgres has seen other entries
 
 Rule 1: positions prove nothing here, ids do. Up to the last entry that Postgres has certainly applied (`known_up_to`,
 over all threads of a partition: it is cut at one place) the log is the one that Postgres speaks of.
-Rule 2: what may have been acknowledged and is not known to be applied is applied or parked, never dropped.
+Rule 2: what may have been acknowledged and is not known to be applied is applied or parked, never dropped. A snapshot
+at a position that Postgres has passed may be older than all that a row remembers: it is applied only if it builds on
+what is known to be applied, or it could rewind the thread.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import msgspec
 
 from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Parked, Plan, Row, plan
-from bufstore.buffer.entry import Entry, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
 
 
 def reason_to_repair(
@@ -76,7 +78,9 @@ def plan_salvage(
     if not remaining:
         return Plan(row=row)
     start = min(row.flushed_seq, min(i.seq for i in remaining) - 1)
-    found = plan(msgspec.structs.replace(row, flushed_seq=start), remaining, complete=True, poison=poison)
+    unfounded = _unfounded(row, remaining)
+    behind = msgspec.structs.replace(row, flushed_seq=start)
+    found = plan(behind, remaining, complete=True, poison=poison | unfounded)
     # What came too late in a log that goes on is superseded. Here it may be the newest there is: somebody decides.
     judged = {i.seq for i in found.apply} | {p.item.seq for p in found.park}
     doubtful = [i for i in remaining if i.seq not in judged and i.seq <= row.flushed_seq]
@@ -89,8 +93,26 @@ def plan_salvage(
     return Plan(row=after, apply=found.apply, park=sorted(park, key=lambda p: p.item.seq))
 
 
+def _unfounded(row: Row, items: Sequence[StoredEntry | Malformed]) -> set[int]:
+    """The snapshots at positions that Postgres has passed whose predecessor is not known to be applied."""
+    entries = sorted((i for i in items if isinstance(i, StoredEntry)), key=lambda i: i.seq)
+    founded: set[int] = set()
+    found: set[int] = set()
+    for item in entries:
+        e = item.entry
+        if item.seq > row.flushed_seq or e.prev_id in founded or _known(row, e.prev_id):
+            founded.add(e.id)
+        elif e.self_contained or e.base is Base.UNKNOWN:
+            found.add(e.id)
+    return found
+
+
+def _known(row: Row, id_: int) -> bool:
+    return id_ == row.applied_id or rings.holds(row.ring, rings.item(rings.key_of(id_), b""))
+
+
 def _applied(row: Row, entry: Entry) -> bool:
-    return entry.id == row.applied_id or rings.holds(row.ring, rings.item(rings.key_of(entry.id), b""))
+    return _known(row, entry.id)
 
 
 def _done(row: Row, item: StoredEntry | Malformed, common: int) -> bool:

@@ -37,6 +37,7 @@ from bufstore.buffer.verdict import Verdict
 from bufstore.buffer.waiting import Waiting
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, StoreMisconfigured, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -191,6 +192,7 @@ class Settler:
             await self._settle(rest)
         if first:
             await self._settle(first)
+            reach(Failpoint.FLUSH_HALF_SETTLED)
             # In order, and only as far as it goes: the second half builds on the first.
             second = {t: items for t, items in second.items() if t not in self.waiting}
             if second:
@@ -271,6 +273,7 @@ class Settler:
             moves = [Move(share.cursor, share.cursor_after(settled)) for share in shares]
             try:
                 names = sorted(t for t in threads if t is not None)
+                reach(Failpoint.FLUSH_BEFORE)
                 decision = await self._ledger.flush(moves, names, decide, probe=probe)
                 break
             except QuarantineFull as e:
@@ -281,6 +284,7 @@ class Settler:
                 complete |= gap.threads.keys()
         # The second line that matters, the commit, is behind us: entries, watermarks and cursor are in Postgres
         # together. Acknowledging before it would lose what a crash rolls back.
+        reach(Failpoint.FLUSH_COMMITTED)
         now = self._loop.time()
         self._room = min(2 * self._room, self._config.flush_max_entries)
         for share, move in zip(shares, moves, strict=True):
@@ -290,8 +294,10 @@ class Settler:
             await self._hot.report({move.after.partition: move.after.seq for move in moves})
             for thread_id in {p.item.thread_id for p in decision.parked if p.item.thread_id is not None}:
                 await self._hot.tell_parked(thread_id)
+        reach(Failpoint.FLUSH_REPORTED)
         for share in shares:
             await share.feed.ack(share.cursor.seq)
+        reach(Failpoint.FLUSH_ACKED)
 
     def _decide(
         self, threads: Mapping[str | None, list[Item]], complete: Set[str], rows: Mapping[str, Row]

@@ -16,7 +16,8 @@ from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import AppendUnknown, Cursor, FlushFailed, Ledger, Log
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
-from bufstore.errors import BufstoreError, LogRolledBack, StoreMisconfigured
+from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreMisconfigured
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ _TAKE_RETRY_S = 0.5
 _COMPARE_S = 0.5
 #: So many partitions are looked at and followed at the same time.
 _AT_ONCE = 16
+_BARRIER_S = 5.0
 
 
 async def mismatch(log: Log, cursor: Cursor) -> str | None:
@@ -39,6 +41,20 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
         if found is None or entry_id(found) != cursor.id:
             return f"position {cursor.seq} no longer holds the entry at the cursor of partition {cursor.partition}"
     return None
+
+
+async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | None:
+    """What `look` finds wrong with the log, also once its leader has proved that it leads.
+
+    One that the others have left shows an old end for some seconds. Raises LogUnavailable when there is no proof.
+    """
+    if await look() is None:
+        return None
+    try:
+        await log.barrier(_BARRIER_S)
+    except AppendUnknown:
+        raise LogUnavailable("the log does not look right, and its leader cannot prove that it leads") from None
+    return await look()
 
 
 class Takeover:
@@ -104,6 +120,7 @@ class Takeover:
             self._state.report(e, stopped=isinstance(e, (StoreMisconfigured, LogRolledBack)))
             self._untakeable.update(dict.fromkeys(missing, now + _TAKE_RETRY_S))
             return
+        reach(Failpoint.TAKE_RAISED)
         # All at once: while a cluster elects its leaders each of them may wait for an answer that does not come.
         await asyncio.gather(*(self._try_to_follow(cursor) for cursor in cursors))
 
@@ -119,7 +136,7 @@ class Takeover:
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log still is the one that the cursor speaks of, and follow it from there."""
-        trouble = await mismatch(self._log, cursor)
+        trouble = await proven(self._log, lambda: mismatch(self._log, cursor))
         if trouble is not None:
             self._log.refuse(trouble)
             raise LogRolledBack(trouble)
@@ -157,4 +174,5 @@ class Takeover:
         _log.info("partition %d: %s", share.cursor.partition, reason, extra={"action": "partition_dropped"})
         self.shares.pop(share.cursor.partition, None)
         self._state.partitions = tuple(sorted(self.shares))
+        reach(Failpoint.SHARE_DROPPED)
         await share.feed.close()

@@ -56,7 +56,7 @@ class Verifier:
             unflushed_threads=self._unflushed_threads,
             unflushed_entries=self._unflushed_entries,
             quarantined=await self._ledger.quarantined(),
-            members=await self._hot.members(),
+            members=sorted(await self._hot.members()),
             wrong=self._wrong,
             findings=tuple(self._findings),
             seconds=round(loop.time() - began, 3),

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from bufstore.buffer.audit import Verification
+from bufstore.buffer.lease import living
 from bufstore.buffer.membership import owners
 from bufstore.buffer.ports import Cursor
 from bufstore.buffer.quarantine import Quarantine
@@ -83,13 +84,13 @@ class Inspection:
 
     async def members(self) -> list[str]:
         """The live flushers. Raises LogUnavailable."""
-        return await self._hot.members()
+        return await living(self._hot)
 
     async def status(self) -> Status:
         """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
         subjects = Subjects(self._config.subject, self._config.partitions)
         used, limit = await self._log.fill()
-        members = await self._hot.members()
+        members = sorted(await self._hot.members())
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
         quarantined, trouble = None, ""

@@ -108,8 +108,10 @@ class MemoryHotState:
     async def announce(self) -> None:
         (await self._turn()).tell("call", -1)
 
-    async def members(self) -> list[str]:
-        return sorted((await self._turn()).keys("member"))
+    async def members(self) -> dict[str, int]:
+        bucket = await self._turn()
+        found = {name: bucket.get("member", name) for name in sorted(bucket.keys("member"))}
+        return {name: value.seq for name, value in found.items() if value is not None}
 
     async def report(self, progress: Mapping[int, int]) -> None:
         bucket = await self._turn()

@@ -22,6 +22,7 @@ from nats.aio.subscription import Subscription
 
 from bufstore.buffer.entry import HEADER, StoredMessage
 from bufstore.errors import BufstoreError, ConfigError
+from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.setup import check
 from bufstore.nats.stream import NatsStream
@@ -223,6 +224,7 @@ async def open_feed(
         found = await stream.api(f"CONSUMER.INFO.{stream_name}.{name}")
         check(f"consumer {name}", config, found["config"], "it is not ours", f"nats consumer rm {stream_name} {name}")
         raise
+    reach(Failpoint.TAKE_NEW_MADE)
     feed = NatsFeed(connection, stream, api, stream_name, name, wake, config["max_ack_pending"], bytes_max)
     await feed.start(client)
     return feed

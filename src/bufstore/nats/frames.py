@@ -13,12 +13,14 @@ from importlib.metadata import version
 import nats.errors
 from nats.aio.client import Client
 
+from bufstore import failpoints
 from bufstore.buffer.entry import HEADER
 from bufstore.buffer.ports import Outgoing
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
 _CHECKED_VERSIONS = ("2.16.",)
+_ALL = slice(None)
 
 #: Whether `send` writes frames of its own.
 supported = version("nats-py").startswith(_CHECKED_VERSIONS)
@@ -30,16 +32,18 @@ async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: 
     Raises nats.errors.OutboundBufferLimitError when the client is not connected: nothing was sent then, or a batch
     without its end, which the server never stores.
     """
+    last = len(messages)
     if supported:
         if not client.is_connected:
             raise nats.errors.OutboundBufferLimitError
-        data = framed(messages, batch, reply)
-        client.stats["out_msgs"] += len(messages)
-        client.stats["out_bytes"] += len(data)
-        await client._send_command(data)
-        await client._flush_pending()
+        if last > 1 and failpoints.active is not None:
+            # Only where a crash test listens.
+            await _write(client, framed(messages, batch, reply, slice(last // 2)), last // 2, flushed=True)
+            failpoints.reach(failpoints.Failpoint.BATCH_HALF_SENT)
+            await _write(client, framed(messages, batch, reply, slice(last // 2, last)), last - last // 2)
+        else:
+            await _write(client, framed(messages, batch, reply), last)
         return
-    last = len(messages)
     for number, message in enumerate(messages, 1):
         headers = dict(_headers(message, batch if last > 1 else "", number, number == last))
         await client.publish(
@@ -47,11 +51,18 @@ async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: 
         )
 
 
-def framed(messages: Sequence[Outgoing], batch: str, reply: str) -> bytes:
-    """The protocol's bytes for the messages (HPUB and PUB of the NATS client protocol)."""
+async def _write(client: Client, data: bytes, messages: int, *, flushed: bool = False) -> None:
+    client.stats["out_msgs"] += messages
+    client.stats["out_bytes"] += len(data)
+    await client._send_command(data)
+    await client._flush_pending(force_flush=flushed)
+
+
+def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _ALL) -> bytes:
+    """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol."""
     parts: list[bytes] = []
     last = len(messages)
-    for number, message in enumerate(messages, 1):
+    for number, message in list(enumerate(messages, 1))[part]:
         pairs = _headers(message, batch if last > 1 else "", number, number == last)
         to = f" {reply}" if number == last else ""
         if pairs:

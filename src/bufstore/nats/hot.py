@@ -22,6 +22,7 @@ from bufstore.buffer.ports import RUN_TTL_S, AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.setup import ensure_bucket
@@ -48,6 +49,7 @@ class NatsHotState:
 
     async def setup(self) -> None:
         await ensure_bucket(self._stream, self._config)
+        reach(Failpoint.BUCKET_CREATED)
         self._writes.start()
 
     async def aclose(self) -> None:
@@ -112,12 +114,12 @@ class NatsHotState:
         await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
         await self._tell(self._calls + "members", b"")
 
-    async def members(self) -> list[str]:
+    async def members(self) -> dict[str, int]:
         try:
             found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
         except StreamMissing:
-            return []
-        return sorted(s.rpartition(".")[2] for s, message in found.items() if message.body != b"left")
+            return {}
+        return {s.rpartition(".")[2]: m.seq for s, m in sorted(found.items()) if m.body != b"left"}
 
     async def announce(self) -> None:
         """Tell the other members that the list has changed."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import nats.errors
 from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
@@ -13,11 +15,16 @@ from bufstore.buffer.ports import Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.setup import check_stream, epoch_of, stream_config, withdrawn
 from bufstore.nats.stream import NatsStream
+
+#: What all partitions together ask for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
+#: dead and cuts it off, and while a large window is computed nothing is read.
+_ASKED_BYTES_MAX = 32 << 20
 
 
 class NatsLog(NatsStream):
@@ -79,11 +86,17 @@ class NatsLog(NatsStream):
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._check()
-        return self._note(await super().publish(message, timeout_s))
+        reach(Failpoint.PUBLISH_BEFORE)
+        seq = await super().publish(message, timeout_s)
+        reach(Failpoint.PUBLISH_ACKED)
+        return self._note(seq)
 
     async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         self._check()
-        return self._note(await super().publish_batch(messages, timeout_s))
+        reach(Failpoint.BATCH_BEFORE)
+        seq = await super().publish_batch(messages, timeout_s)
+        reach(Failpoint.BATCH_ACKED)
+        return self._note(seq)
 
     async def end(self, timeout_s: float) -> int:
         self._check()
@@ -133,8 +146,10 @@ class NatsLog(NatsStream):
         # are lost again and again; where nobody answers for it, nothing waits for it.
         with contextlib.suppress(LogUnavailable):
             await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{consumer}-{term - 1}", timeout_s=1.0)
+        reach(Failpoint.TAKE_OLD_DELETED)
         # One message must always fit, or the feed would never get past it.
-        bytes_max = max(self._config.flush_max_bytes // self._config.log.partitions, 2 * self.message_bytes_max)
+        asked = min(self._config.flush_max_bytes, _ASKED_BYTES_MAX) // self._config.log.partitions
+        bytes_max = max(asked, 2 * self.message_bytes_max)
         return await open_feed(self._connection, self, self._api, self._config.log.stream, config, wake, bytes_max)
 
     def _note(self, seq: int) -> int:
@@ -149,11 +164,23 @@ class NatsLog(NatsStream):
         """Before a new connection is used: is this still the log that we wrote to?"""
         if not self._highest:
             return
-        answer = await client.request(f"{self._api}.STREAM.INFO.{self._config.log.stream}", b"", timeout=5)
-        info = json.loads(answer.data)
+        info = await self._ask_info(client)
+        behind = "state" in info and int(info["state"]["last_seq"]) < self._highest
+        if behind and self._config.log.replicas > 1:
+            # A leader that the others have left knows an old end. It stores nothing, so it does not answer this: then
+            # the connection is not used. A true one has stored one more.
+            subject = f"{self._config.log.subject}.barrier.0"
+            with contextlib.suppress(nats.errors.NoRespondersError):  # of a log that was withdrawn: believed
+                await client.request(subject, b"", timeout=2, headers={"Nats-Rollup": "sub"})
+            info = await self._ask_info(client)
         if (info.get("error") or {}).get("err_code") == 10059:
             self.refuse(f"stream {self._config.log.stream} is gone")
         elif "state" in info:
             end = int(info["state"]["last_seq"])
             if end < self._highest:
                 self.refuse(f"the log ends at {end}, this process has seen {self._highest} in it")
+
+    async def _ask_info(self, client: Client) -> dict[str, Any]:
+        answer = await client.request(f"{self._api}.STREAM.INFO.{self._config.log.stream}", b"", timeout=5)
+        info: dict[str, Any] = json.loads(answer.data)
+        return info

@@ -11,6 +11,7 @@ from psycopg import AsyncConnection
 from bufstore.buffer.chain import Row
 from bufstore.buffer.ports import Cursor, Decision, Move, NotOwner
 from bufstore.config import BufferConfig
+from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres import columns
 from bufstore.postgres.applying import Applies, apply_batch, flush_errors, probe_batch
 from bufstore.postgres.migrate import check_schema, migrate, queries
@@ -117,14 +118,18 @@ class PostgresLedger:
             with flush_errors():
                 async with connection.transaction():
                     rows = await self._lock(connection, moves, threads)
+                    reach(Failpoint.FLUSH_LOCKED)
                     decision = decide(rows)
                     if decision.parked:
                         await self._parked.park(connection, decision.parked)
+                        reach(Failpoint.PARK_WRITTEN)
                     if decision.batch and probe:
                         await probe_batch(self._target, connection, decision.batch)
                     elif decision.batch:
                         await apply_batch(self._target, connection, decision.batch)
+                    reach(Failpoint.FLUSH_APPLIED)
                     await self._advance(connection, moves, decision)
+                    reach(Failpoint.FLUSH_ADVANCED)
         return decision
 
     async def _lock(

@@ -13,6 +13,7 @@ from typing import Any, LiteralString
 from psycopg import AsyncConnection, sql
 
 from bufstore.errors import ConfigError
+from bufstore.failpoints import Failpoint, reach
 
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
 #: The functions' bodies stand between these, so the schema's name must not hold it.
@@ -73,11 +74,13 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
             await _prepare(connection, schema)
         for version in missing:
             await connection.execute(migrations[version])
+            reach(Failpoint.MIGRATION_HALF)
             await connection.execute(
                 sql.SQL("INSERT INTO {}.bufstore_migrations (room, version) VALUES ({}, {})").format(
                     sql.Identifier(schema), room, version
                 )
             )
+    reach(Failpoint.MIGRATION_DONE)
     return missing
 
 

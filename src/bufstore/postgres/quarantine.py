@@ -13,6 +13,7 @@ from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import Malformed, StoredEntry, StoredMessage
 from bufstore.buffer.ports import ParkedInfo, QuarantineFull, Replay
 from bufstore.buffer.replay import Outcome, ParkedEntry
+from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres import columns
 from bufstore.postgres.applying import Applies, apply_batch, flush_errors
 from bufstore.postgres.pool import Pool
@@ -82,7 +83,9 @@ class PostgresParked:
                     replay = decide(row, [_entry(r) for r in found])
                     if replay.change is not None:
                         await apply_batch(self._target, connection, [replay.change])
+                        reach(Failpoint.REPLAY_APPLIED)
                         await self._settle(connection, thread_id, row, replay)
+                        reach(Failpoint.REPLAY_SETTLED)
         return replay
 
     async def _settle(self, connection: AsyncConnection[Any], thread_id: str, before: Row, replay: Replay) -> None:
@@ -106,6 +109,7 @@ class PostgresParked:
             async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
                 await self._run(connection, "lock_thread", found.thread_id)
                 await self._run(connection, "unpark", columns.longs([seq]))
+                reach(Failpoint.DISCARD_WRITTEN)
                 await self._run(connection, "give_up", found.thread_id, seq)
                 await self._run(connection, "mend_thread", found.thread_id)
         return count

@@ -26,20 +26,23 @@
 `MAILBOX_CHECKS` are the same for a mailbox; each takes a list of two `MailboxStore`s, instances of one deployment, that nothing
 else uses. A store whose deployments share no live channel leaves out what needs ``Capability.LIVE``.
 
-A store that cannot do all of it says what it can: a check may run if ``check.needs <= MINE``, a set of `Capability`. A
-wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what needs
-more ends with ConfigError there, and nothing is stored. With columns that hold JSON only, ANY_VALUE is not there
-either: an entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an
-app with such columns keeps to what JSON has.
+A store that cannot do all of it says what it can, a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
+A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what
+needs more is refused there with ConfigError. With columns that hold JSON only, ANY_VALUE is not there either: an
+entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
+columns keeps to what JSON has.
 
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
+
+Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
 """
 
 from bufstore.testing import applying, checkpoints, edits, lineage, lists, mailbox, mailbox_together
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
+from bufstore.testing.fault_proxy import FaultProxy, Flow
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
@@ -49,4 +52,14 @@ APPLY_CHECKS: list[Check] = applying.CHECKS
 #: What a mailbox does: each takes two `MailboxStore`s of one deployment.
 MAILBOX_CHECKS: list[Check] = [*mailbox.CHECKS, *mailbox_together.CHECKS]
 
-__all__ = ["APPLY_CHECKS", "CHECKS", "EVERYTHING", "MAILBOX_CHECKS", "Applier", "Capability", "Check"]
+__all__ = [
+    "APPLY_CHECKS",
+    "CHECKS",
+    "EVERYTHING",
+    "MAILBOX_CHECKS",
+    "Applier",
+    "Capability",
+    "Check",
+    "FaultProxy",
+    "Flow",
+]

@@ -71,8 +71,8 @@ class BufferedEdits:
                 # Not within that timeout: an append ends by itself, and knows what came of it.
                 return await self._append(wanted.thread_id, payload, state)
             except Moved as moved:
-                if moved.tip_seq < state.row.flushed_seq:
-                    # What is remembered here is older than what was read.
+                if moved.tip_seq < state.row.flushed_seq or not state.row.flushed_seq:
+                    # What is remembered here is older than what was read; or deleted since, with all that told of it.
                     self._appender.forget(wanted.thread_id)
 
     async def _state(self, wanted: Change) -> ThreadState:

@@ -8,8 +8,10 @@ Failure model. Who finds a change that is not marked carries it out first: edits
 own, late, looks at the record between reading a thread and the append that stands directly behind what was read: if the
 record has moved on, his change has been carried out by somebody else; if it moves after the look, that change of the
 thread fails the append. What fails after a change took its place leaves it to the next one: its outcome is not known.
-Only what is refused (a thread in quarantine, a full log) ends it: it is marked as done and goes no further, so that it
-stops nobody else. A bucket that is lost while two changes are under way lets them overlap.
+Only what is refused for good (a thread in quarantine) ends it: it is marked as done and goes no further, so that it
+stops nobody else. Another's deletion is carried out only on the thread that it was decided on: if that has got entries
+since, it may have been deleted before them, and deleting them would lose what was acknowledged later. A bucket that is
+lost while two changes are under way lets them overlap.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import contextlib
 import secrets
 
 import msgspec
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
 from bufstore.config import BufferConfig
@@ -34,9 +37,10 @@ from bufstore.errors import (
     StoreUnavailable,
     Unavailable,
 )
+from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
-from bufstore.threads.lineage import LineageChange, NamedParents, carry_out, check
+from bufstore.threads.lineage import Children, LineageChange, NamedParents, carry_out, check
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
@@ -48,6 +52,8 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     id: int
     change: LineageChange
     done: bool = False
+    #: Of a deletion: the thread's last entry when it took its place.
+    base: int | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -74,6 +80,8 @@ class BufferedLineage:
 
         When only Postgres could tell and it is away, the checkpoint is more important: nothing is checked.
         """
+        if run.parent_thread_id is None:
+            return
         with contextlib.suppress(StoreUnavailable, ReadNotFresh, TimeoutError):
             async with asyncio.timeout(self._config.read_timeout_s):
                 await self._parents.check(run)
@@ -82,7 +90,7 @@ class BufferedLineage:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
 
         Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
-        carries it out; repeating it is safe. Refused after that (ThreadQuarantined, LogFull): what was done of it stays.
+        carries it out; repeating it is safe.
         """
         self._edits.check_store()
         self._parents.forget()
@@ -105,8 +113,9 @@ class BufferedLineage:
             if record is not None and not record.done:
                 await self._finish(record, seq)
                 continue
-            await check(_Family(self, None), wanted)
+            mine = msgspec.structs.replace(mine, base=await self._check(wanted))
             self._placed.add(mine.id)
+            reach(Failpoint.LINEAGE_BEFORE)
             try:
                 seq = await self._hot.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
             except (Conflict, AppendUnknown):
@@ -114,22 +123,47 @@ class BufferedLineage:
                 if record is None or record.id != mine.id:
                     self._placed.discard(mine.id)
                     continue  # another's; if mine was there before it, it has been carried out and repeats
+            reach(Failpoint.LINEAGE_PLACED)
             try:
                 receipt = await self._carry_out(mine, seq)
-            except (Overtaken, NotFound):
+            except (Overtaken, NotFound) as e:
                 state, last = await self._reads.joined(wanted.thread_id)
+                if wanted.children is not None and state.thread is not None and isinstance(e, Overtaken):
+                    # Deleted and written again, or written and not deleted.
+                    raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
                 receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
             except Rejected as e:
-                if await self._mark(mine, seq):
+                several = wanted.children in (Children.DETACH, Children.CASCADE)  # some of it may be stored
+                if several and isinstance(e, LogFull):
+                    raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+                if await self._mark(mine, seq) and not several:
                     raise
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
+            reach(Failpoint.LINEAGE_CARRIED_OUT)
             await self._mark(mine, seq)
+            reach(Failpoint.LINEAGE_MARKED)
             return receipt
+
+    async def _check(self, wanted: LineageChange) -> int | None:
+        """Check the change; of a deletion, the id of the thread's last entry. Raises NotFound, LineageError."""
+        base = None
+        if wanted.children is not None:
+            base = (await self._reads.joined(wanted.thread_id))[0].row.applied_id
+        await check(_Family(self, None), wanted)
+        if wanted.children is Children.DETACH:
+            # A child in quarantine cannot be detached: say so while nothing is done.
+            for child in await self.children(wanted.thread_id):
+                await self._reads.thread(child, Consistency.READ_YOUR_WRITES)
+        return base
 
     async def _finish(self, record: _Record, seq: int) -> None:
         """Carry out another's change, as far as it goes."""
         try:
-            await self._carry_out(record, seq)
+            if (
+                record.base is None
+                or (await self._reads.joined(record.change.thread_id))[0].row.applied_id == record.base
+            ):
+                await self._carry_out(record, seq)
         except LogFull:
             raise
         except (Overtaken, Rejected):
@@ -140,11 +174,19 @@ class BufferedLineage:
         return await carry_out(_Family(self, seq), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> bool:
-        """Note that the change is done; whether that succeeded."""
-        done = msgspec.structs.replace(record, done=True)
-        with contextlib.suppress(Conflict, AppendUnknown, LogUnavailable):  # else the next one does it again
-            await self._hot.put_lineage(_encode(done), seq, self._config.append_timeout_s)
-            return True
+        """Note that the change is done, however often that has to be tried; False when somebody else was faster.
+
+        The caller bounds the time. Nobody may be told before that his change is done: the next one would do it again,
+        and delete a second time what was written in between.
+        """
+        done = _encode(msgspec.structs.replace(record, done=True))
+        async for attempt in AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.02, max=0.2),
+            retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
+        ):
+            with attempt, contextlib.suppress(Conflict):
+                await self._hot.put_lineage(done, seq, self._config.append_timeout_s)
+                return True
         return False
 
     async def _record(self) -> tuple[int, _Record | None]:
@@ -176,7 +218,9 @@ class BufferedLineage:
         async def overtaken() -> bool:
             return (await self._hot.lineage(self._config.append_timeout_s))[0] != seq
 
-        return await self._edits.edit(wanted, overtaken=overtaken)
+        receipt = await self._edits.edit(wanted, overtaken=overtaken)
+        reach(Failpoint.LINEAGE_EDITED)
+        return receipt
 
 
 class _Family:

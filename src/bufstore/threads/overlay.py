@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from bufstore.buffer.chain import Plan, Row, plan
-from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Malformed, StoredEntry
 from bufstore.buffer.ports import Inapplicable
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Thread
@@ -26,6 +26,8 @@ class ThreadState(msgspec.Struct, frozen=True, kw_only=True):
     state: bytes | None = None
     #: True when the tail deletes the thread: of its runs, the store may still show some that are no more.
     deleted: bool = False
+    #: True when the log alone told it, from a snapshot on: other runs of the thread may stand before that.
+    partial: bool = False
 
 
 def overlay(state: ThreadState, thread_id: str, items: Sequence[StoredEntry | Malformed]) -> ThreadState:
@@ -71,5 +73,5 @@ def from_log_alone(thread_id: str, items: Sequence[StoredEntry | Malformed]) -> 
             start = ThreadState(row=Row(applied_id=item.entry.prev_id), thread=None, messages=[], latest_run=None)
             state = overlay(start, thread_id, items[i:])
             if state.row.broken_since is None:
-                return state
+                return msgspec.structs.replace(state, partial=item.entry.base is not Base.NONE)
     return None

@@ -14,7 +14,9 @@ from hashlib import blake2b
 
 import msgspec
 
-from bufstore.threads.model import RunSave, decode_metadata
+from bufstore.errors import InvalidId
+from bufstore.threads.model import RunSave, decode_metadata, decode_run
+from bufstore.types import check_id
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="checkpoint"):
@@ -55,6 +57,8 @@ AnyPayload = Payload | Edit | Removal
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyPayload)
+#: Goes over a value, to its end, and makes nothing of it.
+_skim = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
 
 def encode_payload(payload: AnyPayload) -> bytes:
@@ -66,8 +70,9 @@ def decode_payload(data: bytes) -> AnyPayload:
     """The payload of bytes. Raises ValueError, and nothing else, for what is none."""
     try:
         payload: AnyPayload = _decoder.decode(data)
-        if isinstance(payload, Edit) and payload.metadata is not None:
-            decode_metadata(payload.metadata)
+        _check_parts(payload)
+    except InvalidId as e:
+        raise ValueError(f"undecodable payload: {e}") from e
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
         raise ValueError(f"undecodable payload: {type(e).__name__}") from e
     if payload.keep < 0:
@@ -77,6 +82,31 @@ def decode_payload(data: bytes) -> AnyPayload:
     if isinstance(payload, Removal) and (payload.keep or payload.messages):
         raise ValueError("a removal that keeps messages")
     return payload
+
+
+def _check_parts(payload: AnyPayload) -> None:
+    """Raise InvalidId, or an error of msgspec, for what no store could take or no reader could read.
+
+    Said here, it is one entry's fault at once; the store could only refuse a whole batch, and would have to be
+    asked again and again which entry of it is to blame.
+    """
+    for message in payload.messages:
+        _skim(message)
+    if isinstance(payload, Removal):
+        return
+    if payload.run is not None:
+        decode_run(payload.run)
+    if isinstance(payload, Payload):
+        ids: tuple[str | None, ...] = (payload.save.run_id, payload.save.parent_thread_id)
+    else:
+        ids = (payload.run_id, *(payload.parent or ()))
+        if payload.metadata is not None:
+            decode_metadata(payload.metadata)
+        if payload.state is not None:
+            _skim(payload.state)
+    for id_ in ids:
+        if id_ is not None:
+            check_id(id_, "an id")
 
 
 def content_hash(kind: str, messages: Sequence[bytes], run: bytes) -> bytes:

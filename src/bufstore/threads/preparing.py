@@ -7,9 +7,10 @@ import asyncio
 from bufstore.buffer.ports import Ledger, Log
 from bufstore.buffer.salvage import reason_to_repair
 from bufstore.buffer.subjects import first_position
-from bufstore.buffer.takeover import mismatch
+from bufstore.buffer.takeover import mismatch, proven
 from bufstore.config import BufferConfig
 from bufstore.errors import LogRolledBack, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore
 
@@ -40,7 +41,9 @@ async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config:
         raise LogRolledBack(reason)
     if epoch is None:
         await ledger.set_epoch(known or 0)
+        reach(Failpoint.EPOCH_SET)
         await log.create(known or 0)
+        reach(Failpoint.STREAM_CREATED)
         await log.epoch()
     elif known is None:
         await ledger.set_epoch(epoch)
@@ -48,6 +51,10 @@ async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config:
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
     """Why the log is not the one that Postgres speaks of; None when it is. Raises Unavailable errors."""
+    return await proven(log, lambda: _compare(log, ledger, stream, epoch, known))
+
+
+async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
     # Postgres first: the log may only grow.
     cursors = (await ledger.cursors()).values()
     applied = max((c.seq for c in cursors), default=0)

@@ -79,13 +79,13 @@ class ThreadReads:
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
                 if level is Consistency.EVENTUAL:
-                    state = await self._until(lambda: self._store.state(thread_id), needed)
+                    state = await self._until(thread_id, lambda: self._store.state(thread_id), needed)
                 elif level is Consistency.STRONG:
                     await self._log.barrier(self._config.read_timeout_s)
                     target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
-                    state = await self._until(lambda: self._store.state(thread_id), target)
+                    state = await self._until(thread_id, lambda: self._store.state(thread_id), target)
                 else:
-                    state = await self._until(lambda: self._joined_state(thread_id), needed)
+                    state = await self._until(thread_id, lambda: self._joined_state(thread_id), needed)
         except TimeoutError:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
         except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
@@ -120,6 +120,11 @@ class ThreadReads:
             latest = decode_run(state.latest_run)
             if latest.run_id == run_id:
                 return latest
+        if state.partial:
+            whole, _ = await self.joined(state.thread.thread_id)
+            if whole.partial:
+                raise StoreUnavailable(f"only Postgres can tell about run {run_id!r}: {self.store_down}")
+            return await self._run_of(run_id, whole)
         # Not in the tail, so it is older than the watermark, where the store has it.
         return await self._store.run(run_id)
 
@@ -165,16 +170,25 @@ class ThreadReads:
     async def _joined_state(self, thread_id: str) -> ThreadState:
         return (await self.joined(thread_id))[0]
 
-    async def _until(self, read: Callable[[], object], needed: int) -> ThreadState:
+    async def _until(self, thread_id: str, read: Callable[[], object], needed: int) -> ThreadState:
         """Read until the state includes position `needed`; the caller bounds the time."""
         pause = 0.005
         while True:
             state = await read()  # type: ignore[misc]
             assert isinstance(state, ThreadState)
-            if state.row.flushed_seq >= needed:
+            if state.row.flushed_seq >= needed or (not state.row.flushed_seq and await self._gone(thread_id, needed)):
                 return state
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.25)
+
+    async def _gone(self, thread_id: str, needed: int) -> bool:
+        """Whether a thread without a row had position `needed`, and was deleted, purged and buried since.
+
+        The log that has come so far shows nothing of it; so it is purged, and was committed long before.
+        """
+        if await self._last(self._subjects.of(thread_id)):
+            return False
+        return await self._log.end(self._config.read_timeout_s) >= needed
 
     async def _last(self, subject: str) -> int:
         found = (await self._log.last([subject], self._config.read_timeout_s)).get(subject)

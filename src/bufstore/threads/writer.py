@@ -10,6 +10,7 @@ from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.ports import HotState, Ledger
 from bufstore.config import BufferConfig
 from bufstore.errors import AlreadyExists, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.memory import MessageMemory, digests_of, ids_of_encoded
 from bufstore.threads.model import Run
 from bufstore.threads.payload import decode_payload
@@ -48,7 +49,9 @@ class ThreadWriter:
         """Make the run findable and its id unique, once, before its first checkpoint. Raises AlreadyExists."""
         if self._claimed_runs.get(run.run_id) == run.thread_id:
             return
+        reach(Failpoint.CLAIM_BEFORE)
         owner = await self._hot.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
+        reach(Failpoint.CLAIM_STORED)
         if owner != run.thread_id:
             raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
         self._claimed_runs[run.run_id] = run.thread_id

@@ -1,0 +1,70 @@
+"""`python -m bench`: run rows, print the table, write the results, draw the plots."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from bench.machine import machine
+from bench.report import show
+from bench.results import Benchmark, write
+from bench.rows import QUICK, ROWS
+from bench.rows.backlog import NAME as KEPT
+from bench.servers import BenchServers
+from bench.stage import Stage
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Ours and what people would use instead.")
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which to run: {', '.join(ROWS)} (default: all)")
+    parser.add_argument("--quick", action="store_true", help=f"run {' and '.join(QUICK)}")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each is measured (default: 5)")
+    parser.add_argument("--scale", type=float, default=1.0, help="shrink counts and times, e.g. 0.01 to try it out")
+    parser.add_argument("--results", type=Path, default=_RESULTS, help="folder for JSON and plots")
+    parser.add_argument("--no-plots", action="store_true", help="draw nothing")
+    options = parser.parse_args()
+    unknown = set(options.rows) - set(ROWS)
+    if unknown or options.rounds < 1 or not 0 < options.scale <= 1:
+        parser.error(f"no such row: {', '.join(sorted(unknown))}" if unknown else "--rounds or --scale is out of range")
+    chosen = options.rows or (QUICK if options.quick else tuple(ROWS))
+    console = Console(width=None if Console().is_terminal else 200)
+
+    benchmarks: list[Benchmark] = []
+    failed: list[str] = []
+    with BenchServers() as servers:
+        where = machine(servers) | {"rounds": options.rounds, "scale": options.scale}
+        stage = Stage(servers, options.rounds, options.scale, say=lambda text: console.print(f"  {text}", style="dim"))
+        for name in chosen:
+            began = time.perf_counter()
+            console.print(f"{name} …", highlight=False)
+            try:
+                benchmarks += ROWS[name](stage)
+            except Exception:
+                # An hour's other rows are worth keeping.
+                console.print_exception()
+                failed.append(name)
+            servers.clear(keep=KEPT)
+            servers.durability()  # nobody has changed it on the way
+            console.print(f"{name}: {time.perf_counter() - began:.1f} s", highlight=False)
+    where |= {"conversations": stage.shared["conversations"]} if "conversations" in stage.shared else {}
+    show(where, benchmarks, console)
+    write(options.results, where, benchmarks)
+    console.print(f"written: {options.results / 'latest.json'}", highlight=False, soft_wrap=True)
+    if not options.no_plots:
+        from bench.plots import draw
+
+        for path in draw(options.results / "latest.json", options.results):
+            console.print(f"drawn: {path}", highlight=False, soft_wrap=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

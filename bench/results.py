@@ -1,0 +1,63 @@
+"""What was found: the form of `latest.json`, and the rounds behind it.
+
+`latest.json` is ``{"machine": …, "benchmarks": [{"name", "unit", "ours", "baselines": {name: value}, "ratios": {name:
+value}}]}``: medians. Every round stands in `rounds.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Units of which more is better. Of all others (times, sizes, counts of work) less is.
+MORE = {"1/s", "checkpoints/transaction", "checkpoints/row"}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One figure, of every round and contestant."""
+
+    name: str
+    unit: str
+    ours: Sequence[float]
+    baselines: Mapping[str, Sequence[float]]
+
+    def entry(self) -> dict[str, Any]:
+        """The medians and ratios: more than 1 means that ours is better."""
+        ours = statistics.median(self.ours)
+        baselines = {name: statistics.median(values) for name, values in self.baselines.items()}
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "ours": ours,
+            "baselines": baselines,
+            "ratios": {name: _ratio(self.unit, ours, value) for name, value in baselines.items()},
+        }
+
+    def spread(self) -> float:
+        """How far the rounds of ours lie apart: half of it, as a share of the median."""
+        median = statistics.median(self.ours)
+        return (max(self.ours) - min(self.ours)) / 2 / median if median else 0.0
+
+
+def _ratio(unit: str, ours: float, baseline: float) -> float:
+    above, below = (ours, baseline) if unit in MORE else (baseline, ours)
+    return above / below if below else 0.0
+
+
+def compared(name: str, unit: str, found: Mapping[str, Sequence[float]], ours: str = "ours") -> Benchmark:
+    """A benchmark of what `found` has for each contestant."""
+    return Benchmark(name, unit, found[ours], {who: values for who, values in found.items() if who != ours})
+
+
+def write(folder: Path, machine: Mapping[str, Any], benchmarks: Sequence[Benchmark]) -> None:
+    """Write both files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    latest = {"machine": machine, "benchmarks": [b.entry() for b in benchmarks]}
+    (folder / "latest.json").write_text(json.dumps(latest, indent=1, ensure_ascii=False) + "\n")
+    rounds = {b.name: {"ours": list(b.ours), **{n: list(v) for n, v in b.baselines.items()}} for b in benchmarks}
+    (folder / "rounds.json").write_text(json.dumps(rounds, ensure_ascii=False) + "\n")

@@ -1,0 +1,32 @@
+"""The rows of the table: each function measures one thing on a stage and yields its benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from bench.results import Benchmark
+from bench.rows.append import append, append_lazy
+from bench.rows.coalescing import coalescing
+from bench.rows.database_load import database_load
+from bench.rows.drain import drain
+from bench.rows.end_to_end import end_to_end
+from bench.rows.growth import growth_history, growth_length
+from bench.rows.reads import reads
+from bench.rows.recovery import recovery
+from bench.stage import Stage
+
+ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
+    "append": append,
+    "append_lazy": append_lazy,
+    "reads": reads,
+    "database_load": database_load,
+    "end_to_end": end_to_end,
+    "drain": drain,
+    "recovery": recovery,
+    "growth_length": growth_length,
+    "growth_history": growth_history,
+    "coalescing": coalescing,
+}
+
+#: What `make bench-quick` runs.
+QUICK = ("append", "append_lazy")

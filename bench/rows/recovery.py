@@ -1,0 +1,93 @@
+"""`recovery.seconds`, `recovery_start.seconds`: how long nothing is flushed after a kill, and at a start."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from psycopg import AsyncConnection
+
+from bench.ours import Ours
+from bench.results import Benchmark, compared
+from bench.rows.backlog import backlog, fresh_options
+from bench.stage import Stage
+from bench.worker import Worker
+from bufstore import BufferConfig
+
+_ROUNDS_MAX = 3
+_PARTITIONS = 8
+_LOOK_S = 0.02
+_START_MAX_S = 3.0
+
+
+class Watcher(Ours):
+    """Writes, and looks into Postgres for what was flushed."""
+
+    async def touch(self, number: int) -> dict[int, int]:
+        """An entry in every partition; the position of each."""
+        found: dict[int, int] = {}
+        while len(found) < _PARTITIONS:
+            thread = f"touch-{number}-{len(found)}-{time.monotonic_ns()}"
+            partition = self.store._subjects.partition(thread)
+            if partition not in found:
+                found[partition] = (await self.step(thread, 0)).thread_seq
+        return found
+
+    async def flushed(self, positions: dict[int, int]) -> float:
+        """Return when the cursors have passed these positions; the time (`time.time`)."""
+        async with await AsyncConnection.connect(self.place.dsn, autocommit=True) as connection:
+            while True:
+                cursor = await connection.execute(f"SELECT partition, cursor_seq FROM {self._schema}.buffer_partitions")
+                at: dict[int, int] = dict(await cursor.fetchall())
+                if all(at.get(partition, 0) >= seq for partition, seq in positions.items()):
+                    return time.time()
+                await asyncio.sleep(_LOOK_S)
+
+
+class Owner(Ours):
+    """A flusher."""
+
+    async def share(self) -> list[int]:
+        """The partitions that it owns, once it shares them with another."""
+        await self.until(lambda state: 0 < len(state["partitions"]) < _PARTITIONS)
+        return list((await self.flusher())["partitions"])
+
+    async def first_flush(self) -> float:
+        """Return when it has flushed something; the time (`time.time`)."""
+        await self.until(lambda state: state["entries"] > 0)
+        return time.time()
+
+
+def recovery(stage: Stage) -> Iterator[Benchmark]:
+    """Two flushers share the partitions; one is killed, its partitions are watched. Then: a start with a backlog."""
+    # Scaled down, a shorter lease: what is tried then is that it runs.
+    lease_s = BufferConfig().lease_s if stage.scale >= 1 else 4
+    rounds = min(stage.rounds, _ROUNDS_MAX)
+    options: dict[str, Any] = {"lease_s": lease_s}
+    place = stage.place()
+    with stage.workers(place, writer=(Watcher, options)) as writers:
+        taken = [_killed(stage, place, writers["writer"], options, number) for number in range(rounds)]
+    yield compared("recovery.seconds", "s", {"ours": taken, "lease + 2 s": [lease_s + 2.0]})
+
+    what = backlog(stage)
+    started = []
+    for _ in range(rounds):
+        began = time.time()
+        with stage.workers(what.place, it=(Owner, {"flusher": True, **fresh_options(stage)})) as workers:
+            started.append(workers["it"].call("first_flush") - began)
+            workers["it"].kill()  # else it would flush all that waits before it ends
+    yield compared("recovery_start.seconds", "s", {"ours": started, "3 s": [_START_MAX_S]})
+
+
+def _killed(stage: Stage, place: Any, writer: Worker, options: dict[str, Any], number: int) -> float:
+    flusher = (Owner, {"flusher": True, **options})
+    with stage.workers(place, other=flusher) as others, stage.workers(place, owner=flusher) as owners:
+        mine = set(owners["owner"].call("share"))
+        others["other"].call("share")
+        writer.call("flushed", positions=writer.call("touch", number=number))
+        owners["owner"].kill()
+        killed = time.time()
+        positions = {p: seq for p, seq in writer.call("touch", number=number).items() if p in mine}
+        return float(writer.call("flushed", positions=positions)) - killed

@@ -1,0 +1,79 @@
+"""What a row of the table works with: servers, workers, rounds, the scale.
+
+The order of the contestants changes from round to round, so that nobody always runs in another's wake.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from bench.contestant import Contestant, Place
+from bench.servers import BenchServers
+from bench.worker import Worker
+
+T = TypeVar("T")
+Kind = type[Contestant] | tuple[type[Contestant], dict[str, Any]]
+
+
+@dataclass
+class Stage:
+    """`scale` shrinks counts and times, for trying out; `rounds` is how often everything is measured."""
+
+    servers: BenchServers
+    rounds: int
+    scale: float = 1.0
+    say: Callable[[str], None] = print
+    #: What rows share, by name.
+    shared: dict[str, Any] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def count(self, full: int, least: int) -> int:
+        """A number of things, scaled."""
+        return max(round(full * self.scale), min(least, full))
+
+    def seconds(self, full: float) -> float:
+        """How long something is measured, scaled."""
+        return max(full * self.scale, 0.15)
+
+    def place(self, *, lazy: bool = False, name: str | None = None) -> Place:
+        """A name of its own on the servers (`lazy`: on the NATS server that syncs when it likes)."""
+        nats = self.servers.lazy_nats if lazy else self.servers.nats
+        return Place(nats, self.servers.dsn, name or f"b{next(self._numbers)}")
+
+    @contextmanager
+    def workers(self, place: Place | None = None, **kinds: Kind) -> Iterator[dict[str, Worker]]:
+        """Contestants, open, each in a process of its own."""
+        where = place or self.place()
+        workers: dict[str, Worker] = {}
+        try:
+            for name, kind in kinds.items():
+                contestant, options = kind if isinstance(kind, tuple) else (kind, {})
+                workers[name] = Worker(contestant, where, **options)
+            # One after the other: two that create the same tables would wait for each other.
+            for worker in workers.values():
+                worker.call("open")
+            yield workers
+        except BaseException:
+            for worker in workers.values():
+                with suppress(Exception):
+                    worker.kill()
+            raise
+        alive = [worker for worker in workers.values() if not worker.killed]
+        for worker in alive:
+            worker.begin("close")
+        for worker in alive:
+            worker.stop()
+
+    def interleave(self, actions: Mapping[str, Callable[[], T]], rounds: int | None = None) -> dict[str, list[T]]:
+        """Do all actions in every round; the results of each."""
+        found: dict[str, list[T]] = {name: [] for name in actions}
+        names = list(actions)
+        for number in range(rounds or self.rounds):
+            turn = number % len(names)
+            for name in names[turn:] + names[:turn]:
+                found[name].append(actions[name]())
+        return found

@@ -1,0 +1,49 @@
+"""What the figures should be. Nothing asserts them: the table says for each whether it was met.
+
+A target is a ratio that must be reached ("more is better", so ``1 / 1.4`` allows 1.4 times the baseline's time).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_APPEND = {
+    32: {"plain": 1.0, "batched": 1.0},
+    256: {"unbuffered": 6.0, "upsert": 4.0, "protocol4": 15.0, "limit": 0.7},
+}
+_WAL = {"upsert": 3.0}
+_ONCE = {"once": 1 / 1.5}
+
+#: Benchmark → baseline → the least ratio.
+TARGETS: Mapping[str, Mapping[str, float]] = {
+    "append_1.p50": {"limit": 1 / 1.4, "unbuffered": 1.0},
+    **{f"append_{callers}.rate": ratios for callers, ratios in _APPEND.items()},
+    **{f"append_{callers}.p99": {"upsert": 1.0} for callers in (32, 256, 1000)},
+    **{f"append_{callers}_lazy.rate": {"plain": 0.8} for callers in (32, 256)},
+    "end_to_end.rate": {"upsert": 2.5, "upsert, two processes": 2.5},
+    "end_to_end_hot.rate": {"upsert": 3.0, "upsert, two processes": 3.0},
+    "drain.rate": {"limit": 0.4},
+    "drain.memory": {"300 MiB": 1.0},
+    "read_clean.p50": {"limit": 1 / 1.5},
+    "read_tail.p50": {"limit": 1 / 4},
+    "database_load_500ms.transactions": {"unbuffered": 20.0},
+    "database_load_500ms.wal": _WAL,
+    "database_load_5s.transactions": {"unbuffered": 100.0} | _ONCE,
+    "database_load_5s.rows": _ONCE,
+    "database_load_5s.wal": _WAL | _ONCE,
+    "growth_length.bytes": {"length 5": 1 / 1.3},
+    "growth_length.p50": {"length 5": 1 / 1.2},
+    **{
+        f"growth_history_{what}.p50": {"1000 checkpoints": 1 / 1.2}
+        for what in ("append", "read", "load_run", "force_flush")
+    },
+    "recovery.seconds": {"lease + 2 s": 1.0},
+    "recovery_start.seconds": {"3 s": 1.0},
+}
+
+
+def verdicts(entry: Mapping[str, Any]) -> list[tuple[str, float, bool]]:
+    """Of an entry of `latest.json`: baseline, the least ratio, whether it is reached."""
+    wanted = TARGETS.get(entry["name"], {})
+    return [(n, least, entry["ratios"][n] >= least) for n, least in wanted.items() if n in entry["ratios"]]

@@ -1,0 +1,207 @@
+"""A TCP proxy that fails on demand, to put between a program and its NATS or Postgres.
+
+    async with FaultProxy("127.0.0.1", 4222, protocol="nats") as proxy:
+        store = await BufferedThreadStore.open(..., nats=f"nats://127.0.0.1:{proxy.port}")
+        proxy.cut()                          # every connection is reset
+        proxy.refuse = True                  # and no new one is let in
+        proxy.to_client.delay_s = 0.2        # answers come late
+        proxy.to_server.bytes_per_s = 50_000 # a narrow link
+        proxy.to_client.hold()               # half-open: what is sent arrives, nothing comes back
+        proxy.to_server.swallow = True       # what is sent is lost on the way
+        proxy.drop_replies = True            # publish acks, or the replies to COMMIT, get lost: done, but nobody knows
+        proxy.heal()                         # all of it is over
+
+Each takes effect at once, for the connections there are and for new ones, and they may be combined. The two directions
+are independent `Flow`s. Held bytes arrive later, unchanged, as those of a network that was away. Swallowed ones never
+do: a connection that has lost some is reset when its direction works again, as a stream with a hole is no stream.
+
+`drop_replies` reads the protocol, which must not be encrypted. Of NATS, only the publish acks of JetStream disappear;
+the connection stays. Of Postgres, the connection ends in place of the completion of a COMMIT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Literal, Self
+
+from bufstore.testing.replies import replies_of
+
+_CHUNK = 64 << 10
+#: A narrow link is fed in pieces that take about this long.
+_PIECE_S = 0.05
+
+
+class Flow:
+    """One direction of all connections of a proxy."""
+
+    def __init__(self) -> None:
+        #: Each piece arrives so much later (what comes meanwhile waits with it, and then up to twice as long).
+        self.delay_s = 0.0
+        #: So many bytes pass in a second, on each connection; None: as many as come.
+        self.bytes_per_s: float | None = None
+        #: Whether what is sent is lost.
+        self.swallow = False
+        self._open = asyncio.Event()
+        self._open.set()
+
+    def hold(self) -> None:
+        """Let nothing through, the end of a connection included, until `release`."""
+        self._open.clear()
+
+    def release(self) -> None:
+        """Let through what was held."""
+        self._open.set()
+
+    def heal(self) -> None:
+        """Work as a network should."""
+        self.delay_s, self.bytes_per_s, self.swallow = 0.0, None, False
+        self.release()
+
+    async def pass_time(self) -> None:
+        """Wait as long as the next piece has to."""
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        await self._open.wait()
+
+
+class FaultProxy:
+    """Passes connections on to ``host:port`` while in its ``async with`` block; see the module's text.
+
+    Belongs to the event loop that it is entered in. `protocol` says what `drop_replies` looks for.
+    """
+
+    def __init__(self, host: str, port: int, *, protocol: Literal["nats", "postgres", "raw"] = "raw") -> None:
+        self._upstream = host, port
+        self._protocol = protocol
+        self._links: set[_Link] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.to_server = Flow()
+        self.to_client = Flow()
+        #: Whether new connections are closed at once.
+        self.refuse = False
+        #: Whether the replies that matter get lost.
+        self.drop_replies = False
+        #: How many have been.
+        self.replies_dropped = 0
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.cut()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._server = None
+
+    @property
+    def port(self) -> int:
+        """Where it listens, on 127.0.0.1."""
+        assert self._server is not None, "not entered"
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    @property
+    def connections(self) -> int:
+        """How many connections pass through it now."""
+        return len(self._links)
+
+    def cut(self) -> None:
+        """Reset every connection, on both sides."""
+        for link in list(self._links):
+            link.abort()
+
+    def heal(self) -> None:
+        """End all faults. Connections that have lost bytes are reset."""
+        self.refuse = self.drop_replies = False
+        for flow in (self.to_server, self.to_client):
+            flow.heal()
+        for link in list(self._links):
+            if link.torn:
+                link.abort()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.refuse:
+            writer.transport.abort()
+            return
+        try:
+            server_reader, server_writer = await asyncio.open_connection(*self._upstream)
+        except OSError:
+            writer.transport.abort()  # nobody there: the client shall see the same
+            return
+        link = _Link(writer, server_writer)
+        self._links.add(link)
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pass_requests(link, reader, server_writer))
+                group.create_task(self._pass_replies(link, server_reader, writer))
+        except* OSError:
+            pass  # one side is gone; so will the other be
+        finally:
+            self._links.discard(link)
+            link.abort()
+
+    async def _pass_requests(self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(_CHUNK):
+            await self._pass(link, self.to_server, data, writer)
+        await self._end(self.to_server, writer)
+
+    async def _pass_replies(self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        replies = replies_of(self._protocol)
+        while data := await reader.read(_CHUNK):
+            before = replies.dropped
+            data = replies.feed(data, drop=self.drop_replies)
+            self.replies_dropped += replies.dropped - before
+            if data:
+                await self._pass(link, self.to_client, data, writer)
+            if replies.over:
+                await writer.drain()
+                raise ConnectionResetError("in place of a reply")
+        await self._end(self.to_client, writer)
+
+    async def _pass(self, link: _Link, flow: Flow, data: bytes, writer: asyncio.StreamWriter) -> None:
+        await flow.pass_time()
+        if flow.swallow:
+            link.torn = True
+            return
+        if link.torn:
+            raise ConnectionResetError("bytes of this connection were swallowed")
+        at = 0
+        while flow.bytes_per_s is not None and at < len(data):
+            size = max(1, int(flow.bytes_per_s * _PIECE_S))
+            writer.write(data[at : at + size])
+            at += size
+            await asyncio.sleep(_PIECE_S)
+            await flow.pass_time()
+        if at < len(data):
+            writer.write(data[at:])
+        await writer.drain()
+
+    async def _end(self, flow: Flow, writer: asyncio.StreamWriter) -> None:
+        """Pass on that one side has said all it had to say."""
+        await flow.pass_time()
+        with contextlib.suppress(OSError):
+            writer.write_eof()
+
+
+class _Link:
+    """The two ends of one connection."""
+
+    def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
+        self._ends = client, server
+        #: Whether bytes were swallowed, so that nothing more may pass.
+        self.torn = False
+
+    def abort(self) -> None:
+        for end in self._ends:
+            end.transport.abort()

@@ -1,0 +1,115 @@
+"""Every row of the benchmarks runs, scaled down, and its results have their form; speed is not asserted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_ROOT = Path(__file__).parent.parent.parent
+#: Of each row: names that its results hold, and the baselines that these are compared with.
+_ROWS: dict[str, tuple[list[str], set[str]]] = {
+    "append": (
+        [f"append_{n}.{what}" for n in (1, 32, 256, 1000) for what in ("rate", "p50", "p99")],
+        {"unbuffered", "upsert", "protocol4", "plain", "batched", "limit"},
+    ),
+    "append_lazy": ([f"append_{n}_lazy.rate" for n in (32, 256)], {"plain", "limit"}),
+    "reads": (["read_clean.p50", "read_tail.p50"], {"limit", "unbuffered"}),
+    "database_load": (
+        [f"database_load_{w}.{what}" for w in ("500ms", "5s") for what in ("transactions", "rows", "wal")],
+        {"unbuffered", "upsert", "once"},
+    ),
+    "end_to_end": (["end_to_end.rate", "end_to_end_hot.rate"], {"upsert", "upsert, two processes"}),
+    "drain": (["drain.rate", "drain.memory"], {"limit"}),
+    "recovery": (["recovery.seconds", "recovery_start.seconds"], set()),
+    "growth_length": (
+        [f"growth_length{kind}.{what}" for kind in ("", "_whole") for what in ("bytes", "p50")],
+        {"length 5", "length 500"},
+    ),
+    "growth_history": (
+        [f"growth_history_{what}.p50" for what in ("append", "read", "load_run", "force_flush")],
+        {"1000 checkpoints", "10000 checkpoints", "100000 checkpoints"},
+    ),
+    "coalescing": (
+        [f"coalescing_t250_r5_w{ms}ms.per_{what}" for ms in (100, 500) for what in ("transaction", "row")],
+        {"unbuffered"},
+    ),
+}
+_MORE_IS_BETTER = {"1/s", "checkpoints/transaction", "checkpoints/row"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One small run of all rows: the folder of its results, and what it printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    command = [sys.executable, "-m", "bench", "--scale", "0.002", "--rounds", "1", "--results", str(folder)]
+    environment = {name: value for name, value in os.environ.items() if name != "BUFSTORE_DATA"}
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, done.stdout
+
+
+@pytest.fixture(scope="module")
+def results(run: tuple[Path, str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run[0] / "latest.json").read_text())
+    return found
+
+
+def test_the_results_have_their_form(results: dict[str, Any]) -> None:
+    assert set(results) == {"machine", "benchmarks"}
+    names = [entry["name"] for entry in results["benchmarks"]]
+    assert len(set(names)) == len(names)
+    for entry in results["benchmarks"]:
+        assert list(entry) == ["name", "unit", "ours", "baselines", "ratios"]
+        assert entry["ours"] > 0, entry
+        assert set(entry["ratios"]) == set(entry["baselines"]) != set()
+        for baseline, value in entry["baselines"].items():
+            assert value > 0, (entry, baseline)
+            expected = entry["ours"] / value if entry["unit"] in _MORE_IS_BETTER else value / entry["ours"]
+            assert entry["ratios"][baseline] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("row", _ROWS)
+def test_each_row_has_ours_and_its_baselines(row: str, results: dict[str, Any]) -> None:
+    entries = {entry["name"]: entry for entry in results["benchmarks"]}
+    names, baselines = _ROWS[row]
+    for name in names:
+        assert baselines <= set(entries[name]["baselines"]), name
+
+
+def test_both_promised_the_same_and_say_so(run: tuple[Path, str], results: dict[str, Any]) -> None:
+    durability = results["machine"]["durability"]
+    assert durability["nats"] == "sync_interval: always"
+    assert (durability["fsync"], durability["synchronous_commit"]) == ("on", "on")
+    assert "sync_interval: always" in run[1]
+    assert results["machine"]["conversations"] == "generated"
+
+
+def test_the_table_says_of_every_target_whether_it_was_met(run: tuple[Path, str], results: dict[str, Any]) -> None:
+    sys.path.insert(0, str(_ROOT))
+    try:
+        from bench.targets import TARGETS, verdicts
+    finally:
+        sys.path.remove(str(_ROOT))
+    entries = {entry["name"]: entry for entry in results["benchmarks"]}
+    for name, wanted in TARGETS.items():
+        assert {baseline for baseline, _, _ in verdicts(entries[name])} == set(wanted), name
+    assert f" of {sum(map(len, TARGETS.values()))} targets met" in run[1]
+
+
+def test_the_plots_are_drawn_from_the_results(run: tuple[Path, str]) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("latency", "throughput", "growth", "coalescing"):
+        assert (run[0] / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_that_does_not_exist_is_refused() -> None:
+    command = [sys.executable, "-m", "bench", "no-such-row"]
+    done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "no such row: no-such-row" in done.stderr

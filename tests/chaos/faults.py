@@ -1,0 +1,345 @@
+"""The kinds of fault: each an async context, inject at its beginning, heal at its end, and what it touches.
+
+Faults that touch the same thing are not injected at the same time. A fault gets the site and a random source of its
+own, so that the seed alone decides whom it hits. `yield` gives what to note of it, once it is in effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+import psycopg
+
+from bufstore.buffer.entry import Base, Entry, encode
+from chaos.site import FAILOVER_WINDOW_S, LEASE_S, LOG, PARTITIONS, SCHEMA, Process, Site
+from helpers import eventually
+
+Inject = Callable[[Site, random.Random], AbstractAsyncContextManager[str]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault."""
+
+    name: str
+    #: Kinds that share a word exclude each other.
+    touches: frozenset[str]
+    inject: Inject
+    #: Whether it is injected with no other fault, because what follows is measured.
+    alone: bool = False
+    #: Whether it can be done on this site.
+    possible: Callable[[Site], bool] = lambda _: True
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def _kind(
+    name: str, *touches: str, alone: bool = False, possible: Callable[[Site], bool] = lambda _: True
+) -> Callable[[Callable[[Site, random.Random], AsyncIterator[str]]], Inject]:
+    def register(function: Callable[[Site, random.Random], AsyncIterator[str]]) -> Inject:
+        inject = asynccontextmanager(function)
+        KINDS[name] = Kind(name, frozenset(touches), inject, alone, possible)
+        return inject
+
+    return register
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def _one(site: Site, chance: random.Random, role: str) -> Process:
+    return chance.choice([p for p in site.processes if p.role == role])
+
+
+def _killing(role: str, *, alone: bool) -> None:
+    @_kind(f"kill {role}", role, alone=alone)
+    async def kill(site: Site, chance: random.Random) -> AsyncIterator[str]:
+        process = _one(site, chance, role)
+        if role == "flusher":
+            process = await _kill_and_measure(site, process)
+        else:
+            await process.kill()
+        try:
+            yield process.name
+        finally:
+            await process.start()
+
+
+async def _kill_and_measure(site: Site, process: Process) -> Process:
+    """Kill a flusher, another one if this one has no partition; measure how long its partitions are not flushed."""
+    before = {p: seq for p, (_, seq) in (await site.persist(site.cursors)).items()}
+    rows = await site.persist(lambda: site.sql(f"SELECT partition, owner FROM {SCHEMA}.buffer_partitions"))
+
+    def owned(by: Process) -> set[int]:
+        started = site.started(by)
+        return {p for p, owner in rows if started is not None and owner == started.member}
+
+    others = [p for p in site.processes if p.role == process.role]
+    process = next((p for p in (process, *others) if owned(p)), process)
+    missing = owned(process)
+    await process.kill()
+    killed = time.monotonic()
+    await asyncio.sleep(0.5)  # so that something is there that it cannot have flushed
+    ends = await site.persist(site.ends)
+
+    async def flushed() -> bool:
+        now = await site.persist(site.cursors)
+        return all(now[p][1] >= ends.get(p, before[p]) for p in missing)
+
+    with contextlib.suppress(TimeoutError):
+        await eventually(flushed, 30)
+    if missing:
+        site.flusher_kills.append(time.monotonic() - killed)
+    return process
+
+
+def _stopping(role: str) -> None:
+    @_kind(f"stop {role}", role)
+    async def stop(site: Site, chance: random.Random) -> AsyncIterator[str]:
+        process = _one(site, chance, role)
+        process.send(signal.SIGSTOP)
+        if role == "flusher":
+            await asyncio.sleep(LEASE_S + 1)  # long enough that another takes over, and this one wakes up as a zombie
+        try:
+            yield process.name
+        finally:
+            process.send(signal.SIGCONT)
+
+
+for _role in ("writer", "flusher", "reader", "all"):
+    _killing(_role, alone=_role in ("writer", "flusher"))
+    _stopping(_role)
+
+
+@_kind("clock steps", "clock")
+async def _clock(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    chosen = [p for p in site.processes if chance.random() < 0.7]
+    for process in chosen:
+        process.send(signal.SIGUSR1)
+    yield " ".join(p.name for p in chosen)
+
+
+# --- servers ------------------------------------------------------------------------------------------------------
+
+
+def _serving(name: str) -> None:
+    @_kind(f"restart {name}", name)
+    async def restart(site: Site, chance: random.Random) -> AsyncIterator[str]:
+        server = getattr(site.servers, name)
+        await asyncio.to_thread(server.stop)
+        try:
+            yield ""
+        finally:
+            await asyncio.to_thread(server.start)
+
+    @_kind(f"kill {name}", name)
+    async def kill(site: Site, chance: random.Random) -> AsyncIterator[str]:
+        server = getattr(site.servers, name)
+        await asyncio.to_thread(server.kill)
+        try:
+            yield ""
+        finally:
+            await asyncio.to_thread(server.start)
+
+    @_kind(f"stop {name}", name)
+    async def stop(site: Site, chance: random.Random) -> AsyncIterator[str]:
+        server = getattr(site.servers, name)
+        await asyncio.to_thread(server.pause)
+        try:
+            yield ""
+        finally:
+            await asyncio.to_thread(server.resume)
+
+
+_serving("nats")
+_serving("postgres")
+
+
+# --- the network --------------------------------------------------------------------------------------------------
+
+
+def _network(name: str, server: str, begin: Callable[[Site, random.Random, str], None]) -> None:
+    """A fault of the proxies of one server: of the clients', the flushers', or both."""
+
+    @_kind(name, f"net {server}")
+    async def fault(site: Site, chance: random.Random) -> AsyncIterator[str]:
+        sides = chance.choice((["clients"], ["flushers"], ["clients", "flushers"]))
+        for side in sides:
+            begin(site, chance, f"{server} {side}")
+        try:
+            yield " and ".join(sides)
+        finally:
+            for side in sides:
+                site.proxies[f"{server} {side}"].heal()
+
+
+def _cut(site: Site, chance: random.Random, proxy: str) -> None:
+    site.proxies[proxy].refuse = chance.random() < 0.7
+    site.proxies[proxy].cut()
+
+
+def _drop_replies(site: Site, chance: random.Random, proxy: str) -> None:
+    site.proxies[proxy].drop_replies = True
+
+
+def _slow(site: Site, chance: random.Random, proxy: str) -> None:
+    for flow in (site.proxies[proxy].to_server, site.proxies[proxy].to_client):
+        flow.delay_s = chance.uniform(0.02, 0.3)
+
+
+def _narrow(site: Site, chance: random.Random, proxy: str) -> None:
+    for flow in (site.proxies[proxy].to_server, site.proxies[proxy].to_client):
+        flow.bytes_per_s = chance.uniform(20_000, 200_000)
+
+
+def _half_open(site: Site, chance: random.Random, proxy: str) -> None:
+    chance.choice((site.proxies[proxy].to_server, site.proxies[proxy].to_client)).hold()
+
+
+def _lossy(site: Site, chance: random.Random, proxy: str) -> None:
+    chance.choice((site.proxies[proxy].to_server, site.proxies[proxy].to_client)).swallow = True
+
+
+for _server in ("nats", "postgres"):
+    _network(f"cut {_server}", _server, _cut)
+    _network(f"slow link to {_server}", _server, _slow)
+    _network(f"narrow link to {_server}", _server, _narrow)
+    _network(f"half-open link to {_server}", _server, _half_open)
+    _network(f"bytes to or from {_server} lost", _server, _lossy)
+_network("publish acks lost", "nats", _drop_replies)
+_network("replies to COMMIT lost", "postgres", _drop_replies)
+
+
+# --- what the servers hold ----------------------------------------------------------------------------------------
+
+
+@_kind("stream full", "nats")
+async def _stream_full(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    info = await site.persist(lambda: site.api("STREAM.INFO.CHAOS"))
+    limit = info["state"]["bytes"] + chance.randint(10_000, 100_000)
+    await site.persist(lambda: site.api("STREAM.UPDATE.CHAOS", info["config"] | {"max_bytes": limit}))
+    try:
+        yield f"{limit} bytes"
+    finally:
+        wide = info["config"] | {"max_bytes": LOG["max_bytes"]}
+        await site.persist(lambda: site.api("STREAM.UPDATE.CHAOS", wide))
+
+
+@_kind("disk of Postgres full", "postgres", possible=lambda site: site.small_disk is not None)
+async def _disk_full(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    assert site.small_disk is not None
+    ballast = site.small_disk / "ballast"
+    size = 0
+
+    def fill() -> None:
+        nonlocal size
+        with ballast.open("wb") as file:
+            for piece in (16 << 20, 1 << 20, 64 << 10, 4 << 10):
+                with contextlib.suppress(OSError):  # no space left
+                    while True:
+                        os.posix_fallocate(file.fileno(), size, piece)
+                        size += piece
+
+    await asyncio.to_thread(fill)
+    try:
+        yield f"{size} bytes were free"
+    finally:
+        ballast.unlink()
+
+
+@_kind("consumers deleted", "nats")
+async def _consumers(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    names = (await site.persist(lambda: site.api("CONSUMER.NAMES.CHAOS"))).get("consumers") or []
+    for name in names:
+        with contextlib.suppress(RuntimeError):  # its owner was faster
+            await site.api(f"CONSUMER.DELETE.CHAOS.{name}")
+    yield f"{len(names)} consumers"
+
+
+@_kind("hot bucket deleted", "nats")
+async def _bucket(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    with contextlib.suppress(RuntimeError):
+        await site.api(f"STREAM.DELETE.KV_{LOG['bucket']}")
+    yield ""
+
+
+@_kind("flushed entries purged", "nats")
+async def _purged(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    """Like an operator who makes room: only what was flushed long enough ago may go, below the cursor."""
+    old = [c for t, c in site.cursor_past if t < time.monotonic() - FAILOVER_WINDOW_S]
+    count = 0
+    for partition in range(PARTITIONS) if old else ():
+        _, seq = old[-1].get(partition, (0, 0))
+        if seq:
+            body = {"filter": site.subjects.of_partition(partition), "seq": seq}
+            count += (await site.persist(lambda b=body: site.api("STREAM.PURGE.CHAOS", b)))["purged"]  # type: ignore[misc]
+    yield f"{count} entries"
+
+
+@_kind("poison published", "nats", "postgres")
+async def _poison(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    rows = await site.persist(
+        lambda: site.sql(
+            f"SELECT thread_id FROM {SCHEMA}.buffer_threads WHERE thread_id LIKE 'own-%' OR thread_id LIKE 'whole-%'"
+            " ORDER BY flushed_seq DESC LIMIT 40"
+        )
+    )
+    threads = [thread for (thread,) in rows]
+    for thread in chance.sample(threads, min(4, len(threads))):
+        body, header = _no_entry(chance)
+        await site.publish(thread, site.subjects.of(thread), body, header)
+    await site.publish(None, f"{LOG['subject']}.{chance.randrange(PARTITIONS)}.no+thread", b"nobody's", None)
+    yield " ".join(threads[:4])
+
+
+def _no_entry(chance: random.Random) -> tuple[bytes, str | None]:
+    entry = Entry(
+        id=chance.getrandbits(62) + 1, prev_id=1, base=Base.CHAINED, seen=0, version=1, self_contained=True, ring=b"",
+        payload=b"a payload of no kind",
+    )  # fmt: skip
+    ((header, body),) = encode(entry, 1 << 20)
+    garbage = chance.randbytes(chance.randint(0, 2000))
+    return chance.choice(
+        [
+            (garbage, None),
+            (garbage, "1.00000000.AAAA"),
+            (body[:-3], header),  # truncated
+            (body, "9" + header[1:]),  # of a later release
+            (body, header),  # readable, up to its payload
+        ]
+    )
+
+
+@_kind("rows locked", "postgres")
+async def _locked(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    async with await psycopg.AsyncConnection.connect(site.servers.postgres.dsn) as connection:
+        cursor = await connection.execute(
+            f"SELECT thread_id FROM {SCHEMA}.buffer_threads ORDER BY flushed_seq DESC LIMIT 20 FOR UPDATE"
+        )
+        rows = await cursor.fetchall()
+        yield f"{len(rows)} threads"
+        await connection.rollback()
+
+
+@_kind("connections of Postgres terminated", "postgres")
+async def _terminated(site: Site, chance: random.Random) -> AsyncIterator[str]:
+    count = 0
+    for _ in range(3):
+        rows = await site.persist(
+            lambda: site.sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE backend_type = 'client backend' AND application_name = 'bufstore'"
+            )
+        )
+        count += len(rows)
+        await asyncio.sleep(0.2)
+    yield f"{count} connections"

@@ -1,0 +1,248 @@
+"""What happened in a chaos run: one JSON line per event, each process its own file, and the whole read back.
+
+A line is written with one system call before (`Begin`) and after (`End`) what it tells of, so a SIGKILL loses none.
+Times are of the monotonic clock, which all processes of a machine share. The workload is made to be checked: each name
+is written once in the whole run, a message is a name, and a thread's messages show the order in which writes took
+effect.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+#: The first word of a thread's id says what is done with it.
+SHARED, OWN, WHOLE, EDITED = "shared", "own", "whole", "edited"
+
+
+class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all lines."""
+
+
+class Started(_Event, tag="started"):
+    """A process is ready."""
+
+    t: float
+    process: str
+    pid: int
+    #: Its flusher's name, as Postgres knows it; empty without a flusher.
+    member: str
+
+
+class Begin(_Event, tag="begin"):
+    """A write begins: `names` are the new ones that it adds (or those that it removes)."""
+
+    t: float
+    process: str
+    op: int
+    thread: str
+    #: append, whole, retry; add, remove, drop, saw in threads that are edited.
+    kind: str
+    names: tuple[str, ...]
+
+
+class End(_Event, tag="end"):
+    """A write has ended: ok, rejected (not stored) or unknown."""
+
+    t: float
+    process: str
+    op: int
+    outcome: str
+    seq: int = 0
+
+
+class Read(_Event, tag="read"):
+    """A read and what it showed; `names` None: no such thread."""
+
+    process: str
+    thread: str
+    level: str
+    at_least: int
+    began: float
+    ended: float
+    names: tuple[str, ...] | None
+
+
+class Failed(_Event, tag="failed"):
+    """A call that raised."""
+
+    process: str
+    call: str
+    began: float
+    ended: float
+    error: str
+    text: str
+
+
+class Fault(_Event, tag="fault"):
+    """A fault is about to begin ("begin"), has begun ("inject"), or is over ("heal")."""
+
+    t: float
+    kind: str
+    what: str
+    detail: str = ""
+
+
+class Poison(_Event, tag="poison"):
+    """Something was published that is no entry."""
+
+    t: float
+    thread: str | None
+    seq: int
+    body: bytes
+
+
+class Sample(_Event, tag="sample"):
+    """Seen from outside, in this order: the ack floors, the cursors and watermarks, the log's end."""
+
+    t: float
+    floors: dict[int, int]
+    #: Per partition, term and position.
+    cursors: dict[int, tuple[int, int]]
+    watermarks: dict[str, int]
+    end: int
+    log_bytes: int
+    #: Memory of the processes.
+    rss: dict[str, int]
+
+
+class Recovery(_Event, tag="recovery"):
+    """How long after the heal of a phase things went on; None: not within the time that was waited."""
+
+    t: float
+    kinds: tuple[str, ...]
+    #: Until every partition with a backlog had moved.
+    flushing_s: float | None
+    #: Until everything that was in the log at the heal was flushed.
+    caught_up_s: float | None
+
+
+Event = Started | Begin | End | Read | Failed | Fault | Poison | Sample | Recovery
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Event)
+
+
+class Recorder:
+    """Appends events to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+
+    def write(self, event: Event) -> None:
+        """Append; what is returned from is not lost with the process."""
+        os.write(self._file, _encoder.encode(event) + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def load(paths: Iterable[Path]) -> History:
+    """The history that these files tell."""
+
+    def events() -> Iterable[Event]:
+        for path in paths:
+            with path.open("rb") as lines:
+                for line in lines:
+                    if line.endswith(b"\n"):  # else cut off by a SIGKILL
+                        yield _decoder.decode(line)
+
+    return History.of(events())
+
+
+@dataclass
+class Op:
+    """A write, from its beginning to its end, if it had one."""
+
+    process: str
+    thread: str
+    kind: str
+    names: tuple[str, ...]
+    began: float
+    number: int = 0
+    ended: float = math.inf
+    outcome: str = "unknown"
+    seq: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it was acknowledged."""
+        return self.outcome == "ok"
+
+
+@dataclass
+class ThreadHistory:
+    """What was done with a thread, and what was seen of it."""
+
+    ops: list[Op] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+
+
+@dataclass
+class History:
+    """A whole run."""
+
+    threads: dict[str, ThreadHistory] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
+    poisons: list[Poison] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    failures: list[Failed] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+    started: list[Started] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> History:
+        """The history of these events; those of one process in their order."""
+        self = cls()
+        open_: dict[tuple[str, int], Op] = {}
+        plain: dict[type, list[Any]] = {
+            Sample: self.samples,
+            Poison: self.poisons,
+            Fault: self.faults,
+            Failed: self.failures,
+            Recovery: self.recoveries,
+            Started: self.started,
+        }
+        for event in events:
+            if isinstance(event, Begin):
+                op = Op(event.process, event.thread, event.kind, event.names, event.t, event.op)
+                open_[event.process, event.op] = op
+                self.threads.setdefault(event.thread, ThreadHistory()).ops.append(op)
+            elif isinstance(event, End):
+                op = open_.pop((event.process, event.op))
+                op.ended, op.outcome, op.seq = event.t, event.outcome, event.seq
+            elif isinstance(event, Read):
+                self.threads.setdefault(event.thread, ThreadHistory()).reads.append(event)
+            else:
+                plain[type(event)].append(event)
+        for thread in self.threads.values():
+            thread.ops.sort(key=lambda o: o.began)
+            thread.reads.sort(key=lambda r: r.began)
+        return self
+
+    @property
+    def acknowledged(self) -> int:
+        """How many writes were acknowledged; a read in between and a retry of an old one are none."""
+        return sum(o.ok and o.kind not in ("saw", "retry") for t in self.threads.values() for o in t.ops)
+
+
+class ParkedEntry(msgspec.Struct, frozen=True):
+    """An entry in quarantine at the end."""
+
+    thread: str | None
+    body: bytes
+
+
+@dataclass
+class Final:
+    """What Postgres holds when everything is flushed."""
+
+    messages: dict[str, list[str]]
+    quarantined: dict[int, ParkedEntry] = field(default_factory=dict)

@@ -1,0 +1,137 @@
+"""Three nats-servers of one JetStream cluster, whose nodes speak to each other through proxies that a test can cut."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from contextlib import AsyncExitStack
+from itertools import permutations
+from pathlib import Path
+from typing import Any, Self
+
+from bufstore import BufferedThreadStore, BufstoreError, NatsConfig
+from bufstore.embedded import NatsServer
+from bufstore.testing.fault_proxy import FaultProxy
+from conftest import Deployment
+from helpers import eventually
+
+_NODES = 3
+#: Who learns of a node from another one connects here: to nobody. So all routes pass through a proxy.
+_NOWHERE = "127.0.0.1:1"
+
+
+class Cluster:
+    """Servers n0 to n2; a user "all" that each of them knows. Use it in an ``async with`` block."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._exits = AsyncExitStack()
+        #: From which node to which.
+        self._routes: dict[tuple[int, int], FaultProxy] = {}
+        self.servers: list[NatsServer] = []
+
+    async def __aenter__(self) -> Self:
+        ports = _free_ports(_NODES)
+        for i, j in permutations(range(_NODES), 2):
+            self._routes[i, j] = await self._exits.enter_async_context(FaultProxy("127.0.0.1", ports[j]))
+        for i, port in enumerate(ports):
+            routes = ", ".join(f'"nats://127.0.0.1:{p.port}"' for (a, _), p in self._routes.items() if a == i)
+            config = (
+                f"server_name: n{i}\n"
+                f'cluster {{ name: c, listen: "127.0.0.1:{port}", advertise: "{_NOWHERE}", routes: [{routes}] }}\n'
+            )
+            server = NatsServer(self._folder / f"n{i}", extra_config=config)
+            # Its password is made at its first start, and has to stand beside that of the user that all nodes know.
+            await asyncio.to_thread(server.start)
+            await asyncio.to_thread(server.stop)
+            password = server.url.partition("bufstore:")[2].partition("@")[0]
+            server.extra_config += (
+                f'authorization {{ users: [ {{ user: bufstore, password: "{password}" }}, '
+                "{ user: all, password: all } ] }\n"
+            )
+            self.servers.append(server)
+        self._exits.push_async_callback(self._stop)
+        await asyncio.gather(*(asyncio.to_thread(s.start) for s in self.servers))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._exits.aclose()
+
+    async def _stop(self) -> None:
+        self.heal()
+        await asyncio.gather(*(asyncio.to_thread(s.stop) for s in self.servers))
+
+    def nats(self, *nodes: int) -> NatsConfig:
+        """For clients of these nodes (of all, if none is named)."""
+        chosen = [self.servers[i] for i in nodes] or self.servers
+        return NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in chosen], user="all", password="all")
+
+    def isolate(self, node: int, *, silently: bool) -> None:
+        """Cut one node off from the others: connections are reset, or (`silently`) nothing passes through them."""
+        for pair, proxy in self._routes.items():
+            if node in pair:
+                if silently:
+                    proxy.to_server.hold()
+                    proxy.to_client.hold()
+                else:
+                    proxy.refuse = True
+                    proxy.cut()
+
+    def heal(self) -> None:
+        """Join what was cut; what was sent into a connection that nothing passed through arrives late."""
+        for proxy in self._routes.values():
+            proxy.heal()
+
+    def wipe(self, node: int) -> None:
+        """Take all streams away from a node that is stopped."""
+        shutil.rmtree(self.servers[node].data / "jetstream")
+
+    async def open(self, deployment: Deployment, *nodes: int, **options: Any) -> BufferedThreadStore:
+        """An instance on the cluster, once that has elected who answers."""
+
+        async def opened() -> BufferedThreadStore | None:
+            try:
+                return await BufferedThreadStore.open(
+                    deployment.inner(), nats=self.nats(*nodes), config=deployment.config(**options)
+                )
+            except BufstoreError:
+                return None
+
+        store: BufferedThreadStore = await eventually(opened, 60)
+        return store
+
+
+async def leader_of(store: Any, deployment: Deployment) -> int:
+    """Which node leads the log, as soon as one does."""
+
+    async def asked() -> str:
+        try:
+            info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        except BufstoreError:
+            return ""
+        return str(info["cluster"].get("leader") or "")
+
+    leader: str = await eventually(asked, 60)
+    return int(leader[1:])
+
+
+async def replicas_current(store: Any, deployment: Deployment) -> bool:
+    """Whether every replica of the log has all that the leader has."""
+    try:
+        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+    except BufstoreError:
+        return False
+    followers = info["cluster"].get("replicas") or ()
+    return len(followers) == _NODES - 1 and all(f["current"] and not f.get("offline") for f in followers)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()

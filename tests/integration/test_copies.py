@@ -1,0 +1,202 @@
+"""Servers that come back as an older copy of themselves: a Postgres failover that misses commits, a log restored."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bufstore import BufferedThreadStore, BufstoreError, Consistency, LogRolledBack
+from bufstore.embedded import Servers
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of
+from load import PATIENCE, Load
+
+
+def _copy(folder: Path, to: Path) -> None:
+    """With owners and modes, as Postgres wants them."""
+    subprocess.run(["cp", "-a", str(folder), str(to)], check=True)
+
+
+def _put_back(copy: Path, folder: Path) -> None:
+    shutil.rmtree(folder)
+    _copy(copy, folder)
+
+
+def _copy_of_postgres(servers: Servers, to: Path) -> Callable[[], None]:
+    """Copy the data now; what puts the copy in the server's place, after the server was killed."""
+    folder = servers.postgres.data / "cluster"
+    servers.postgres.stop()
+    _copy(folder, to)
+    servers.postgres.start()
+
+    def fail_over() -> None:
+        servers.postgres.kill()
+        servers.postgres.stop()
+        _put_back(to, folder)
+        servers.postgres.start()
+
+    return fail_over
+
+
+def _copy_of_nats(servers: Servers, to: Path) -> Callable[[], None]:
+    """The same of the log."""
+    folder = servers.nats.data / "jetstream"
+    servers.nats.stop()
+    _copy(folder, to)
+    servers.nats.start()
+
+    def restore() -> None:
+        servers.nats.stop()
+        _put_back(to, folder)
+        servers.nats.start()
+
+    return restore
+
+
+async def test_a_failover_to_a_copy_that_misses_commits_loses_nothing(own_servers: Servers, tmp_path: Path) -> None:
+    """What the copy misses was acked and reported as flushed; the log still has it."""
+    deployment = Deployment(own_servers)
+    async with deployment.store(**PATIENCE) as one, deployment.store(**PATIENCE) as two:
+        load = Load()
+        load.write(one, "one")
+        load.write(two, "two")
+        await load.acknowledged(100)
+        fail_over = await asyncio.to_thread(_copy_of_postgres, own_servers, tmp_path / "copy")
+        await load.acknowledged(200)
+        flushed = await _cursors(deployment)
+        await eventually(lambda: _passed(deployment, flushed))  # the copy misses commits
+        await asyncio.to_thread(fail_over)
+        await load.acknowledged(100)
+        await load.end()
+        await load.check(one)
+        assert (await one.health()).ok
+
+
+async def _cursors(deployment: Deployment) -> dict[int, int]:
+    sql = f"SELECT partition, cursor_seq FROM {deployment.name}.buffer_partitions"
+    return dict(await query(deployment.servers.postgres.dsn, sql))  # type: ignore[arg-type]
+
+
+async def _passed(deployment: Deployment, before: dict[int, int]) -> bool:
+    now = await _cursors(deployment)
+    return any(seq > before.get(p, 0) for p, seq in now.items())
+
+
+async def test_a_failover_is_noticed_where_nobody_writes_any_more(own_servers: Servers, tmp_path: Path) -> None:
+    """No flush meets the older cursor; all the same nothing is purged that the copy misses, and it gets it."""
+    deployment = Deployment(own_servers)
+    brief = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "failover_window_s": 8.0, "retain_after_flush_s": 8.0}
+    thread_id = fresh()
+    async with deployment.store(**brief) as store:
+        await store.checkpoint(thread_id, ["a"], run_of(thread_id))
+        await store.force_flush(thread_id)
+        fail_over = await asyncio.to_thread(_copy_of_postgres, own_servers, tmp_path / "copy")
+        await eventually(lambda: _appended(store, thread_id, "b"))
+        await store.force_flush(thread_id)
+        await asyncio.to_thread(fail_over)
+
+        async def applied_again() -> bool:
+            try:
+                found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+            except BufstoreError:
+                return False
+            return found == ["a", "b"]
+
+        await eventually(applied_again)
+
+
+async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_servers: Servers, tmp_path: Path) -> None:
+    deployment = Deployment(own_servers)
+    deployment.verified = False
+    brief = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "failover_window_s": 1.0, "retain_after_flush_s": 1.0}
+    thread_id = fresh()
+    async with deployment.store(**brief) as store:
+        await store.checkpoint(thread_id, ["a"], run_of(thread_id))
+        await store.force_flush(thread_id)
+        fail_over = await asyncio.to_thread(_copy_of_postgres, own_servers, tmp_path / "copy")
+        for n in range(3):
+            await eventually(lambda n=n: _appended(store, thread_id, f"{n}"))  # type: ignore[misc]
+            await store.force_flush(thread_id)
+            subject = store._subjects.of(thread_id)
+            await eventually(lambda s=subject: _only_last(store, s))  # type: ignore[misc]
+        await asyncio.to_thread(fail_over)
+        trouble = await eventually(lambda: _trouble(store))
+        assert "no longer holds the entry at the cursor" in trouble
+        # Nothing of it is overwritten while an operator decides.
+        rows = await query(own_servers.postgres.dsn, f"SELECT applied_id FROM {deployment.name}.buffer_threads")
+        assert len(rows) == 1
+
+
+async def _appended(store: BufferedThreadStore, thread_id: str, message: str) -> bool:
+    try:
+        await store.checkpoint_append(thread_id, [message], run_of(thread_id), idempotency_key=message)
+    except BufstoreError:
+        return False
+    return True
+
+
+async def _only_last(store: BufferedThreadStore, subject: str) -> bool:
+    return len(await store._log.after(subject, 0, 5.0)) == 1
+
+
+async def _trouble(store: BufferedThreadStore) -> str:
+    return (await store.health()).flusher
+
+
+async def test_a_log_restored_from_an_older_copy_takes_no_writes(own_servers: Servers, tmp_path: Path) -> None:
+    """Neither from a process that has seen more of it, nor from a new one: Postgres would take them for old ones."""
+    deployment = Deployment(own_servers)
+    deployment.verified = False
+    old, new = fresh("old"), fresh("new")
+    async with deployment.store(**PATIENCE) as store:
+        await store.checkpoint(old, ["a"], run_of(old))
+        await store.force_flush(old)
+        restore = await asyncio.to_thread(_copy_of_nats, own_servers, tmp_path / "copy")
+        for n in range(5):
+            await eventually(lambda n=n: _appended(store, old, f"{n}"))  # type: ignore[misc]
+        await store.force_flush(old)
+        await asyncio.to_thread(restore)
+
+        async def refused() -> bool:
+            try:
+                await store.checkpoint(new, ["b"], run_of(new))
+            except LogRolledBack:
+                return True
+            except BufstoreError:
+                return False
+            raise AssertionError("a log that went back has taken a write")
+
+        await eventually(refused)
+    with pytest.raises(LogRolledBack, match=" ends at "):
+        async with deployment.store(**PATIENCE) as store:
+            await store.checkpoint(new, ["b"], run_of(new))
+
+
+async def test_log_and_postgres_restored_from_copies_meet_where_the_log_ends(
+    own_servers: Servers, tmp_path: Path
+) -> None:
+    """The copy of Postgres is the older one: what the log's copy holds above it is applied again."""
+    deployment = Deployment(own_servers)
+    thread_id = fresh()
+    async with deployment.store(**PATIENCE) as store:
+        await store.checkpoint(thread_id, ["a"], run_of(thread_id))
+        await store.force_flush(thread_id)
+        fail_over = await asyncio.to_thread(_copy_of_postgres, own_servers, tmp_path / "postgres")
+        for n in range(5):
+            await eventually(lambda n=n: _appended(store, thread_id, f"{n}"))  # type: ignore[misc]
+        await store.force_flush(thread_id)
+        restore = await asyncio.to_thread(_copy_of_nats, own_servers, tmp_path / "nats")
+        await eventually(lambda: _appended(store, thread_id, "gone with both copies"))
+        await store.force_flush(thread_id)
+    await asyncio.to_thread(fail_over)
+    await asyncio.to_thread(restore)
+    async with deployment.store(**PATIENCE) as store:
+        await store.force_flush(thread_id)
+        found: Any = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+        assert found == ["a", "0", "1", "2", "3", "4"]

@@ -1,0 +1,129 @@
+"""Faults of a three-node NATS cluster in a row, under load: `python -m sweep.nodes --seconds N [--seed N]`.
+
+Each fault is over, and writes are acknowledged again, before the next one comes; in the end everything is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bufstore import BufferedThreadStore, Consistency
+from bufstore.embedded import Servers
+from cluster import Cluster, leader_of, replicas_current
+from conftest import Deployment
+from helpers import eventually
+from load import PATIENCE, Load
+
+
+class Faults:
+    """What can happen to a cluster; each ends with the cluster whole."""
+
+    def __init__(self, cluster: Cluster, load: Load, store: BufferedThreadStore, deployment: Deployment) -> None:
+        self._cluster = cluster
+        self._load = load
+        self._store = store
+        self._deployment = deployment
+
+    async def kill(self, node: int) -> None:
+        """SIGKILL and start again."""
+        server = self._cluster.servers[node]
+        await asyncio.to_thread(server.kill)
+        await self._load.acknowledged(50, 120)
+        await asyncio.to_thread(server.start)
+
+    async def wipe(self, node: int) -> None:
+        """SIGKILL, and it comes back empty."""
+        server = self._cluster.servers[node]
+        await asyncio.to_thread(server.kill)
+        await self._load.acknowledged(50, 120)
+        await asyncio.to_thread(server.stop)
+        self._cluster.wipe(node)
+        await asyncio.to_thread(server.start)
+
+    async def hang(self, node: int) -> None:
+        """SIGSTOP for a while."""
+        server = self._cluster.servers[node]
+        await asyncio.to_thread(server.pause)
+        try:
+            await self._load.acknowledged(50, 120)
+        finally:
+            await asyncio.to_thread(server.resume)
+
+    async def reset(self, node: int) -> None:
+        """Cut off from the others, with its clients."""
+        self._cluster.isolate(node, silently=False)
+        await self._load.acknowledged(50, 120)
+        self._cluster.heal()
+
+    async def silence(self, node: int) -> None:
+        """The same; no connection is reset, and what was sent arrives late."""
+        self._cluster.isolate(node, silently=True)
+        await self._load.acknowledged(50, 120)
+        self._cluster.heal()
+
+    async def whole(self) -> None:
+        """Wait until all nodes have all."""
+        await eventually(lambda: replicas_current(self._store, self._deployment), 120)
+        await self._load.acknowledged(50, 120)
+
+
+async def run(seconds: float, seed: int) -> None:
+    """Raises when something is not as it must be."""
+    chance = random.Random(seed)
+    count: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder, Servers() as servers:
+        async with Cluster(Path(folder)) as cluster:
+            deployment = Deployment(servers, replicas=3)
+            stores = [await cluster.open(deployment, *nodes, **PATIENCE) for nodes in ((), (0,), (1, 2))]
+            load = Load()
+            for number, store in enumerate(stores):
+                load.write(store, f"w{number}")
+            for number, store in enumerate(stores):
+                load.read(store, f"r{number}", Consistency.STRONG)
+            faults = Faults(cluster, load, stores[0], deployment)
+            kinds: list[Callable[[int], Awaitable[Any]]] = [
+                faults.kill, faults.wipe, faults.hang, faults.reset, faults.silence,
+            ]  # fmt: skip
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                fault = chance.choice(kinds)
+                leader = await leader_of(stores[0], deployment)
+                node = leader if chance.random() < 0.6 else chance.choice(sorted({0, 1, 2} - {leader}))
+                what = f"{fault.__name__} {'leader' if node == leader else 'follower'}"  # type: ignore[attr-defined]
+                began = time.monotonic()
+                await fault(node)
+                await faults.whole()
+                count[what] += 1
+                print(f"{what:<18}n{node} {time.monotonic() - began:6.1f} s, {load.history.acknowledged} acknowledged")
+            await load.end()
+            await load.check(stores[0])
+            for store in stores:
+                await store.aclose()
+    reads = sum(len(t.reads) for t in load.history.threads.values())
+    print(f"{sum(count.values())} faults, {load.history.acknowledged} acknowledged, {reads} Strong reads, seed {seed}:")
+    print("nothing lost, doubled, reordered or stale")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; its exit code."""
+    parser = argparse.ArgumentParser(prog="cluster")
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args(arguments)
+    logging.disable(logging.ERROR)  # of what is lost and found again there is much
+    asyncio.run(run(given.seconds, given.seed))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""A process with everything on its hands, that kills itself at one failpoint: `python -m sweep.worker OPTIONS`.
+
+One life: two instances on one log; threads that both append to, threads whose entries the store refuses and that are
+replayed or discarded, families that are deleted; then all is flushed and closed. What the life before it left without
+an outcome is repeated with its key first, as an application would do it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from bufstore import (
+    BufferConfig,
+    BufferedThreadStore,
+    BufstoreError,
+    Children,
+    LogConfig,
+    LogFull,
+    LogUnavailable,
+    NotFound,
+    OutcomeUnknown,
+    PostgresThreadStore,
+    ReadNotFresh,
+    Receipt,
+    Run,
+    StoreUnavailable,
+    failpoints,
+)
+from bufstore.failpoints import Failpoint
+from chaos.history import EDITED, SHARED, Begin, End, Read, Recorder, load
+
+_THREADS = 10
+_APPENDS = 12
+#: Retrying these with the same key is safe.
+_TRANSIENT = (OutcomeUnknown, LogUnavailable, LogFull, StoreUnavailable, ReadNotFresh)
+
+
+class Refusing(PostgresThreadStore):
+    """Refuses messages with a mark, as a table's constraint would, until it is mended."""
+
+    mended = False
+
+    async def apply(self, connection: Any, batch: Any) -> None:
+        if not self.mended and any(b"poison" in m for c in batch for m in c.messages):
+            await connection.execute("SELECT 1/0")
+        await super().apply(connection, batch)
+
+
+class Life:
+    """One life of the process."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        path = Path(options["history"])
+        #: Appends that a life before began and did not end.
+        self._open: list[tuple[str, str]] = []
+        for thread_id, t in load([path]).threads.items() if path.exists() else ():
+            ended = {o.names[0] for o in t.ops if o.kind in ("append", "retry") and o.outcome != "unknown"}
+            self._open += [(thread_id, o.names[0]) for o in t.ops if o.kind == "append" and o.names[0] not in ended]
+        self._life = options["life"]
+        self._process = f"life-{self._life}"
+        self._recorder = Recorder(path)
+        self._count = 0
+        self._visits = 0
+        self._stores: list[BufferedThreadStore] = []
+
+    def reached(self, point: Failpoint) -> None:
+        """The hook of the failpoints: die at the one that is asked for, at the visit that is asked for."""
+        if point != self._options["point"]:
+            return
+        self._visits += 1
+        if self._visits == self._options["visit"]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async def live(self) -> None:
+        """Work until it ends by itself, or at the failpoint."""
+        failpoints.active = self.reached
+        purging = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "failover_window_s": 2.0, "retain_after_flush_s": 2}
+        config = BufferConfig(
+            log=LogConfig(**self._options["log"]),
+            flush_interval_s=0.1,
+            lease_s=4,
+            **(purging if self._options["purging"] else {}),  # type: ignore[arg-type]
+        )
+        inner = [Refusing(self._options["postgres"], schema=self._options["schema"], pool_size=3) for _ in range(2)]
+        first = await BufferedThreadStore.open(inner[0], nats=self._options["nats"], config=config)
+        self._stores = [first]
+        # First of all: a thread remembers the keys of its last 16 entries.
+        await self._repeat()
+        async with asyncio.TaskGroup() as group:
+            second = await BufferedThreadStore.open(inner[1], nats=self._options["nats"], config=config)
+            self._stores.append(second)
+            for n in range(_THREADS):
+                group.create_task(self._talk(n))
+            group.create_task(self._poison(inner[0], first))
+            group.create_task(self._family())
+            group.create_task(self._close(second))
+        if self._options["purging"]:
+            await asyncio.sleep(3.0)
+        await first.aclose()
+        self._recorder.close()
+
+    async def _close(self, second: BufferedThreadStore) -> None:
+        """The second instance leaves while the first goes on."""
+        await asyncio.sleep(0.3)
+        self._stores.remove(second)
+        await second.aclose()
+
+    async def _repeat(self) -> None:
+        """What the life before left open. Deletions are not repeated: the next change of lineage has to care."""
+        for thread_id, name in self._open:
+            await self._append(thread_id, name, kind="retry")
+
+    async def _talk(self, n: int) -> None:
+        thread_id = f"{SHARED}-{n}"
+        for i in range(_APPENDS):
+            await self._append(thread_id, f"{self._process}.{n}.{i}")
+            if i % 5 == 4:
+                await self._read(thread_id)
+
+    async def _read(self, thread_id: str) -> None:
+        async def read() -> None:
+            began = time.monotonic()
+            names = await self._stores[0].load_messages(thread_id)
+            shown = tuple(names) if names is not None else None
+            self._recorder.write(Read(self._process, thread_id, "read-your-writes", 0, began, time.monotonic(), shown))
+
+        await self._patiently(read)
+
+    async def _append(self, thread_id: str, name: str, *, kind: str = "append") -> None:
+        """Append a message; its name is the idempotency key, so that it can be repeated in a later life."""
+        run = Run(run_id=f"run-of-{thread_id}", thread_id=thread_id)
+        receipt = await self._call(
+            kind, thread_id, [name],
+            lambda: self._stores[-1].checkpoint_append(thread_id, [name], run, idempotency_key=name),
+        )  # fmt: skip
+        if receipt is not None and receipt.repeated and kind != "retry":
+            await self._append(thread_id, name, kind="retry")
+
+    async def _poison(self, inner: Refusing, store: BufferedThreadStore) -> None:
+        """Entries that are parked, with others behind them; replayed or given up."""
+        for n, replayed in enumerate((True, False)):
+            threads = [f"poisoned-{self._life}-{n}-{i}" for i in range(2)]
+            for thread_id in threads:
+                await self._append(thread_id, f"{thread_id}.first")
+            # Together, so that a window has to be split to find out who is to blame.
+            await asyncio.gather(*(self._append_poison(t) for t in threads))
+            await self._patiently(lambda: store.force_flush_all(timeout_s=20))
+            for thread_id in threads:
+                if replayed:
+                    inner.mended = True
+                    await self._patiently(lambda t=thread_id: store.quarantine.replay_thread(t))  # type: ignore[misc]
+                    inner.mended = False
+                    continue
+                seqs = [p.seq for p in await store.quarantine.page(thread_id=thread_id)]
+                await self._call("discard", thread_id, [str(s) for s in seqs], lambda s=seqs: _discard(store, s))
+
+    async def _append_poison(self, thread_id: str) -> None:
+        for what in ("poison", "behind", "last"):
+            await self._append(thread_id, f"{thread_id}.{what}")
+
+    async def _family(self) -> None:
+        """Parent, two children and a grandchild are deleted together; then the parent's name is used anew."""
+        names = [f"{EDITED}-{self._life}-{who}" for who in ("parent", "child", "sibling", "grandchild")]
+        for name, parent in zip(names, (None, names[0], names[0], names[1]), strict=True):
+            await self._create(name, "old", parent)
+        await self._call("delete", names[0], names, lambda: _delete(self._stores[0], names[0]))
+        await self._create(names[0], "new", None)
+        # The next change of lineage.
+        await self._patiently(lambda: self._stores[0].set_parent(names[0], None))
+
+    async def _create(self, thread_id: str, message: str, parent: str | None) -> None:
+        run = Run(run_id=f"run-of-{thread_id}", thread_id=thread_id, parent_thread_id=parent)
+        await self._call(
+            "create", thread_id, [message],
+            lambda: self._stores[0].checkpoint(thread_id, [message], run, idempotency_key=message),
+        )  # fmt: skip
+
+    async def _call(
+        self, kind: str, thread_id: str, names: list[str], call: Callable[[], Awaitable[Receipt | None]]
+    ) -> Receipt | None:
+        self._count += 1
+        number = self._count
+        self._recorder.write(Begin(time.monotonic(), self._process, number, thread_id, kind, tuple(names)))
+        receipt = None
+        try:
+            receipt = await self._patiently(call)
+        except BufstoreError as e:
+            outcome = "rejected"
+            print(f"{kind} of {thread_id}: {type(e).__name__}: {e}", file=sys.stderr)
+        else:
+            # The receipt of a repeated call names the thread's last entry: who wants to know where it stands, asks.
+            outcome = "unknown" if receipt is not None and receipt.repeated and kind == "append" else "ok"
+        seq = receipt.thread_seq if receipt is not None else 0
+        self._recorder.write(End(time.monotonic(), self._process, number, outcome, seq))
+        return receipt
+
+    async def _patiently(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        while True:
+            try:
+                return await call()
+            except _TRANSIENT:
+                await asyncio.sleep(0.02)
+
+
+async def _delete(store: BufferedThreadStore, thread_id: str) -> Receipt | None:
+    try:
+        return await store.delete_thread(thread_id, children=Children.CASCADE)
+    except NotFound:
+        return None  # it was done by a try before this one
+
+
+async def _discard(store: BufferedThreadStore, seqs: list[int]) -> None:
+    await store.quarantine.discard(seqs)
+
+
+if __name__ == "__main__":
+    asyncio.run(Life(json.loads(sys.argv[1])).live())
