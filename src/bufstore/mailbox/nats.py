@@ -81,6 +81,10 @@ class NatsBackend:
         await self._writes.aclose()
         await self._connection.aclose()
 
+    async def destroy(self) -> None:
+        """Remove the bucket with all that is in it."""
+        await self._stream.api(f"STREAM.DELETE.KV_{self._names.bucket}")
+
     async def _ensure_bucket(self) -> None:
         name = f"KV_{self._names.bucket}"
         try:
