@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from importlib import import_module
 from typing import Any
 
 import psycopg
@@ -110,7 +111,7 @@ class Procrastinate(Contestant):
     """procrastinate's own manager of jobs, 16 connections."""
 
     async def open(self) -> None:
-        import procrastinate
+        procrastinate: Any = import_module("procrastinate")  # only who runs this row needs it
 
         self._schema = f"procrastinate_{self.place.name}"
         async with await psycopg.AsyncConnection.connect(self.place.dsn, autocommit=True) as connection:

@@ -344,6 +344,15 @@ async def test_a_live_delivery_without_an_answer_is_enqueued_and_marked(on_nats:
         await client.subscribe(f"dispatch-live.{on_nats.name}.{token('t')}", cb=silent)
         await client.flush()
         assert await store.deliver_live("t", b"x", timeout_s=0.2) is Live.UNKNOWN
+    async with on_nats.open(1, live_timeout_s=0.2) as (store,):
+        assert isinstance(store.backend, NatsBackend)
+        client = store.backend._connection.client()
+        await client.subscribe(f"dispatch-live.{on_nats.name}.{token('t')}", cb=silent)
+        await client.flush()
+        put = await store.deliver("t", b"x")
+        assert put is not None
+        assert put.maybe_delivered
+        assert await store.load_dispatch("t", put.dispatch_id) == put
 
 
 async def test_a_worker_that_is_closed_hands_its_work_back(mailboxes: Mailboxes) -> None:

@@ -32,7 +32,8 @@ Event = list[Any]
 def check_exclusivity(events: list[Event], dispatches: dict[str, list[Dispatch]]) -> None:
     """Fail when a history shows two holders that both passed the fence, or an order of claims that cannot be.
 
-    Events are ``[claim | ack | stale, thread, dispatch, token, …]`` as the processes saw them, in any order between them.
+    Events are ``[claim | ack | stale, thread, dispatch, token, …]`` as the processes saw them, in any order between
+    them.
     """
     claims = [tuple(e[1:4]) for e in events if e[0] == "claim"]
     assert len({(t, token) for t, _, token in claims}) == len(claims), "one token was given twice"
@@ -237,7 +238,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
 
 @pytest.mark.parametrize("kind", DURABLE)
 async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind: str, own_servers: Servers) -> None:
-    """nats-server, killed, brings back messages that were replaced by others which are gone; the mailbox must not care."""
+    """A killed nats-server brings back messages whose replacements are gone; the mailbox must not care."""
     boxes = Mailboxes(kind, own_servers)
     server = own_servers.nats if kind == "nats" else own_servers.postgres
     async with boxes.open(2) as (store, other):

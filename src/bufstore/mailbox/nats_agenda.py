@@ -1,7 +1,7 @@
 """What becomes due when, in slots of time: only slots that are over or running are read, however much lies ahead.
 
-Looked at are the slots of the last hour, and once an hour everything, for what a writer whose clock was far behind has put
-into an earlier one.
+Looked at are the slots of the last hour, and once an hour everything, for what a writer whose clock was far behind has
+put into an earlier one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Agenda:
         return await self._due("l", now_ms, limit)
 
     async def settle(self, looked_at: dict[str, list[StoredMessage]], expired: Collection[str], now_ms: int) -> None:
-        """Remove the entries that are over and have nothing more to say; those of expired claims stay until reclaimed."""
+        """Remove entries that are over and have nothing more to say; those of expired claims stay until reclaimed."""
         past = [
             self._keys.gone(m.subject, m.seq)
             for thread_id, entries in looked_at.items()

@@ -1,8 +1,8 @@
 """Where everything of a mailbox lives in its bucket, and how it is encoded.
 
     t.<thread>                        the thread's state, with the dispatch that is claimed: what steps compare and set
-    q.<thread>.<priority>.<dispatch>  a dispatch that could be claimed when it was enqueued; never rewritten, so that the
-                                      order of the stream is the order of the queue
+    q.<thread>.<priority>.<dispatch>  a dispatch that could be claimed when it was enqueued; never rewritten, so that
+                                      the order of the stream is the order of the queue
     r.<thread>.<dispatch>             a dispatch that was delayed, or handed back
     x.<thread>.<dispatch>             a finished one; the order of the stream is the order in which they finished
     k.<thread>.<key>                  the id of the dispatch that has a dedupe key
@@ -18,7 +18,8 @@ that was replaced, and goes by what it finds). So nothing under q, r, l, d, s, k
 claim requires in its batch that ``x`` knows no end of the dispatch. ``t`` is what the rest goes by: its removal
 stays for long. ``x`` is written once and then purged, of which the server keeps record.
 
-Every key leads with what it is read by: a queue, a slot of time, a thread. Ids are tokens (`bufstore.buffer.subjects`).
+Every key leads with what it is read by: a queue, a slot of time, a thread. Ids are tokens
+(`bufstore.buffer.subjects`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What has to be done now and then: claims that ran out, dispatches that became due, finished ones that are old.
 
-Every instance runs one; of n instances one at a time does the work. A pass is bounded and costs what is due; what it leaves
-the next pass finds. Nothing ends it but `aclose`: an error is told once, waited out and tried again.
+Every instance runs one; of n instances one at a time does the work. A pass is bounded and costs what is due; what it
+leaves the next pass finds. Nothing ends it but `aclose`: an error is told once, waited out and tried again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A worker: pulls signals, claims what there is in the thread, hands it to a function, and ends each claim.
 
-While the function runs, lease and signal are renewed. When the claim is lost (StaleClaim) or the thread interrupted, the
-function is cancelled: whatever it still does is not this worker's any more. A signal is answered when its thread has nothing
-left to claim, so that of a worker that dies another finishes the queue.
+While the function runs, lease and signal are renewed. When the claim is lost (StaleClaim) or the thread interrupted,
+the function is cancelled: whatever it still does is not this worker's any more. A signal is answered when its thread
+has nothing left to claim, so that of a worker that dies another finishes the queue.
 """
 
 from __future__ import annotations

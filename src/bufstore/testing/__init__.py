@@ -23,8 +23,8 @@
 
         await check(Applier(mine, apply))
 
-`MAILBOX_CHECKS` are the same for a mailbox; each takes a list of two `MailboxStore`s, instances of one deployment, that nothing
-else uses. A store whose deployments share no live channel leaves out what needs ``Capability.LIVE``.
+`MAILBOX_CHECKS` are the same for a mailbox; each takes a list of two `MailboxStore`s, instances of one deployment that
+nothing else uses. A store without live deliveries leaves out what needs ``Capability.LIVE``.
 
 A store that cannot do all of it says what it can, a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
 A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what
@@ -39,7 +39,7 @@ serve all of them, and they can run again.
 Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
 """
 
-from bufstore.testing import applying, checkpoints, edits, lineage, lists, mailbox, mailbox_together
+from bufstore.testing import applying, checkpoints, edits, lineage, lists, mailbox, mailbox_lists, mailbox_together
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
 from bufstore.testing.fault_proxy import FaultProxy, Flow
@@ -50,7 +50,7 @@ CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lis
 APPLY_CHECKS: list[Check] = applying.CHECKS
 
 #: What a mailbox does: each takes two `MailboxStore`s of one deployment.
-MAILBOX_CHECKS: list[Check] = [*mailbox.CHECKS, *mailbox_together.CHECKS]
+MAILBOX_CHECKS: list[Check] = [*mailbox.CHECKS, *mailbox_lists.CHECKS, *mailbox_together.CHECKS]
 
 __all__ = [
     "APPLY_CHECKS",

@@ -21,7 +21,7 @@ _check = registrar(CHECKS)
 
 async def _eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
     async with asyncio.timeout(timeout_s):
-        while not (answer := await check()):
+        while not (answer := await check()):  # noqa: ASYNC110 - nobody tells us
             await asyncio.sleep(0.02)
         return answer
 
