@@ -177,6 +177,8 @@ class NatsBackend:
         except BaseException as e:
             self._forget(before.thread_id, before.priorities)
             if isinstance(e, Conflict):
+                if len(self._doubted) >= _THREADS_AHEAD:
+                    self._doubted.clear()  # who meets a refusal again doubts again
                 self._doubted.add(before.thread_id)
             raise
         for move in step.moves:

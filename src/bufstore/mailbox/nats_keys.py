@@ -12,8 +12,8 @@
     d.<slot>.<thread>                 signal the thread in this slot of time
     sweep                             who sweeps at present
 
-A key that is removed is first replaced by an empty message, in the same batch as what it is about. nats-server 2.15 may
-bring the replaced message back when it is killed after the empty one is gone too (it writes nothing down about a message
+A key that is removed is replaced by an empty message, in the same batch as what it is about. nats-server 2.15 may
+bring the replaced message back when it is killed after the empty one is gone too (it keeps no record of a message
 that was replaced, and goes by what it finds). So nothing under q, r, l, d, s, k and i is believed for being there: a
 claim requires in its batch that ``x`` knows no end of the dispatch. ``t`` is what the rest goes by: its removal
 stays for long. ``x`` is written once and then purged, of which the server keeps record.
