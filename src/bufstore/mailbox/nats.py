@@ -51,7 +51,7 @@ class NatsBackend:
         self._stream = NatsStream(self._connection, nats.api, f"KV_{names.bucket}", names.replicas)
         self._writes = GroupCommit(self._stream)
         self._signals = NatsSignals(self._connection, self._stream, nats.api, names)
-        self._live = NatsLive(self._connection, names)
+        self._live = NatsLive(self._connection, self._stream, names)
         self._agenda = Agenda(self._stream, self._keys, self._put, config.timeout_s)
         self._replicated = names.replicas > 1
         #: Per thread and priority: the first of the queue, in order.

@@ -143,8 +143,10 @@ class NatsSignals:
 class NatsLive:
     """Live deliveries: request and reply of core NATS, kept nowhere."""
 
-    def __init__(self, connection: Connection, names: NatsMailboxNames) -> None:
+    def __init__(self, connection: Connection, stream: NatsStream, names: NatsMailboxNames) -> None:
         self._connection = connection
+        self._stream = stream
+        self._bucket = f"KV_{names.bucket}"
         self._prefix = f"{names.live_subject}.{names.bucket}."
         self._handlers: list[_Listening] = []
         connection.on_connect(self._listen_again)
@@ -166,18 +168,24 @@ class NatsLive:
         client = self._connection.client()
         self._handlers.append(listening)
         await listening.start(client)
-        # Answered after the server knows of the subscription.
-        await client.flush(timeout=5)
+        await self._told()
 
         async def stop() -> None:
             if listening in self._handlers:
                 self._handlers.remove(listening)
             await listening.stop()
             # Else the server may still take us for somebody who listens, and a sender would wait for our answer.
-            with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
-                await client.flush(timeout=5)
+            with contextlib.suppress(LogUnavailable):
+                await self._told()
 
         return stop
+
+    async def _told(self) -> None:
+        """Return when the server knows of what was subscribed before: it answers in order.
+
+        Not nats-py's flush: its PING may overtake what still waits to be written.
+        """
+        await self._stream.api(f"STREAM.INFO.{self._bucket}")
 
     async def _listen_again(self, client: Client) -> None:
         for listening in self._handlers:
@@ -195,7 +203,6 @@ class _Listening:
             # Answered first: a sender that gets no answer enqueues what the handler may be at already.
             with contextlib.suppress(nats.errors.Error, OSError):
                 await msg.respond(b"")
-                await client.flush(timeout=5)
             try:
                 await self._handler(msg.data)
             except Exception:
