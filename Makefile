@@ -68,10 +68,11 @@ storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some m
 bench: $(READY) ## Run all benchmarks, ours and every baseline side by side (under an hour; 20 GB of disk)
 	$(BIN)/python -m bench
 
+BEFORE ?= $(COMMIT)~1
 .PHONY: reproduce
 reproduce: $(READY) ## Show a bug of docs/TRACK_RECORD.md: TEST=… of COMMIT=… on the code of before it
 	@git worktree add --quiet --detach .before $(COMMIT)
-	@git -C .before checkout --quiet $(COMMIT)~1 -- src
+	@git -C .before checkout --quiet $(BEFORE) -- src
 	-cd .before && PYTHONPATH=src $(CURDIR)/$(BIN)/python -m pytest -q -p no:cacheprovider --continue-on-collection-errors -k $(TEST)
 	@git worktree remove --force .before
 

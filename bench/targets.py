@@ -42,6 +42,8 @@ TARGETS: Mapping[str, Mapping[str, float]] = {
     **{f"mailbox_claim_{ours}.p99": {"100 queued": 1 / 2} for ours in ("nats", "postgres")},
     "recovery.seconds": {"lease + 2 s": 1.0},
     "recovery_start.seconds": {"3 s": 1.0},
+    "notify.wakeups_per_item": {"1.1": 1.0},
+    "tokens.hot_key": {"2 s": 1.0, "with Sources": 10.0},
 }
 
 

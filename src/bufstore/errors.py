@@ -16,13 +16,18 @@ BufstoreError
 │   ├── StaleClaim              the mailbox claim is over: somebody else may hold the thread; stop working
 │   │   └── ClaimInterrupted    the thread was interrupted: stop working, then end the claim
 │   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
-│   └── LogFull                 too many unflushed bytes: slow down and retry
+│   ├── LogFull                 too many unflushed bytes: slow down and retry
+│   ├── TokenBusy               the key has work that is not done, or the lock is held by another
+│   └── TokenQueueFull          as many items wait for the key as may
 ├── Unavailable                 nothing was stored; retry later
 │   ├── LogUnavailable          NATS cannot be reached or has no leader
 │   ├── StoreUnavailable        Postgres cannot be reached and the call needs it
+│   ├── NotifyUnavailable       a notifier's server cannot be asked to deliver; polling goes on
 │   └── Closed                  the store is closed or not open yet
 ├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
 ├── StepUnknown                 a step of a mailbox may have been done or not; look, or repeat it
+├── SubmitUnknown               an item of exclusive work may be submitted or not; submitting it again may double it
+├── TokenLost                   somebody else has the token or lock by now: stop, and change nothing more
 ├── CallTimeout                 a blocking call took too long; a write may be stored or not
 ├── ReadNotFresh                the read could not reach its consistency level in time
 ├── FlushTimeout                the flush did not reach its target in time
@@ -136,6 +141,23 @@ class LogFull(Rejected):
     """The log holds as many unflushed bytes as it may. Slow down, retry later, or raise ``max_bytes``."""
 
 
+class TokenBusy(Rejected):
+    """The key has work that is not done, and this work takes no second item; or another holds the lock."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"{key!r} is busy")
+        self.key = key
+
+
+class TokenQueueFull(Rejected):
+    """The key's queue is as long as it may be. Retry later, or raise ``TokensConfig.waiting_max``."""
+
+    def __init__(self, key: str, limit: int) -> None:
+        super().__init__(f"{limit} items wait for {key!r} already")
+        self.key = key
+        self.limit = limit
+
+
 class Unavailable(BufstoreError):
     """A part that the call needs did not answer. Nothing was stored; retry later."""
 
@@ -146,6 +168,10 @@ class LogUnavailable(Unavailable):
 
 class StoreUnavailable(Unavailable):
     """Postgres cannot be reached, and this call needs it."""
+
+
+class NotifyUnavailable(Unavailable):
+    """The server of a notifier does not answer. Nothing is lost but time: whoever listens polls as well."""
 
 
 class Closed(Unavailable):
@@ -175,6 +201,26 @@ class StepUnknown(BufstoreError):
     `load_dispatch` tells it once the store answers again; enqueueing with an id or dedupe key, ack and interrupt may be
     repeated.
     """
+
+
+class SubmitUnknown(BufstoreError):
+    """The item was sent and no answer came, or nobody could be told of it: it may be worked on or not.
+
+    Submitting it again is safe for work that may be done twice.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"whether the item for {key!r} was submitted is unknown: {reason}")
+        self.key = key
+
+
+class TokenLost(BufstoreError):
+    """The token or lock is not ours any more, or may not be. Whatever is still to be done is somebody else's to do."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key!r} was lost: {reason}")
+        self.key = key
+        self.reason = reason
 
 
 class CallTimeout(BufstoreError):

@@ -39,6 +39,11 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
         [f"coalescing_t250_r5_w{ms}ms.per_{what}" for ms in (100, 500) for what in ("transaction", "row")],
         {"unbuffered"},
     ),
+    "notify": (["notify.wakeups_per_item", "notify.first_wake"], {"NATS, KV", "NATS, no hints", "Postgres, no hints"}),
+    "tokens": (
+        ["tokens.hot_key", "tokens.submitted_distinct_keys", "tokens.worked_distinct_keys"],
+        {"with Sources"},
+    ),
 }
 _MORE_IS_BETTER = {"1/s", "checkpoints/transaction", "checkpoints/row"}
 

@@ -361,17 +361,21 @@ async def main(options: Options) -> None:
     """Open the store, however long that takes, and do what the role says until SIGTERM."""
     recorder = Recorder(Path(options.history))
     config = BufferConfig(log=LogConfig(**options.log), flusher=options.role in ("flusher", "all"), **options.buffer)
+    loop, opening = asyncio.get_running_loop(), asyncio.current_task()
+    assert opening is not None
+    loop.add_signal_handler(signal.SIGTERM, opening.cancel)  # told to end before it has begun
     store = None
     while store is None:
         began = time.monotonic()
         inner = PostgresThreadStore(options.postgres, schema=options.schema, pool_size=4)
         try:
             store = await BufferedThreadStore.open(inner, nats=options.nats, config=config)
+        except asyncio.CancelledError:
+            return
         except BufstoreError as e:
             logging.getLogger("chaos").warning("cannot open after %.1f s: %s", time.monotonic() - began, e)
             await asyncio.sleep(0.2)
     worker = Worker(options, store, recorder)
-    loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, worker.stop)
     loop.add_signal_handler(signal.SIGUSR1, _step_clock, worker.chance)
     member = store._flusher._member if store._flusher is not None else ""

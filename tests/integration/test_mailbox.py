@@ -15,6 +15,8 @@ from bufstore.buffer.subjects import token
 from bufstore.embedded import Servers
 from bufstore.mailbox import Live, NatsMailboxNames, NatsMailboxStore, PostgresMailboxStore, Status, Sweeper, Worker
 from bufstore.mailbox.nats import NatsBackend
+from bufstore.mailbox.postgres import PostgresBackend
+from bufstore.notify.postgres import PostgresNotifier
 from bufstore.testing import MAILBOX_CHECKS, Capability, Check
 from helpers import eventually, fresh, query
 from mailboxes import KINDS, Mailboxes
@@ -302,36 +304,24 @@ async def test_a_mailbox_in_a_schema_of_any_name(servers: Servers) -> None:
 
 
 async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> None:
-    callbacks: list[Any] = []
-    told: list[str] = []
-
-    class Notifier:
-        async def notify_scheduled(self, kind: str, count: int = 1) -> None:
-            told.append(kind)
-            for callback in callbacks:
-                callback(kind)
-
-        async def listen_scheduled(self, kinds: Any, callback: Any) -> Any:
-            callbacks.append(callback)
-
-            async def unlisten() -> None:
-                callbacks.remove(callback)
-
-            return unlisten
-
-    stores = [
-        PostgresMailboxStore(on_postgres.servers.postgres.dsn, schema=on_postgres.name, pool_size=2, wakeups=Notifier())
-        for _ in range(2)
-    ]
+    dsn, prefix = on_postgres.servers.postgres.dsn, f"bufstore-{on_postgres.name}"
+    notifiers = [await PostgresNotifier.open(dsn, prefix=prefix) for _ in range(2)]
+    stores = [PostgresMailboxStore(dsn, schema=on_postgres.name, pool_size=2, notifier=n) for n in notifiers]
     async with stores[0] as a, stores[1] as b:
-        waiting = asyncio.create_task(b.pull_signals(timeout_s=30))
-        await asyncio.sleep(0.2)
+        waiting = asyncio.create_task(b.pull_signals(timeout_s=60))
+
+        async def listens() -> bool:
+            return isinstance(b.backend, PostgresBackend) and b.backend._listening is not None
+
+        await eventually(listens)
         began = time.monotonic()
         await a.enqueue("t")
         assert [s.thread_id for s in await waiting] == ["t"]
-        assert time.monotonic() - began < 15
-        assert told == [f"mailbox of {on_postgres.name}"]
-    assert callbacks == []
+        # The next poll of its own would have been after a minute; and whoever has work does not listen.
+        assert time.monotonic() - began < 30
+        assert not await listens()
+    for notifier in notifiers:
+        await notifier.aclose()
 
 
 async def test_a_live_delivery_without_an_answer_is_enqueued_and_marked(on_nats: Mailboxes) -> None:

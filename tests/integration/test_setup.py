@@ -16,7 +16,15 @@ import nkeys
 import pytest
 import trustme
 
-from bufstore import BufferedThreadStore, ConfigDrift, ConfigError, LogConfig, LogUnavailable, NatsConfig
+from bufstore import (
+    BufferedThreadStore,
+    ConfigDrift,
+    ConfigError,
+    Consistency,
+    LogConfig,
+    LogUnavailable,
+    NatsConfig,
+)
 from bufstore.embedded import NatsServer, Servers
 from bufstore.embedded._wheels import nats_binary
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
@@ -323,3 +331,22 @@ def test_an_epoch_whose_positions_would_not_fit_is_refused(epoch: int) -> None:
 def test_a_nats_configuration_that_cannot_work_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         NatsConfig(**bad)
+
+
+async def test_a_postgres_that_hangs_holds_up_no_start(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    deployment.verified = False
+    async with deployment.store() as store:
+        await store.checkpoint("t", [1], run_of("t"))
+        await store.force_flush("t")
+    own_servers.postgres.pause()
+    try:
+        began = asyncio.get_running_loop().time()
+        async with deployment.store(flush_timeout_s=1.0) as store:
+            assert asyncio.get_running_loop().time() - began < 15
+            await store.checkpoint("t", [1, 2], run_of("t"))
+            own_servers.postgres.resume()
+            await store.force_flush("t", timeout_s=30)
+            assert await store.load_messages("t", consistency=Consistency.EVENTUAL) == [1, 2]
+    finally:
+        own_servers.postgres.resume()

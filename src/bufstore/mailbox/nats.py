@@ -1,7 +1,7 @@
 """A mailbox in one JetStream bucket: each step is one atomic batch, whose compare-and-set is on the thread's key.
 
 Docs of the keys: `bufstore.mailbox.nats_keys`. Everything is in one stream because only that makes a step atomic; see
-docs/adr/0014.
+docs/adr/0013.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import files
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import psycopg
@@ -19,12 +19,13 @@ from msgspec.structs import replace
 from psycopg import sql
 
 from bufstore.buffer.ports import AppendUnknown, Conflict
-from bufstore.errors import Closed
+from bufstore.errors import Closed, Unavailable
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Step
 from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState
 from bufstore.mailbox.ports import KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import Mailbox
+from bufstore.notify.protocol import Notifier, Unlisten
 from bufstore.postgres import columns
 from bufstore.postgres.errors import NoAnswer
 from bufstore.postgres.migrate import check_schema, migrate, queries
@@ -38,22 +39,12 @@ _STATUSES = list(Status)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Dispatch).decode
 
-Unlisten = Callable[[], Awaitable[None]]
-
-
-class Wakeups(Protocol):
-    """What a mailbox asks of a notifier: `bufstore.notify.Notifier` has it."""
-
-    async def notify_scheduled(self, kind: str, count: int = 1) -> None: ...
-
-    async def listen_scheduled(self, kinds: Iterable[str], callback: Callable[[str], None]) -> Unlisten: ...
-
 
 class PostgresBackend:
     """See `bufstore.mailbox.ports.Backend`."""
 
     def __init__(
-        self, pool: Pool, schema: str, config: MailboxConfig, *, owns_pool: bool, wakeups: Wakeups | None
+        self, pool: Pool, schema: str, config: MailboxConfig, *, owns_pool: bool, notifier: Notifier | None
     ) -> None:
         self._pool = pool
         self._schema = check_schema(schema)
@@ -61,9 +52,10 @@ class PostgresBackend:
         self._numbers = sql.Identifier(schema, "mailbox_numbers").as_string()
         self._timeout_s = config.timeout_s
         self._owns_pool = owns_pool
-        self._wakeups = wakeups
+        self._notifier = notifier
         self._kind = f"mailbox of {schema}"
-        self._unlisten: Unlisten | None = None
+        self._listening: Unlisten | None = None
+        self._listens = asyncio.Lock()
         self._news = asyncio.Event()
         self._offset_ms = 0
         self._open = False
@@ -76,8 +68,6 @@ class PostgresBackend:
                 await migrate(connection, self._schema, _FOLDER, "mailbox")
             self._open = True
             await self._set_clock()
-            if self._wakeups is not None:
-                self._unlisten = await self._wakeups.listen_scheduled([self._kind], lambda _: self._news.set())
         except BaseException:
             await self.aclose()
             raise
@@ -85,9 +75,7 @@ class PostgresBackend:
     async def aclose(self) -> None:
         self._open = False
         self._news.set()
-        if self._unlisten is not None:
-            await self._unlisten()
-            self._unlisten = None
+        await self._unlisten()
         if self._owns_pool:
             await self._pool.close()
 
@@ -124,8 +112,8 @@ class PostgresBackend:
             same_id = e.diag.constraint_name == "mailbox_dispatch"
             raise KeyTaken(d.dispatch_id if same_id else await self._holder(d), same_id=same_id) from None
         self._news.set()
-        if self._wakeups is not None and d.available_at_ms <= now_ms:
-            await self._wakeups.notify_scheduled(self._kind)
+        if self._notifier is not None and d.available_at_ms <= now_ms:
+            await self._notifier.notify_scheduled(self._kind)
         position, epoch = rows[0]
         return replace(d, position=position, epoch=epoch)
 
@@ -169,8 +157,8 @@ class PostgresBackend:
             raise Conflict("the thread has moved")
         if step.wake:
             self._news.set()
-            if self._wakeups is not None:
-                await self._wakeups.notify_scheduled(self._kind)
+            if self._notifier is not None:
+                await self._notifier.notify_scheduled(self._kind)
         version = rows[0][0]
         if active is not None and active.token == OWN:
             active = replace(active, token=version)
@@ -237,10 +225,34 @@ class PostgresBackend:
             rows = await self._run("pull", self.now_ms(), limit, round(1000 * ack_wait_s))
             left = deadline - time.monotonic()
             if rows or left <= 0:
+                if rows:
+                    await self._unlisten()
                 return [_PostgresSignal(self, row, ack_wait_s) for row in rows]
+            if await self._listen():
+                continue  # what came before is not told
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._news.wait()
+
+    async def _listen(self) -> bool:
+        """Hear of news from elsewhere, for as long as there is nothing to do here; True when that is new.
+
+        Only then: a notifier wakes as many as there is work, and one that is busy is not to be among them.
+        """
+        async with self._listens:
+            if self._notifier is None or self._listening is not None:
+                return False
+            try:
+                self._listening = await self._notifier.listen_scheduled([self._kind], lambda _: self._news.set())
+            except Unavailable:  # polling goes on
+                return False
+            return True
+
+    async def _unlisten(self) -> None:
+        async with self._listens:
+            if self._listening is not None:
+                unlisten, self._listening = self._listening, None
+                await unlisten()
 
     async def answer(self, name: str, *parameters: Any) -> None:
         """Answer a signal. One that is lost makes the signal come again."""
@@ -310,8 +322,9 @@ def _dispatch(row: Sequence[Any]) -> Dispatch:
 class PostgresMailboxStore(Mailbox):
     """A `MailboxStore` in Postgres ≥ 15. `conninfo` and `schema` as for `PostgresThreadStore`.
 
-    `wakeups`: a `bufstore.notify.Notifier`, so that workers need not wait for their next poll. Give `pool` to share
-    another store's. Opening creates or upgrades the tables; raises ConfigError, StoreUnavailable, StoreMisconfigured.
+    `notifier`: a `bufstore.notify.Notifier`, the app's to close: workers need not wait for their next poll. Give
+    `pool` to share another store's. Opening creates or upgrades the tables; raises ConfigError, StoreUnavailable,
+    StoreMisconfigured.
     """
 
     def __init__(
@@ -321,9 +334,9 @@ class PostgresMailboxStore(Mailbox):
         schema: str = "bufstore",
         pool_size: int = 16,
         pool: Pool | None = None,
-        wakeups: Wakeups | None = None,
+        notifier: Notifier | None = None,
         config: MailboxConfig | None = None,
     ) -> None:
         config = config or MailboxConfig()
         chosen = pool or new_pool(conninfo, size=pool_size, connect_timeout_s=config.timeout_s)
-        super().__init__(PostgresBackend(chosen, schema, config, owns_pool=pool is None, wakeups=wakeups), config)
+        super().__init__(PostgresBackend(chosen, schema, config, owns_pool=pool is None, notifier=notifier), config)

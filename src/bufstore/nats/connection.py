@@ -160,8 +160,8 @@ class Connection:
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._answers[token] = _Question(subjects, answer)
         try:
-            await send(f"{self._inbox}.{token}")
             async with asyncio.timeout(timeout_s):
+                await send(f"{self._inbox}.{token}")
                 msg = await answer
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
             raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
@@ -210,7 +210,7 @@ class Connection:
                     self._inbox + ".*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
                 )
                 # Answered after whatever the server has to say about the subscription.
-                await client.flush(timeout=max(1, round(self._config.connect_timeout_s)))
+                await settle(client, max(1, round(self._config.connect_timeout_s)))
                 if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
                     raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers come")
                 for hook in self._hooks:
@@ -338,6 +338,17 @@ class _TlsClient(_Client):
             raise nats.errors.Error("the server does not ask for TLS, which is configured")
         command: bytes = super()._connect_command()
         return command
+
+
+async def settle(client: Client, timeout_s: int = 10) -> None:
+    """A round trip after everything that was published and subscribed so far. Raises nats-py's errors.
+
+    nats-py's `flush` alone is one before it: its PING goes to the socket at once, and overtakes what still waits for
+    the writing task.
+    """
+    while client.is_connected and client.pending_data_size:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await client.flush(timeout_s)
 
 
 async def _close(client: Client) -> None:

@@ -33,9 +33,19 @@ class TooManyResults(LogUnavailable):
     """A direct get matches more subjects than the server answers for at once."""
 
 
+class SubjectFull(LogFull):
+    """The subject holds as many messages as it may."""
+
+
+class MessageMissing(LogUnavailable):
+    """There is no message of this sequence (any more)."""
+
+
 def _store_failed(e: ApiError) -> Exception:
     # One code for all that the store refuses: a limit of ours, a full disk, or a fault.
     text = e.description.lower()
+    if "per subject exceeded" in text:
+        return SubjectFull(f"the subject is full: {e.description}")
     if "exceeded" in text or "no space" in text:
         return LogFull(f"the log is full: {e.description}")
     return LogUnavailable(f"the log's storage failed: {e.description}")
@@ -58,6 +68,18 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10201: lambda e: BatchRefused(e.description),  # duplicate message id
     10210: lambda e: BatchRefused(e.description),  # too many batches in flight
     10211: lambda e: BatchRefused(e.description),  # too many batches in flight on the server
+    10037: lambda e: MessageMissing(e.description),
+    10043: lambda e: MessageMissing(e.description),
+    10057: lambda e: MessageMissing(e.description),  # deleting what is not there
+    10052: lambda e: ConfigError(f"the server takes no such stream: {e.description}"),
+    10058: lambda e: ConfigError(f"a stream of this name has other settings: {e.description}"),
+    10065: lambda e: ConfigError(f"another stream listens on these subjects: {e.description}"),
+    10098: lambda e: ConfigError(f"a work queue needs explicit acks: {e.description}"),
+    10099: lambda e: ConfigError(f"the work queue has another consumer: {e.description}"),
+    10100: lambda e: ConfigError(f"the work queue has another consumer for these subjects: {e.description}"),
+    10148: lambda e: ConfigError(f"a consumer of this name has other settings: {e.description}"),
+    10165: lambda e: ConfigError(f"a time to live must be whole seconds, at least one: {e.description}"),
+    10166: lambda e: ConfigError(f"the stream allows no time to live per message: {e.description}"),
     10059: lambda e: StreamMissing(e.description),
     10014: lambda e: ConsumerMissing(e.description),
     10076: lambda e: ConfigError("JetStream is not enabled on the server"),

@@ -107,7 +107,7 @@ class Pool(AsyncConnectionPool[_Connection]):
         deadline = loop.time() + timeout_s
         with map_errors():
             connection = await self._live(deadline)
-            alarm = _Alarm(connection, deadline)
+            alarm = Alarm(connection, deadline)
             try:
                 # The alarm ends the statement; the timeout is for what else the block may wait for.
                 async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
@@ -123,6 +123,11 @@ class Pool(AsyncConnectionPool[_Connection]):
                     await connection.close()
                 # Also after a cancellation: the pool rolls back what is open, or drops the connection.
                 await self._give_back(connection)
+
+    async def take(self, timeout_s: float) -> AsyncConnection[TupleRow]:
+        """A live connection to keep, for the caller to close and then give back with `putconn`. Raises like `lend`."""
+        with map_errors():
+            return await self._live(asyncio.get_running_loop().time() + timeout_s)
 
     async def _live(self, deadline: float) -> _Connection:
         loop = asyncio.get_running_loop()
@@ -204,7 +209,7 @@ def _is_read_only(error: BaseException) -> bool:
     return any(isinstance(e, psycopg.errors.ReadOnlySqlTransaction) for e in (error, error.__cause__))
 
 
-class _Alarm:
+class Alarm:
     """Ends the connection's statement when its time is over.
 
     Not by cancelling our task: psycopg would then wait for the server up to ten seconds. And a statement that the

@@ -32,6 +32,8 @@ needs more is refused there with ConfigError. With columns that hold JSON only, 
 entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
 columns keeps to what JSON has.
 
+`NOTIFY_CHECKS` are those of `bufstore.notify`: each takes a `Notifiers`.
+
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
@@ -39,15 +41,29 @@ serve all of them, and they can run again.
 Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
 """
 
-from bufstore.testing import applying, checkpoints, edits, lineage, lists, mailbox, mailbox_lists, mailbox_together
+from bufstore.testing import (
+    applying,
+    checkpoints,
+    edits,
+    lineage,
+    lists,
+    mailbox,
+    mailbox_lists,
+    mailbox_together,
+    notify,
+    notify_events,
+)
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
 from bufstore.testing.fault_proxy import FaultProxy, Flow
+from bufstore.testing.notify import Notifiers
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
+#: What a notifier does: each takes a `Notifiers`.
+NOTIFY_CHECKS: list[Check] = [*notify.CHECKS, *notify_events.CHECKS]
 
 #: What a mailbox does: each takes two `MailboxStore`s of one deployment.
 MAILBOX_CHECKS: list[Check] = [*mailbox.CHECKS, *mailbox_lists.CHECKS, *mailbox_together.CHECKS]
@@ -57,9 +73,11 @@ __all__ = [
     "CHECKS",
     "EVERYTHING",
     "MAILBOX_CHECKS",
+    "NOTIFY_CHECKS",
     "Applier",
     "Capability",
     "Check",
     "FaultProxy",
     "Flow",
+    "Notifiers",
 ]

@@ -19,7 +19,11 @@ async def prepare_log(log: Log, ledger: Ledger, store: WrappableStore, config: B
     """Make sure that the log exists and that it is the one that Postgres speaks of."""
     epoch = await log.epoch()
     try:
-        await prepare_store(log, ledger, store, config)
+        # A Postgres that hangs must not hold up an app that can do without it.
+        async with asyncio.timeout(config.flush_timeout_s if epoch is not None else None):
+            await prepare_store(log, ledger, store, config)
+    except TimeoutError:
+        return
     except StoreUnavailable as e:
         if epoch is not None:
             return  # the flusher does it before its first flush

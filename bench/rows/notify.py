@@ -1,0 +1,102 @@
+"""`notify.wakeups_per_item`, `notify.first_wake`: how many of a hundred idle workers wake per item, and how soon.
+
+Each worker has a connection of its own. Ours is NATS with counters; beside it the other adapters, and NATS without
+hints, which is what a plain subject does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from bench.results import Benchmark
+from bench.stage import Stage
+from bufstore.embedded import EmbeddedError, RedisServer
+from bufstore.notify import Notifier
+from bufstore.notify.nats import Hints, NatsNotifier
+from bufstore.notify.postgres import PostgresNotifier
+from bufstore.notify.redis import RedisNotifier
+
+Open = Callable[[], Awaitable[Notifier]]
+
+_WORKERS = 100
+#: A hundred listening sessions and their pools are more than the embedded Postgres takes.
+_WORKERS_POSTGRES = 40
+_ITEMS = 10
+_WAVES = 20
+
+
+def notify(stage: Stage) -> Iterator[Benchmark]:
+    """Waves of ten items; each ends when every worker was woken or spared."""
+    workers, waves = stage.count(_WORKERS, 20), stage.count(_WAVES, 2)
+    found: dict[str, list[tuple[float, float]]] = {}
+    with contextlib.ExitStack() as stack:
+        adapters = _adapters(stage, stack)
+        for _ in range(stage.rounds):
+            for name, open_ in adapters.items():
+                count = min(workers, _WORKERS_POSTGRES) if "Postgres" in name else workers
+                found.setdefault(name, []).append(asyncio.run(_measure(open_, count, waves)))
+    found["1.1"] = [(1.1, 0.0)]
+    for at, (what, unit) in enumerate((("wakeups_per_item", "wake-ups/item"), ("first_wake", "ms"))):
+        values = {name: [pair[at] for pair in pairs] for name, pairs in found.items()}
+        if at:
+            values.pop("1.1")  # wake-ups per item, to be compared with; of no meaning for the time
+        yield Benchmark(f"notify.{what}", unit, values.pop("ours"), values)
+
+
+def _adapters(stage: Stage, stack: contextlib.ExitStack) -> dict[str, Open]:
+    prefix = f"bench-{secrets.token_hex(4)}"
+
+    def nats(hints: Hints) -> Open:
+        return lambda: NatsNotifier.open(
+            stage.servers.nats, prefix=f"{prefix}-{hints.value}", hints=hints, timeout_s=30
+        )
+
+    adapters: dict[str, Open] = {
+        "ours": nats(Hints.COUNTERS),
+        "NATS, KV": nats(Hints.KV),
+        "NATS, no hints": nats(Hints.NONE),
+        "Postgres, no hints": lambda: PostgresNotifier.open(stage.servers.dsn, prefix=prefix, timeout_s=30),
+    }
+    redis = RedisServer(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "redis")
+    try:
+        redis.start()
+    except EmbeddedError as e:
+        stage.say(f"without Redis: {e}")
+        return adapters
+    stack.callback(redis.stop)
+    return {**adapters, "Redis": lambda: RedisNotifier.open(redis.url, timeout_s=30)}
+
+
+async def _measure(open_: Open, workers: int, waves: int) -> tuple[float, float]:
+    """Wake-ups per item, and the median milliseconds from telling to the first wake-up."""
+    async with contextlib.AsyncExitStack() as stack:
+        notifiers = [await open_() for _ in range(workers)]
+        woken: list[float] = []
+        for notifier in notifiers:
+            stack.push_async_callback(notifier.aclose)
+            await notifier.listen_scheduled(["work"], lambda _: woken.append(time.perf_counter()))
+        latencies, total = [], 0
+        for wave in range(waves + 1):
+            woken.clear()
+            answered = _answered(notifiers)
+            began = time.perf_counter()
+            await notifiers[0].notify_scheduled("work", _ITEMS)
+            async with asyncio.timeout(60):
+                while _answered(notifiers) < answered + workers:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+            if wave:  # the first makes streams and connections
+                latencies.append((woken[0] - began) * 1000)
+                total += len(woken)
+        return total / (_ITEMS * waves), statistics.median(latencies)
+
+
+def _answered(notifiers: list[Notifier]) -> int:
+    """How many have been called or spared so far."""
+    return sum(n.statistics().woken + n.statistics().spared for n in notifiers)

@@ -1,0 +1,96 @@
+"""`tokens.*`: exclusive work on distinct keys and on one hot key, and locks; nothing is to be done for an item.
+
+Ours is the direct form; beside it the one with Sources, as the pattern is usually built.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterator
+
+from psycopg import AsyncConnection
+
+from bench.results import Benchmark, compared
+from bench.stage import Stage
+from bufstore.tokens import ExclusiveWork, Form, Locks, Task, TokensConfig
+
+_HOT_ITEMS = 12
+_KEYS = 2000
+_CONCURRENCY = 32
+_LOCKS = 500
+#: The form with Sources takes 24 s for the hot key, every time.
+_ROUNDS_MAX = 3
+
+
+def tokens(stage: Stage) -> Iterator[Benchmark]:
+    """Submit, then work off; locks one after another."""
+    keys, hot = stage.count(_KEYS, 50), stage.count(_HOT_ITEMS, 2)
+    found: dict[str, dict[str, list[float]]] = {"hot_key": {}, "submitted": {}, "worked": {}}
+    locks: dict[str, list[float]] = {"ours": [], "row in Postgres": []}
+    count = stage.count(_LOCKS, 20)
+    for _ in range(min(stage.rounds, _ROUNDS_MAX)):
+        for form, who in ((Form.DIRECT, "ours"), (Form.SOURCED, "with Sources")):
+            for what, value in asyncio.run(_measure(stage.servers.nats, form, keys, hot)).items():
+                found[what].setdefault(who, []).append(value)
+        locks["ours"].append(asyncio.run(_locks(stage.servers.nats, count)))
+        locks["row in Postgres"].append(asyncio.run(_rows(stage.servers.dsn, count)))
+    found["hot_key"]["2 s"] = [2.0]
+    yield compared("tokens.hot_key", "s", found["hot_key"])
+    yield compared("tokens.submitted_distinct_keys", "1/s", found["submitted"])
+    yield compared("tokens.worked_distinct_keys", "1/s", found["worked"])
+    yield compared("tokens.lock_and_release", "1/s", locks)
+
+
+async def _measure(url: str, form: Form, keys: int, hot_items: int) -> dict[str, float]:
+    async with await ExclusiveWork.open(url, TokensConfig(name=f"bench-{secrets.token_hex(4)}", form=form)) as work:
+        for i in range(hot_items):
+            await work.submit("hot", str(i).encode())
+        hot = await _work_off(work, hot_items, 4)
+        began = time.perf_counter()
+        for i in range(0, keys, _CONCURRENCY):
+            await asyncio.gather(*(work.submit(f"key {n}") for n in range(i, min(i + _CONCURRENCY, keys))))
+        submitted = keys / (time.perf_counter() - began)
+        return {"hot_key": hot, "submitted": submitted, "worked": keys / await _work_off(work, keys, _CONCURRENCY)}
+
+
+async def _work_off(work: ExclusiveWork, items: int, concurrency: int) -> float:
+    """Seconds that it takes to work off so many items."""
+    stopping, left = asyncio.Event(), items
+
+    async def handler(task: Task) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            stopping.set()
+
+    began = time.perf_counter()
+    async with asyncio.timeout(300):
+        await work.run(handler, stopping, concurrency=concurrency)
+    return time.perf_counter() - began
+
+
+async def _locks(url: str, count: int) -> float:
+    async with await Locks.open(url, name=f"bench-{secrets.token_hex(4)}") as locks:
+        began = time.perf_counter()
+        for _ in range(count):
+            await (await locks.acquire("one")).release()
+        return count / (time.perf_counter() - began)
+
+
+async def _rows(dsn: str, count: int) -> float:
+    """A lock as a row that expires: what one would write oneself."""
+    table = f"locks_{secrets.token_hex(4)}"
+    take = f"""
+        INSERT INTO {table} VALUES ('one', now() + interval '10 s') ON CONFLICT (key) DO UPDATE
+        SET until = excluded.until WHERE {table}.until < now()"""
+    async with await AsyncConnection.connect(dsn, autocommit=True) as connection:
+        await connection.execute(f"CREATE TABLE {table} (key text PRIMARY KEY, until timestamptz NOT NULL)")
+        began = time.perf_counter()
+        for _ in range(count):
+            await connection.execute(take)
+            await connection.execute(f"DELETE FROM {table} WHERE key = 'one'")
+        rate = count / (time.perf_counter() - began)
+        await connection.execute(f"DROP TABLE {table}")
+        return rate

@@ -1,0 +1,43 @@
+"""What the notifier needs of a server, and nothing else: each adapter is one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from bufstore.notify.protocol import Event
+
+#: Ends a subscription.
+Teardown = Callable[[], Awaitable[None]]
+
+
+class Broker(Protocol):
+    """Publishes, subscribes and keeps hints. What it cannot do raises Unavailable or ConfigError.
+
+    Its caller cancels what takes too long; only `subscribe` it lets end by itself.
+    """
+
+    async def publish(self, event: Event, payload: str) -> None:
+        """Send a payload to all that are subscribed to the event now, in any process."""
+
+    async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
+        """Store a hint of `count` for 60 s, and then publish a scheduling that names it.
+
+        Raises HintUnavailable when nothing was published because the hint could not be stored.
+        """
+
+    def claim(self, hint: str, wanted: int) -> int | Awaitable[int]:
+        """Take up to `wanted` of what is left of a hint and say how many: all of them if nothing is known of it."""
+
+    async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
+        """Deliver the event's payloads from now on: what is published after this returned arrives."""
+
+    def on_restored(self, hook: Callable[[], None]) -> None:
+        """Call `hook` whenever the connection was lost and subscriptions are in place again."""
+
+    async def aclose(self) -> None:
+        """Let go of the connections that are its own."""
+
+
+class HintUnavailable(Exception):
+    """The hint could not be stored, or there is nowhere to store it: publish without."""

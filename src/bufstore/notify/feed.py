@@ -1,0 +1,94 @@
+"""A subscription that heals itself: what it is made of ends some day, and is then made again, for as long as wanted.
+
+Whoever is subscribed is not told that it was gone, only, once, that it is back: something may have been missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+from bufstore.notify.broker import Teardown
+from bufstore.notify.listener import SharedListener
+from bufstore.notify.protocol import Event
+
+_log = logging.getLogger(__name__)
+
+Heard = tuple[Event, str]
+
+
+class Source(Protocol):
+    """One connection that is subscribed to all three events."""
+
+    async def next(self) -> Heard | None:
+        """The next payload; None when something may have been missed. Raises when the connection is of no more use."""
+
+    async def aclose(self) -> None:
+        """Let go of the connection."""
+
+
+class Feed:
+    """One `Source` at a time, shared by the events, as long as one of them is subscribed to."""
+
+    def __init__(self, name: str, attach: Callable[[], Awaitable[Source]]) -> None:
+        self._name = name
+        self._attach = attach
+        self._restored: list[Callable[[], None]] = []
+        self._shared: SharedListener[Heard, Callable[[str], None]] = SharedListener(name, self._open, self._deliver)
+
+    def on_restored(self, hook: Callable[[], None]) -> None:
+        """Call `hook` when payloads may have been missed and arrive again."""
+        self._restored.append(hook)
+
+    async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
+        """Deliver an event's payloads. Raises what making the source raises, if this is the first."""
+        return await self._shared.subscribe([event.value], deliver)
+
+    async def aclose(self) -> None:
+        """End it for all."""
+        await self._shared.aclose()
+
+    def _deliver(self, heard: Heard) -> None:
+        event, payload = heard
+        for deliver in self._shared.pick(event.value, self._shared.count(event.value)):
+            deliver(payload)
+
+    async def _open(self, deliver: Callable[[Heard], None]) -> Teardown:
+        running = asyncio.create_task(self._run(await self._attach(), deliver), name=f"bufstore-{self._name}")
+
+        async def teardown() -> None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+        return teardown
+
+    async def _run(self, source: Source, deliver: Callable[[Heard], None]) -> None:
+        while True:
+            try:
+                while True:
+                    heard = await source.next()
+                    if heard is not None:
+                        deliver(heard)
+                    else:
+                        self._tell_restored()
+            except Exception as e:
+                _log.warning("%s: lost: %s", self._name, type(e).__name__, extra={"action": "notify_lost"})
+            finally:
+                with contextlib.suppress(Exception):
+                    await source.aclose()
+            async for attempt in AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.05, max=2), retry=retry_if_exception_type(Exception)
+            ):
+                with attempt:
+                    source = await self._attach()
+            _log.info("%s: back", self._name, extra={"action": "notify_back"})
+            self._tell_restored()
+
+    def _tell_restored(self) -> None:
+        for hook in self._restored:
+            hook()

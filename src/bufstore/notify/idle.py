@@ -1,0 +1,64 @@
+"""How an idle worker waits for work: listen, then look, then sleep; never longer than the poll interval.
+
+Listening before looking closes the gap in which work comes after the look and before the listening. Whatever goes
+wrong with the notifier, the look is repeated after `poll_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+
+from bufstore.errors import Closed, Unavailable
+from bufstore.notify.protocol import Notifier, Unlisten
+
+_log = logging.getLogger(__name__)
+
+#: So much longer than asked for may a pause be, at random: workers that began together do not poll together.
+_JITTER = 0.1
+
+
+async def wait_for_work(
+    notifier: Notifier,
+    kinds: Iterable[str],
+    due_in_s: Callable[[], Awaitable[float | None]],
+    *,
+    poll_s: float = 60.0,
+    stopping: asyncio.Event | None = None,
+) -> bool:
+    """Wait until it is worth trying to get work, and return true; false as soon as `stopping` is set.
+
+    `due_in_s` looks how long it is until work is due: 0 now, None as far as it knows never. What it raises is raised
+    here. A worker that is called gets work until there is none, and only then waits again.
+    """
+    called = asyncio.Event()
+    unlisten: Unlisten | None = None
+    try:
+        unlisten = await notifier.listen_scheduled(kinds, lambda _: called.set())
+    except Closed:
+        raise
+    except Unavailable as e:
+        _log.debug("waiting without notifications: %s", e, extra={"action": "notify_poll"})
+    try:
+        due = await due_in_s()
+        if due is None or due > 0:
+            pause = poll_s if due is None else min(due, poll_s)
+            pause *= 1 + random.uniform(0, _JITTER)  # noqa: S311 - no secret
+            await _first([called] if stopping is None else [called, stopping], pause)
+        return not (stopping and stopping.is_set())
+    finally:
+        if unlisten is not None:
+            await unlisten()
+
+
+async def _first(events: list[asyncio.Event], pause_s: float) -> None:
+    """Wait for one of the events, at most so long."""
+    waiting = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,165 @@
+"""One subscription for any number of callbacks: made when the first comes, ended when the last has gone.
+
+The callbacks live in a table of their own, whatever state the subscription is in: a message that arrives while it
+starts or stops finds whoever is registered, and nobody is left in a table that is no longer looked at. Only the
+subscription's own steps take turns, in tasks that a cancelled caller does not take along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Generic, TypeVar
+
+from bufstore.errors import Closed
+from bufstore.notify.listener_state import State, Step, after
+from bufstore.notify.protocol import Unlisten
+
+_log = logging.getLogger(__name__)
+
+P = TypeVar("P")
+C = TypeVar("C")
+
+Deliver = Callable[[P], None]
+Teardown = Callable[[], Awaitable[None]]
+
+
+class _Member(Generic[C]):
+    def __init__(self, keys: tuple[str, ...], callback: C) -> None:
+        self.keys = keys
+        self.callback = callback
+        self.present = True
+
+
+class SharedListener(Generic[P, C]):
+    """Callbacks of type C by key, and one subscription that delivers payloads of type P to `deliver`.
+
+    `open_` makes the subscription and returns what ends it. It is given the function to call with each payload, which
+    does nothing more once that subscription has been given up.
+    """
+
+    def __init__(self, name: str, open_: Callable[[Deliver[P]], Awaitable[Teardown]], deliver: Deliver[P]) -> None:
+        self._name = name
+        self._open = open_
+        self._deliver = deliver
+        self._state = State.IDLE
+        self._members: dict[str, dict[_Member[C], None]] = {}
+        self._moving = asyncio.Lock()
+        self._moves: set[asyncio.Task[None]] = set()
+        self._teardown: Teardown | None = None
+        self._generation = 0
+        self._closed = False
+
+    @property
+    def state(self) -> State:
+        """Where the subscription is."""
+        return self._state
+
+    def count(self, key: str) -> int:
+        """How many callbacks there are for a key."""
+        return len(self._members.get(key, ()))
+
+    def pick(self, key: str, most: int) -> list[C]:
+        """Up to `most` callbacks of a key: those first that were not picked for the longest time."""
+        members = self._members.get(key, {})
+        picked = list(members)[:most]
+        for member in picked if most < len(members) else ():
+            members[member] = members.pop(member)
+        return [member.callback for member in picked]
+
+    def everyone(self) -> list[tuple[str, C]]:
+        """Every callback with each of its keys."""
+        return [(key, member.callback) for key, members in self._members.items() for member in members]
+
+    async def subscribe(self, keys: Iterable[str], callback: C) -> Unlisten:
+        """Register a callback and return when the subscription runs. Raises what `open_` raises, and Closed."""
+        self._check_open()
+        member = _Member(tuple(dict.fromkeys(keys)), callback)
+        for key in member.keys:
+            self._members.setdefault(key, {})[member] = None
+        try:
+            await self._move(self._start())
+            self._check_open()
+        except BaseException:
+            await self._leave(member)
+            raise
+
+        async def unlisten() -> None:
+            await self._leave(member)
+
+        return unlisten
+
+    async def aclose(self) -> None:
+        """Forget all callbacks and end the subscription. May be called twice."""
+        self._closed = True
+        for member in {m for members in self._members.values() for m in members}:
+            self._remove(member)
+        await self._move(self._stop())
+        await asyncio.gather(*self._moves, return_exceptions=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed("the notifier is closed")
+
+    def _remove(self, member: _Member[C]) -> None:
+        member.present = False
+        for key in member.keys:
+            members = self._members[key]
+            del members[member]
+            if not members:
+                del self._members[key]
+
+    async def _leave(self, member: _Member[C]) -> None:
+        if member.present:
+            self._remove(member)
+        if not self._members:
+            await self._move(self._stop())
+
+    async def _move(self, step: Coroutine[Any, Any, None]) -> None:
+        """Let a step of the subscription run to its end, whatever becomes of who asked for it."""
+        task = asyncio.ensure_future(step)
+        self._moves.add(task)
+        task.add_done_callback(self._moved)
+        await asyncio.shield(task)
+
+    def _moved(self, task: asyncio.Task[None]) -> None:
+        self._moves.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever asked has it, or is gone
+
+    async def _start(self) -> None:
+        async with self._moving:
+            # Who has left while waiting here needs no subscription; who has come needs no second one.
+            if self._state is not State.IDLE or not self._members:
+                return
+            self._state = after(self._state, Step.WANTED)
+            self._generation += 1
+            generation = self._generation
+
+            def deliver(payload: P) -> None:
+                if generation == self._generation:
+                    self._deliver(payload)
+
+            try:
+                self._teardown = await self._open(deliver)
+            except BaseException:
+                self._state = after(self._state, Step.FAILED)
+                raise
+            self._state = after(self._state, Step.STARTED)
+
+    async def _stop(self) -> None:
+        async with self._moving:
+            if self._state is not State.RUNNING or self._members:
+                return
+            self._state = after(self._state, Step.EMPTY)
+            assert self._teardown is not None
+            try:
+                await self._teardown()
+            except Exception as e:
+                _log.warning("%s: unsubscribing failed: %s", self._name, e, extra={"action": "notify_unsubscribe"})
+            finally:
+                # Somebody may subscribe while this ends, and then waits for a new subscription.
+                self._generation += 1
+                self._teardown = None
+                self._state = after(self._state, Step.STOPPED)

@@ -1,0 +1,210 @@
+"""The notifier on NATS: plain subjects, and hints in JetStream where there is one.
+
+A connection of its own is the supervised one of `bufstore.nats.connection`; a client of the app's is used as it is,
+and watched for reconnections. Every publish is followed by a round trip: what nats-py still has in its buffers would
+arrive only when the caller's loop comes to rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.kv import KeyValue
+
+from bufstore.config import NatsConfig, as_nats_config
+from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
+from bufstore.nats.connection import Connection, settle
+from bufstore.notify.broker import HintUnavailable, Teardown
+from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
+from bufstore.notify.notifier import BrokerNotifier
+from bufstore.notify.payload import channel, check_prefix
+from bufstore.notify.protocol import Event
+
+_log = logging.getLogger(__name__)
+
+#: How often a client of the app's is looked at for having reconnected.
+_WATCH_S = 0.25
+
+_NO_LIMIT: Any = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
+
+
+class NatsBroker:
+    """See `bufstore.notify.broker.Broker`."""
+
+    def __init__(
+        self, link: Connection | Client, prefix: str, hints: HintStore | None, *, owned: bool, timeout_s: float
+    ) -> None:
+        self._link = link
+        self._prefix = prefix
+        self._hints = hints
+        self._owned = owned
+        self._timeout_s = timeout_s
+        self._wanted: dict[Event, Callable[[str], None]] = {}
+        self._subscriptions: dict[Event, Any] = {}
+        self._restored: list[Callable[[], None]] = []
+        self._watch: asyncio.Task[None] | None = None
+        self._seen = 0
+        if isinstance(link, Connection):
+            link.on_connect(self._resubscribe)
+        else:
+            self._seen = link.stats["reconnects"]
+
+    def on_restored(self, hook: Callable[[], None]) -> None:
+        self._restored.append(hook)
+
+    def client(self) -> Client:
+        """The live client. Raises NotifyUnavailable when there is none now."""
+        if isinstance(self._link, Connection):
+            try:
+                return self._link.client()
+            except BufstoreError as e:
+                raise NotifyUnavailable(str(e)) from None
+        if not self._link.is_connected:
+            raise NotifyUnavailable("the app's NATS client is not connected")
+        return self._link
+
+    async def publish(self, event: Event, payload: str) -> None:
+        client = self.client()
+        try:
+            await client.publish(channel(self._prefix, event, "."), payload.encode())
+            await settle(client)
+        except (nats.errors.Error, OSError) as e:
+            raise NotifyUnavailable(f"NATS takes no message: {type(e).__name__}") from None
+
+    async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
+        if self._hints is None:
+            raise HintUnavailable
+        client = self.client()
+        try:
+            # Part of the time only: what is left is for the message without a hint.
+            async with asyncio.timeout(self._timeout_s / 2):
+                await self._hints.provide(client, hint, count)
+        except Exception as e:
+            raise HintUnavailable(hint_failure(e)) from None
+        await self.publish(Event.SCHEDULED, payload)
+
+    async def claim(self, hint: str, wanted: int) -> int:
+        if self._hints is None:
+            return wanted
+        return await self._hints.claim(self.client(), hint, wanted)
+
+    async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
+        client = self.client()
+        self._wanted[event] = deliver
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                subscription = await self._subscribe(client, event, deliver)
+                # Answered after the server has seen the subscription: what others publish from now on arrives.
+                await settle(client)
+        except BaseException as e:
+            self._wanted.pop(event, None)
+            if isinstance(e, (nats.errors.Error, OSError)):
+                raise NotifyUnavailable(f"NATS takes no subscription: {type(e).__name__}") from None
+            raise
+        if isinstance(self._link, Client) and self._watch is None:
+            self._watch = asyncio.create_task(self._watch_client(self._link), name="bufstore-notify-watch")
+        self._subscriptions[event] = subscription
+
+        async def teardown() -> None:
+            self._wanted.pop(event, None)
+            if not self._wanted:
+                await self._end_watch()
+            current = self._subscriptions.pop(event)
+            with contextlib.suppress(nats.errors.ConnectionClosedError, nats.errors.BadSubscriptionError):
+                await current.unsubscribe()
+
+        return teardown
+
+    async def aclose(self) -> None:
+        await self._end_watch()
+        if self._owned and isinstance(self._link, Connection):
+            await self._link.aclose()
+
+    async def _subscribe(self, client: Client, event: Event, deliver: Callable[[str], None]) -> Any:
+        async def heard(msg: Msg) -> None:
+            deliver(msg.data.decode("utf-8", "replace"))
+
+        return await client.subscribe(channel(self._prefix, event, "."), cb=heard, **_NO_LIMIT)
+
+    async def _resubscribe(self, client: Client) -> None:
+        """On every new client of our own connection, before anybody else uses it."""
+        for event, deliver in list(self._wanted.items()):
+            self._subscriptions[event] = await self._subscribe(client, event, deliver)
+        await settle(client)
+        if self._seen:
+            asyncio.get_running_loop().call_soon(self._tell_restored)
+        self._seen += 1
+
+    async def _watch_client(self, client: Client) -> None:
+        # nats-py subscribes again by itself, and tells nobody but whoever made the client.
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            if client.is_connected and client.stats["reconnects"] != self._seen:
+                self._seen = client.stats["reconnects"]
+                self._tell_restored()
+
+    async def _end_watch(self) -> None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    def _tell_restored(self) -> None:
+        for hook in self._restored:
+            hook()
+
+
+class NatsNotifier(BrokerNotifier):
+    """A notifier on NATS; made by `open`."""
+
+    def __init__(self, broker: NatsBroker, hints: HintStore | None, *, timeout_s: float) -> None:
+        super().__init__(broker, timeout_s=timeout_s)
+        self._hint_store = hints
+
+    @classmethod
+    async def open(
+        cls,
+        nats: str | Sequence[str] | NatsConfig | Mapping[str, Any] | Client = "nats://127.0.0.1:4222",
+        *,
+        prefix: str = "bufstore",
+        hints: Hints | KeyValue = Hints.AUTO,
+        timeout_s: float = 2.0,
+    ) -> Self:
+        """Connect, or use a connected client of the app's, which stays the app's to close.
+
+        `hints`: where budgets are kept; a KV bucket of the app's (its values should live about 60 s) may be given.
+        Raises ConfigError, and LogUnavailable when NATS cannot be reached. JetStream is asked when it is first needed.
+        """
+        check_prefix(prefix)
+        if not timeout_s > 0:
+            raise ConfigError("timeout_s must be positive")
+        link: Connection | Client
+        api = "$JS.API"
+        if isinstance(nats, Client):
+            link = nats
+        else:
+            config = as_nats_config(nats)
+            api = config.api
+            link = Connection(config, "bufstore-notify")
+        store = None if hints is Hints.NONE else HintStore(prefix, hints, api, timeout_s)
+        notifier = cls(
+            NatsBroker(link, prefix, store, owned=link is not nats, timeout_s=timeout_s), store, timeout_s=timeout_s
+        )
+        if isinstance(link, Connection):
+            await link.open()
+        return notifier
+
+    @property
+    def hints(self) -> Hints:
+        """Where hints are kept: AUTO as long as that has not been found out."""
+        return self._hint_store.kind if self._hint_store is not None else Hints.NONE
+
+
+__all__ = ["Hints", "NatsNotifier"]

@@ -1,0 +1,202 @@
+"""The notifier on any broker: routes payloads to callbacks, asks hints, and keeps all trouble to itself.
+
+Hints fail open: whenever one cannot be stored, asked or understood, everybody is called. One claim is made for all
+callbacks of a process, so a hundred workers in it cost one question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from types import TracebackType
+from typing import Self, TypeVar
+
+from bufstore.errors import Closed, InvalidQuery
+from bufstore.notify.broker import Broker, HintUnavailable
+from bufstore.notify.listener import SharedListener
+from bufstore.notify.payload import pack, unpack
+from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
+from bufstore.types import check_id
+
+_log = logging.getLogger(__name__)
+
+#: So many hints may be asked about at once; who hears of more is called without asking.
+_CLAIMS_MAX = 256
+
+C = TypeVar("C", bound=Callable[..., None])
+
+
+class BrokerNotifier:
+    """See `bufstore.notify.protocol.Notifier`. `timeout_s` bounds every publish and every question about a hint."""
+
+    def __init__(self, broker: Broker, *, timeout_s: float = 2.0) -> None:
+        self._broker = broker
+        self._timeout_s = timeout_s
+        self._scheduled: SharedListener[str, Callable[[str], None]] = self._listener(
+            Event.SCHEDULED, self._on_scheduled
+        )
+        self._completed: SharedListener[str, Callable[[], None]] = self._listener(
+            Event.COMPLETED, lambda work_id: self._call_all(self._completed, work_id)
+        )
+        self._lost: SharedListener[str, Callable[[], None]] = self._listener(
+            Event.OWNERSHIP_LOST, lambda work_id: self._call_all(self._lost, work_id)
+        )
+        self._claims: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._healthy = True
+        self._published = self._dropped = self._received = self._woken = self._spared = 0
+        self._hint_failures = self._restored = 0
+        broker.on_restored(self._on_restored)
+
+    def _listener(self, event: Event, deliver: Callable[[str], None]) -> SharedListener[str, C]:
+        async def open_(heard: Callable[[str], None]) -> Callable[[], Awaitable[None]]:
+            return await self._broker.subscribe(event, heard)
+
+        return SharedListener(f"listener of {event.name.lower()}", open_, deliver)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def notify_scheduled(self, kind: str, count: int = 1) -> None:
+        check_id(kind, "the kind")
+        if count < 0:
+            raise InvalidQuery("a scheduling cannot have less than no items")
+        if count:
+            await self._fire(self._schedule(kind, count))
+
+    async def _schedule(self, kind: str, count: int) -> None:
+        # Random, and long enough that two never meet: a hint is shared by all who use the server.
+        hint = secrets.token_hex(16)
+        try:
+            await self._broker.publish_hinted(hint, count, pack(hint, kind))
+        except HintUnavailable as e:
+            if str(e):  # otherwise hints are not there at all, as configured
+                self._hint_failures += 1
+                _log.debug("no hint stored: %s", e, extra={"action": "notify_hint"})
+            await self._broker.publish(Event.SCHEDULED, pack("", kind))
+
+    async def listen_scheduled(self, kinds: Iterable[str], callback: Callable[[str], None]) -> Unlisten:
+        wanted = [check_id(kind, "the kind") for kind in kinds]
+        if not wanted:
+            raise InvalidQuery("no kind to listen for")
+        return await self._scheduled.subscribe(wanted, callback)
+
+    async def notify_completed(self, work_id: str) -> None:
+        await self._fire(self._broker.publish(Event.COMPLETED, check_id(work_id, "the work id")))
+
+    async def listen_completed(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
+        return await self._completed.subscribe([check_id(work_id, "the work id")], callback)
+
+    async def notify_ownership_lost(self, work_id: str) -> None:
+        await self._fire(self._broker.publish(Event.OWNERSHIP_LOST, check_id(work_id, "the work id")))
+
+    async def listen_ownership_lost(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
+        return await self._lost.subscribe([check_id(work_id, "the work id")], callback)
+
+    def statistics(self) -> NotifierStatistics:
+        return NotifierStatistics(
+            healthy=self._healthy,
+            published=self._published,
+            dropped=self._dropped,
+            received=self._received,
+            woken=self._woken,
+            spared=self._spared,
+            hint_failures=self._hint_failures,
+            restored=self._restored,
+        )
+
+    async def aclose(self) -> None:
+        self._closed = True
+        for listener in (self._scheduled, self._completed, self._lost):
+            await listener.aclose()
+        for claim in self._claims:
+            claim.cancel()
+        await asyncio.gather(*self._claims, return_exceptions=True)
+        await self._broker.aclose()
+
+    async def _fire(self, sending: Awaitable[None]) -> None:
+        """Send, and forget what goes wrong: whoever waits for the event polls as well."""
+        task = asyncio.ensure_future(sending)
+        if self._closed:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise Closed("the notifier is closed")
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await task
+        except Exception as e:
+            self._dropped += 1
+            self._trouble(e)
+        else:
+            self._published += 1
+            self._healthy = True
+
+    def _trouble(self, error: Exception) -> None:
+        if self._healthy:  # once an outage
+            text = str(error) or type(error).__name__
+            _log.warning("notifications are dropped: %s", text, extra={"action": "notify_dropped"})
+        self._healthy = False
+
+    def _on_restored(self) -> None:
+        """Nobody knows what was missed: everybody is called once."""
+        self._healthy = True
+        self._restored += 1
+        for kind, callback in self._scheduled.everyone():
+            self._call(callback, kind)
+        for listener in (self._completed, self._lost):
+            for _, each in listener.everyone():
+                self._call(each)
+
+    def _call_all(self, listener: SharedListener[str, Callable[[], None]], work_id: str) -> None:
+        self._received += 1
+        for callback in listener.pick(work_id, listener.count(work_id)):
+            self._call(callback)
+
+    def _on_scheduled(self, payload: str) -> None:
+        self._received += 1
+        parts = unpack(payload)
+        if parts is None:
+            return
+        hint, kind = parts
+        wanted = self._scheduled.count(kind)
+        if not wanted:
+            return
+        if not hint or len(self._claims) >= _CLAIMS_MAX:
+            self._wake(kind, wanted, wanted)
+            return
+        granted = self._broker.claim(hint, wanted)
+        if isinstance(granted, int):
+            self._wake(kind, wanted, granted)
+            return
+        task = asyncio.ensure_future(self._ask(kind, wanted, granted))
+        self._claims.add(task)
+        task.add_done_callback(self._claims.discard)
+
+    async def _ask(self, kind: str, wanted: int, claim: Awaitable[int]) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                granted = await claim
+        except Exception as e:
+            self._hint_failures += 1
+            _log.debug("a hint could not be asked: %s", e, extra={"action": "notify_hint"})
+            granted = wanted
+        self._wake(kind, wanted, granted)
+
+    def _wake(self, kind: str, wanted: int, granted: int) -> None:
+        self._spared += wanted - granted
+        for callback in self._scheduled.pick(kind, granted):
+            self._call(callback, kind)
+
+    def _call(self, callback: Callable[..., None], *args: str) -> None:
+        self._woken += 1
+        try:
+            callback(*args)
+        except Exception:
+            _log.exception("a callback of a notifier failed", extra={"action": "notify_callback"})

@@ -1,0 +1,228 @@
+"""The notifier on Postgres: NOTIFY from the pool, LISTEN on one connection that is kept.
+
+No hints: in Postgres whoever is woken for nothing skips the locked rows in one query. A listening connection is asked
+now and then whether it still listens: behind a pooler in transaction mode, or after a failover, it may not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Self
+
+import psycopg
+from psycopg import AsyncConnection, sql
+from psycopg_pool import AsyncConnectionPool
+
+from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
+from bufstore.notify.broker import HintUnavailable, Teardown
+from bufstore.notify.feed import Feed, Heard
+from bufstore.notify.notifier import BrokerNotifier
+from bufstore.notify.payload import channel, check_prefix
+from bufstore.notify.protocol import Event
+from bufstore.postgres.errors import NoAnswer, map_errors
+from bufstore.postgres.pool import Alarm, Pool, open_pool
+
+#: A listening connection that says nothing for so long is asked whether it listens.
+_QUIET_S = 10.0
+#: A publish ends itself in time, and orderly; it is only cancelled when even that takes longer.
+_GRACE_S = 2.0
+#: Longest name of a channel.
+_CHANNEL_BYTES = 63
+
+AnyPool = AsyncConnectionPool[Any]
+
+
+class PostgresBroker:
+    """See `bufstore.notify.broker.Broker`."""
+
+    def __init__(
+        self, pool: AnyPool, prefix: str, *, owned: bool, listen: str | None, timeout_s: float, quiet_s: float
+    ) -> None:
+        self._pool = pool
+        self._owned = owned
+        self._listen = listen
+        self._timeout_s = timeout_s
+        self._quiet_s = quiet_s
+        self._channels = {event: channel(prefix, event, "_") for event in Event}
+        self._feed = Feed("notifier on Postgres", self._attach)
+
+    def on_restored(self, hook: Callable[[], None]) -> None:
+        self._feed.on_restored(hook)
+
+    async def publish(self, event: Event, payload: str) -> None:
+        async with self._borrow() as connection:
+            await connection.execute("SELECT pg_notify(%s, %s)", (self._channels[event], payload))
+
+    async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
+        raise HintUnavailable
+
+    def claim(self, hint: str, wanted: int) -> int:
+        return wanted
+
+    async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
+        return await self._feed.subscribe(event, deliver)
+
+    async def aclose(self) -> None:
+        await self._feed.aclose()
+        if self._owned:
+            await self._pool.close()
+
+    @asynccontextmanager
+    async def _borrow(self) -> AsyncIterator[AsyncConnection[Any]]:
+        if isinstance(self._pool, Pool):
+            async with self._pool.lend(self._timeout_s) as connection:
+                yield connection
+            return
+        with map_errors():
+            async with (
+                self._pool.connection(timeout=self._timeout_s) as connection,
+                _in_time(connection, self._timeout_s),
+            ):
+                yield connection
+
+    async def _attach(self) -> _Source:
+        try:
+            with map_errors():
+                return await self._listening()
+        except NotifyUnavailable:
+            raise
+        except Unavailable as e:
+            raise NotifyUnavailable(f"Postgres cannot be listened to: {e}") from None
+
+    async def _listening(self) -> _Source:
+        if self._listen is not None:
+            connection = await AsyncConnection.connect(
+                self._listen,
+                autocommit=True,
+                prepare_threshold=None,
+                application_name="bufstore-notify",
+                connect_timeout=max(2, round(self._timeout_s)),
+            )
+            return await self._listen_on(connection, None)
+        if isinstance(self._pool, Pool):
+            return await self._listen_on(await self._pool.take(self._timeout_s), self._pool)
+        for _ in range(self._pool.max_size):
+            # What lay in the pool may be dead; it goes, and the next is tried, in the end a new one.
+            with suppress(NoAnswer), map_errors():
+                return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)
+        return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)
+
+    async def _listen_on(self, connection: AsyncConnection[Any], pool: AnyPool | None) -> _Source:
+        source = _Source(connection, pool, self._channels, self._quiet_s)
+        try:
+            async with _in_time(connection, self._timeout_s):
+                await source.listen()
+        except BaseException:
+            await source.aclose()
+            raise
+        return source
+
+
+@asynccontextmanager
+async def _in_time(connection: AsyncConnection[Any], seconds: float) -> AsyncIterator[None]:
+    """The block's statement ends within the time, or the connection does; a cancelled psycopg may wait for long."""
+    alarm = Alarm(connection, asyncio.get_running_loop().time() + seconds)
+    try:
+        yield
+    finally:
+        if alarm.off():
+            await connection.close()
+
+
+class _Source:
+    """One connection that listens on the three channels."""
+
+    def __init__(
+        self, connection: AsyncConnection[Any], pool: AnyPool | None, channels: dict[Event, str], quiet_s: float
+    ) -> None:
+        self._connection = connection
+        self._pool = pool
+        self._events = {name: event for event, name in channels.items()}
+        self._quiet_s = quiet_s
+        self._autocommit = connection.autocommit
+        self._notes: Any = None
+
+    async def listen(self) -> None:
+        if not self._connection.autocommit:
+            await self._connection.set_autocommit(True)
+        for name in self._events:
+            await self._connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(name)))
+        await self._check()
+
+    async def next(self) -> Heard | None:
+        while True:
+            if self._notes is None:
+                self._notes = self._connection.notifies(timeout=self._quiet_s)
+            try:
+                note = await anext(self._notes)
+            except StopAsyncIteration:
+                self._notes = None
+                async with _in_time(self._connection, self._quiet_s):
+                    await self._check()
+                continue
+            event = self._events.get(note.channel)
+            if event is not None:  # a connection of the app's pool may listen on channels of the app's
+                return event, note.payload
+
+    async def aclose(self) -> None:
+        with suppress(psycopg.Error, OSError, RuntimeError):
+            if self._notes is not None:
+                await self._notes.aclose()
+        try:
+            # As it was before, or not at all: the pool lends it to others.
+            async with _in_time(self._connection, _GRACE_S):
+                await self._connection.execute("UNLISTEN *")
+                await self._connection.set_autocommit(self._autocommit)
+        except (psycopg.Error, OSError):
+            await self._connection.close()
+        finally:
+            if self._pool is None:
+                await self._connection.close()
+            else:
+                await self._pool.putconn(self._connection)
+
+    async def _check(self) -> None:
+        cursor = await self._connection.execute("SELECT pg_listening_channels()")
+        heard = {
+            row[0] if not isinstance(row, dict) else row["pg_listening_channels"] for row in await cursor.fetchall()
+        }
+        if not heard >= self._events.keys():
+            raise NotifyUnavailable(
+                "the connection does not keep listening; behind a pooler in transaction mode, give `listen`"
+            )
+
+
+class PostgresNotifier(BrokerNotifier):
+    """A notifier on Postgres; made by `open`."""
+
+    @classmethod
+    async def open(
+        cls,
+        postgres: str | AnyPool,
+        *,
+        listen: str | None = None,
+        prefix: str = "bufstore",
+        timeout_s: float = 2.0,
+        quiet_s: float = _QUIET_S,
+    ) -> Self:
+        """Use a pool of the app's, which stays the app's to close, or make a small one of a connection string.
+
+        While anybody listens, one connection of the pool is kept for that; `listen`, a connection string, is used
+        instead, for a pool that goes through a pooler in transaction mode. After `quiet_s` without a notification it
+        is asked whether it still listens. Postgres need not be up. Raises ConfigError.
+        """
+        if len(channel(check_prefix(prefix), Event.COMPLETED, "_")) > _CHANNEL_BYTES:
+            raise ConfigError("a notifier's prefix on Postgres must be at most 56 characters")
+        if not timeout_s > 0 or not quiet_s > 0:
+            raise ConfigError("timeout_s and quiet_s must be positive")
+        own = isinstance(postgres, str)
+        pool: AnyPool = (
+            await open_pool(postgres, size=4, connect_timeout_s=timeout_s) if isinstance(postgres, str) else postgres
+        )
+        broker = PostgresBroker(pool, prefix, owned=own, listen=listen, timeout_s=timeout_s, quiet_s=quiet_s)
+        return cls(broker, timeout_s=timeout_s + _GRACE_S)
+
+
+__all__ = ["PostgresNotifier"]

@@ -1,0 +1,143 @@
+"""The plain lock on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bufstore import ConfigError
+from bufstore.embedded import NatsServer, Servers
+from bufstore.errors import LogUnavailable, TokenBusy, TokenLost
+from bufstore.tokens import Locks
+from helpers import eventually
+
+
+@pytest.fixture
+async def locks(servers: Servers) -> AsyncIterator[Locks]:
+    async with await Locks.open(servers.nats.url, name=f"t{secrets.token_hex(5)}") as opened:
+        yield opened
+
+
+async def test_one_holder_at_a_time(locks: Locks) -> None:
+    holding, turns, tokens = 0, 0, list[int]()
+
+    async def one() -> None:
+        nonlocal holding, turns
+        for _ in range(5):
+            async with await locks.acquire("a", wait_s=30) as lock:
+                holding += 1
+                assert holding == 1
+                tokens.append(lock.token)
+                await asyncio.sleep(0)
+                lock.check()
+                holding -= 1
+                turns += 1
+
+    await asyncio.gather(*(one() for _ in range(10)))
+    assert turns == 50
+    assert tokens == sorted(set(tokens))
+
+
+async def test_busy_until_released(locks: Locks) -> None:
+    lock = await locks.acquire("a")
+    with pytest.raises(TokenBusy):
+        await locks.acquire("a")
+    await locks.acquire("b")
+    await lock.release()
+    await lock.release()
+    with pytest.raises(TokenLost):
+        lock.check()
+    with pytest.raises(TokenLost):
+        await lock.extend()
+    await (await locks.acquire("a")).release()
+
+
+async def test_free_after_its_time_and_too_late_is_too_late(locks: Locks) -> None:
+    first = await locks.acquire("a", ttl_s=1)
+    second = await locks.acquire("a", ttl_s=10, wait_s=10)
+    assert second.token > first.token
+    with pytest.raises(TokenLost):
+        first.check()
+    with pytest.raises(TokenLost):
+        await first.extend()
+    with pytest.raises(TokenLost):
+        await first.release()
+    second.check()
+    with pytest.raises(TokenBusy):
+        await locks.acquire("a")
+
+
+async def test_too_late_when_nobody_took_it(locks: Locks) -> None:
+    lock = await locks.acquire("a", ttl_s=1)
+    await asyncio.sleep(1.6)  # the server's clock, to be waited for
+    with pytest.raises(TokenLost):
+        await lock.extend()
+
+
+async def test_extending_keeps_it_and_keeps_it_mortal(locks: Locks) -> None:
+    lock = await locks.acquire("a", ttl_s=1)
+    for _ in range(4):
+        await asyncio.sleep(0.4)
+        await lock.extend()
+    lock.check()
+    with pytest.raises(TokenBusy):
+        await locks.acquire("a")
+    await (await locks.acquire("a", wait_s=10)).release()
+
+
+async def test_the_block_renews_by_itself(locks: Locks) -> None:
+    async with await locks.acquire("a", ttl_s=1) as lock:
+        await asyncio.sleep(2.2)
+        lock.check()
+        with pytest.raises(TokenBusy):
+            await locks.acquire("a")
+    await (await locks.acquire("a")).release()
+
+
+async def test_a_block_that_lost_its_lock_says_so(locks: Locks) -> None:
+    with pytest.raises(TokenLost):
+        async with await locks.acquire("a", ttl_s=1) as lock:
+            assert lock._keeping is not None
+            lock._keeping.cancel()
+            other = await locks.acquire("a", wait_s=10)
+    other.check()
+
+
+async def test_a_lifetime_is_whole_seconds(locks: Locks) -> None:
+    for bad in (0, -1, 0.5, True):
+        with pytest.raises(ConfigError):
+            await locks.acquire("a", ttl_s=bad)  # type: ignore[arg-type]
+
+
+async def test_locks_outlive_a_killed_server(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path)
+    server.start()
+    try:
+        async with (
+            await Locks.open(server.url, timeout_s=1) as mine,
+            await Locks.open(server.url, timeout_s=1) as others,
+        ):
+            lock = await mine.acquire("a", ttl_s=30)
+            await asyncio.to_thread(server.kill)
+            with pytest.raises(LogUnavailable):
+                await asyncio.wait_for(others.acquire("b"), 20)
+            await asyncio.to_thread(server.start)
+
+            async def busy() -> bool:
+                with contextlib.suppress(LogUnavailable):
+                    await others.acquire("a")
+                return False
+
+            async with asyncio.timeout(20):
+                with pytest.raises(TokenBusy):
+                    await eventually(busy)
+            await lock.extend()
+            await lock.release()
+            await (await others.acquire("a")).release()
+    finally:
+        server.stop()

@@ -1,0 +1,462 @@
+"""Notifiers when servers restart, hang, forget and refuse; and hints when very many ask at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from nats.js.api import KeyValueConfig
+from psycopg_pool import AsyncConnectionPool
+from redis.asyncio import Redis
+
+from bufstore import ConfigError
+from bufstore.embedded import NatsServer, PostgresServer, RedisServer, Servers
+from bufstore.errors import NotifyUnavailable, Unavailable
+from bufstore.notify import Notifier
+from bufstore.notify.nats import Hints, NatsNotifier
+from bufstore.notify.nats_hints import HintStore
+from bufstore.notify.notifier import BrokerNotifier
+from bufstore.notify.postgres import PostgresNotifier
+from bufstore.notify.redis import RedisBroker, RedisNotifier
+from helpers import eventually, query
+from transaction_pooler import TransactionPooler
+
+Server = NatsServer | RedisServer | PostgresServer
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"t{secrets.token_hex(4)}"
+
+
+@pytest.fixture(scope="module", params=["nats", "redis", "postgres"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of these tests' own, to be stopped at will."""
+    if request.param == "redis":
+        request.getfixturevalue("redis_server")  # skips where there is none
+    with contextlib.ExitStack() as stack:
+        if request.param == "postgres":
+            yield stack.enter_context(Servers()).postgres
+            return
+        kind = NatsServer if request.param == "nats" else RedisServer
+        made = kind(tmp_path_factory.mktemp(request.param))
+        made.start()
+        stack.callback(made.stop)
+        yield made
+
+
+async def _open(server: Server, prefix: str, **options: Any) -> BrokerNotifier:
+    if isinstance(server, NatsServer):
+        options.pop("quiet_s", None)
+        return await NatsNotifier.open(server.url, prefix=prefix, **options)
+    if isinstance(server, RedisServer):
+        return await RedisNotifier.open(server.url, prefix=prefix, **options)
+    return await PostgresNotifier.open(server.dsn, prefix=prefix, **options)
+
+
+class Listening:
+    """A notifier with one listener of each event, and what they heard."""
+
+    def __init__(self, notifier: Notifier) -> None:
+        self.notifier = notifier
+        self.heard: list[str] = []
+
+    async def listen(self) -> None:
+        await self.notifier.listen_scheduled(["kind"], self.heard.append)
+        await self.notifier.listen_completed("work", lambda: self.heard.append("completed"))
+        await self.notifier.listen_ownership_lost("work", lambda: self.heard.append("lost"))
+
+    async def hears(self, teller: Notifier) -> None:
+        """Told again and again, it hears in the end."""
+        self.heard.clear()
+
+        async def told() -> bool:
+            await teller.notify_completed("work")
+            return bool(self.heard)
+
+        await eventually(told)
+
+
+async def test_it_heals_after_a_restart_and_calls_everybody_once(server: Server, prefix: str) -> None:
+    async with await _open(server, prefix) as here, await _open(server, prefix) as there:
+        listening = Listening(here)
+        await listening.listen()
+        await asyncio.to_thread(server.kill)
+        await there.notify_completed("work")
+        assert there.statistics().dropped == 1
+        await asyncio.to_thread(server.start)
+        await eventually(lambda: _true(here.statistics().restored))
+        assert sorted(listening.heard) == ["completed", "kind", "lost"]
+        assert here.statistics().restored == 1
+        await listening.hears(there)
+        listening.heard.clear()
+        await there.notify_scheduled("kind")
+        await eventually(lambda: _true(listening.heard))
+
+
+async def _true(value: object) -> bool:
+    return bool(value)
+
+
+async def test_listening_without_a_server_says_so_and_works_later(server: Server, prefix: str) -> None:
+    async with await _open(server, prefix, timeout_s=1) as here, await _open(server, prefix) as there:
+        await asyncio.to_thread(server.kill)
+        try:
+            with pytest.raises(Unavailable):
+                await here.listen_completed("work", print)
+            assert here._completed.everyone() == []
+        finally:
+            await asyncio.to_thread(server.start)
+        listening = Listening(here)
+
+        async def listens() -> bool:
+            with contextlib.suppress(Unavailable):
+                await listening.listen()
+                return True
+            return False
+
+        await eventually(listens)
+        await listening.hears(there)
+
+
+async def test_a_server_that_hangs_holds_nobody_up(server: Server, prefix: str) -> None:
+    async with await _open(server, prefix, timeout_s=0.5) as here:
+        await here.notify_completed("work")
+        await asyncio.to_thread(server.pause)
+        try:
+            async with asyncio.timeout(15):
+                await here.notify_scheduled("kind", 3)
+                await here.notify_completed("work")
+                with pytest.raises((Unavailable, TimeoutError)):
+                    await here.listen_completed("work", print)
+        finally:
+            server.resume()
+        assert here.statistics().dropped == 2
+
+        async def published() -> bool:
+            await here.notify_completed("work")
+            return here.statistics().healthy
+
+        await eventually(published)
+
+
+# NATS.
+
+
+@pytest.mark.parametrize("hints", [Hints.COUNTERS, Hints.KV])
+@pytest.mark.parametrize("budget", [1, 10, 99, 100])
+async def test_a_hundred_connections_take_exactly_what_there_is(
+    servers: Servers, prefix: str, hints: Hints, budget: int
+) -> None:
+    store = HintStore(prefix, hints, "$JS.API", 30)
+    async with contextlib.AsyncExitStack() as stack:
+        clients = await asyncio.gather(*(nats.connect(servers.nats.url) for _ in range(100)))
+        for client in clients:
+            stack.push_async_callback(client.close)
+        hint = secrets.token_hex(16)
+        await store.provide(clients[0], hint, budget)
+        stores = [HintStore(prefix, hints, "$JS.API", 30) for _ in clients]
+        async with asyncio.timeout(60):
+            got = await asyncio.gather(*(s.claim(c, hint, 1) for s, c in zip(stores, clients, strict=True)))
+        assert sum(got) == budget
+        assert await store.claim(clients[0], hint, 5) == 0
+        assert await store.claim(clients[0], secrets.token_hex(16), 5) == 5  # nobody knows this one
+
+
+@pytest.mark.parametrize("hints", [Hints.COUNTERS, Hints.KV])
+async def test_hints_on_nats_end_after_a_minute(servers: Servers, prefix: str, hints: Hints) -> None:
+    client = await nats.connect(servers.nats.url)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        notifier = await NatsNotifier.open(client, prefix=prefix, hints=hints)
+        stack.push_async_callback(notifier.aclose)
+        heard: list[str] = []
+        for _ in range(3):
+            await notifier.listen_scheduled(["kind"], heard.append)
+        await notifier.notify_scheduled("kind", 1)
+        await eventually(lambda: _true(notifier.statistics().spared == 2))
+        stream = f"{prefix}-hints" if hints is Hints.COUNTERS else f"KV_{prefix}_hints"
+        config = (await client.jetstream().stream_info(stream)).config
+        assert config.max_age == 60
+        assert config.max_msgs_per_subject == 1
+
+
+async def test_a_hint_that_has_expired_wakes_everybody(servers: Servers, prefix: str) -> None:
+    client = await nats.connect(servers.nats.url)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(client.close)
+        for hints, stream in ((Hints.COUNTERS, f"{prefix}-hints"), (Hints.KV, f"KV_{prefix}_hints")):
+            store = HintStore(prefix, hints, "$JS.API", 5)
+            await store.provide(client, "hint", 1)
+            assert [await store.claim(client, "hint", 1) for _ in range(2)] == [1, 0]
+            await client.jetstream().purge_stream(stream)  # what the server does when the time is over
+            assert await store.claim(client, "hint", 4) == 4
+
+
+async def test_a_client_and_a_bucket_of_the_apps_own(tmp_path: Path, prefix: str) -> None:
+    server = NatsServer(tmp_path)
+    server.start()
+    try:
+        client = await nats.connect(server.url, reconnect_time_wait=0.05, max_reconnect_attempts=-1)
+        bucket = await client.jetstream().create_key_value(KeyValueConfig(bucket="mine", ttl=60, history=1))
+        notifier = await NatsNotifier.open(client, prefix=prefix, hints=bucket)
+        listening = Listening(notifier)
+        await listening.listen()
+        await notifier.listen_scheduled(["kind"], listening.heard.append)
+        await notifier.notify_scheduled("kind", 1)
+        await eventually(lambda: _true(notifier.statistics().spared))
+        assert listening.heard == ["kind"]
+        keys = await bucket.keys()
+        assert [key.startswith(f"{prefix}_hint_") for key in keys] == [True]
+        listening.heard.clear()
+        await asyncio.to_thread(server.restart)
+        await eventually(lambda: _true(notifier.statistics().restored))
+        assert sorted(listening.heard) == ["completed", "kind", "kind", "lost"]
+        await listening.hears(notifier)
+        await notifier.aclose()
+        assert client.is_connected  # the app's to close
+        await client.close()
+        with pytest.raises(NotifyUnavailable):
+            other = await NatsNotifier.open(client, prefix=prefix)
+            await other.listen_completed("work", print)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("hints", [Hints.COUNTERS, Hints.KV])
+async def test_a_hint_store_that_is_gone_wakes_everybody_and_is_made_again(
+    servers: Servers, prefix: str, hints: Hints
+) -> None:
+    async with (
+        await NatsNotifier.open(servers.nats.url, prefix=prefix, hints=hints) as here,
+        await NatsNotifier.open(servers.nats.url, prefix=prefix, hints=hints) as there,
+    ):
+        heard: list[str] = []
+        for _ in range(4):
+            await here.listen_scheduled(["kind"], heard.append)
+        await there.notify_scheduled("kind", 1)
+        await eventually(lambda: _true(here.statistics().spared == 3))
+        client = await nats.connect(servers.nats.url)
+        stream = f"{prefix}-hints" if hints is Hints.COUNTERS else f"KV_{prefix}_hints"
+        await client.jetstream().delete_stream(stream)
+        await client.close()
+        heard.clear()
+        await there.notify_scheduled("kind", 1)
+        await eventually(lambda: _true(len(heard) >= 4))
+        assert there.statistics().hint_failures == 1
+        heard.clear()
+        await there.notify_scheduled("kind", 1)
+        await eventually(lambda: _true(here.statistics().spared == 6))
+        assert len(heard) == 1
+
+
+async def test_a_server_without_counters_keeps_hints_in_kv(
+    servers: Servers, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found out by many instances at once."""
+    older = SimpleNamespace(major=2, minor=11, patch=11)
+    monkeypatch.setattr(Client, "connected_server_version", property(lambda _: older))
+    async with contextlib.AsyncExitStack() as stack:
+        notifiers = [await NatsNotifier.open(servers.nats.url, prefix=prefix, timeout_s=10) for _ in range(10)]
+        heard: list[str] = []
+        for notifier in notifiers:
+            stack.push_async_callback(notifier.aclose)
+            await notifier.listen_scheduled(["kind"], heard.append)
+        await notifiers[0].notify_scheduled("kind", 3)
+        await eventually(lambda: _true(sum(n.statistics().spared for n in notifiers) == 7))
+        assert len(heard) == 3
+        assert {notifier.hints for notifier in notifiers} == {Hints.KV}
+
+
+async def test_without_jetstream_there_are_no_hints(tmp_path: Path, prefix: str) -> None:
+    denied = "accounts { A: { users: [ { user: a, password: b } ] } }"
+    server = NatsServer(tmp_path, extra_config=denied)
+    server.start()
+    try:
+        url = f"nats://a:b@127.0.0.1:{server.port}"
+        async with await NatsNotifier.open(url, prefix=prefix, timeout_s=1) as notifier:
+            heard: list[str] = []
+            for _ in range(3):
+                await notifier.listen_scheduled(["kind"], heard.append)
+            for n in (1, 2):
+                await notifier.notify_scheduled("kind", 1)
+                await eventually(lambda n=n: _true(len(heard) == 3 * n))  # type: ignore[misc]
+            assert notifier.hints is Hints.AUTO
+            assert notifier.statistics().dropped == 0
+    finally:
+        server.stop()
+
+
+# Redis.
+
+
+@pytest.fixture
+async def redis(redis_server: RedisServer) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_server.url) as client:
+        yield client
+
+
+async def test_claims_keep_a_hints_lifetime_and_make_no_keys(redis: Redis, prefix: str) -> None:
+    broker = RedisBroker(redis, redis, prefix, hints=True, owned=False, timeout_s=5, quiet_s=5)
+    await broker.publish_hinted("h", 3, "h:kind")
+    key = f"{prefix}:hint:h"
+    assert 55_000 < await redis.pttl(key) <= 60_000
+    assert [await broker.claim("h", 2) for _ in range(4)] == [2, 1, 0, 0]
+    assert await redis.get(key) == b"0"
+    assert 55_000 < await redis.pttl(key) <= 60_000
+    assert await broker.claim("unknown", 7) == 7
+    assert [k async for k in redis.scan_iter(f"{prefix}:*")] == [key.encode()]
+    await redis.pexpire(key, 1)
+    assert await eventually(lambda: _expired(redis, key))
+    assert await broker.claim("h", 4) == 4
+    await broker.aclose()
+
+
+async def _expired(redis: Redis, key: str) -> bool:
+    return not await redis.exists(key)
+
+
+@pytest.mark.parametrize("budget", [1, 10, 99, 100])
+async def test_a_hundred_redis_clients_take_exactly_what_there_is(
+    redis_server: RedisServer, prefix: str, budget: int
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(Redis.from_url(redis_server.url)) for _ in range(100)]
+        brokers = [RedisBroker(c, c, prefix, hints=True, owned=False, timeout_s=5, quiet_s=5) for c in clients]
+        await brokers[0].publish_hinted("h", budget, "h:kind")
+        assert sum(await asyncio.gather(*(broker.claim("h", 1) for broker in brokers))) == budget
+
+
+async def test_a_client_of_the_apps_that_reconnects_by_itself(redis_server: RedisServer, prefix: str) -> None:
+    """It connects again, and subscribes again, without telling."""
+    async with (
+        Redis.from_url(redis_server.url, decode_responses=True) as mine,
+        await RedisNotifier.open(mine, prefix=prefix) as notifier,
+    ):
+        listening = Listening(notifier)
+        await listening.listen()
+        await mine.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+        await eventually(lambda: _true(notifier.statistics().restored))
+        assert sorted(listening.heard) == ["completed", "kind", "lost"]
+        await listening.hears(notifier)
+        assert notifier.statistics().restored == 1
+
+
+async def test_a_redis_that_went_silent_is_noticed(tmp_path: Path, redis_server: RedisServer, prefix: str) -> None:
+    server = RedisServer(tmp_path)
+    server.start()
+    try:
+        async with await RedisNotifier.open(server.url, prefix=prefix, quiet_s=0.2, timeout_s=0.5) as notifier:
+            listening = Listening(notifier)
+            await listening.listen()
+            await asyncio.sleep(1)  # several quiet times: asked, and answered
+            assert (notifier.statistics().restored, listening.heard) == (0, [])
+            await asyncio.to_thread(server.pause)
+            await asyncio.sleep(1)
+            server.resume()
+            await eventually(lambda: _true(notifier.statistics().restored))
+            await listening.hears(notifier)
+    finally:
+        server.stop()
+
+
+async def test_redis_that_refuses_says_so(redis_server: RedisServer, prefix: str) -> None:
+    wrong = f"redis://:wrong@127.0.0.1:{redis_server.port}"
+    async with await RedisNotifier.open(wrong, prefix=prefix) as notifier:
+        with pytest.raises(ConfigError) as caught:
+            await notifier.listen_completed("work", print)
+        assert "wrong" not in str(caught.value)
+        await notifier.notify_scheduled("kind")
+        assert notifier.statistics().dropped == 1
+    with pytest.raises(ConfigError) as caught:
+        await RedisNotifier.open("nothing://:secret@host", prefix=prefix)
+    assert "secret" not in repr(caught.value.__context__)
+
+
+# Postgres.
+
+
+async def test_a_killed_listening_session_is_made_again(servers: Servers, prefix: str) -> None:
+    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix) as notifier:
+        listening = Listening(notifier)
+        await listening.listen()
+        killed = await query(
+            servers.postgres.dsn,
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = 'SELECT pg_listening_channels()'"
+            " AND pid <> pg_backend_pid() AND state = 'idle'",
+        )
+        assert killed == [(True,)]
+        await eventually(lambda: _true(notifier.statistics().restored))
+        assert sorted(listening.heard) == ["completed", "kind", "lost"]
+        await listening.hears(notifier)
+
+
+async def test_one_session_listens_and_only_while_somebody_does(servers: Servers, prefix: str) -> None:
+    async def sessions() -> int:
+        rows = await query(
+            servers.postgres.dsn,
+            "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_listening_channels()' AND state = 'idle'",
+        )
+        return int(rows[0][0])
+
+    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix) as notifier:
+        assert await sessions() == 0
+        leaves = [await notifier.listen_completed(f"work {i}", print) for i in range(10)]
+        leaves += [await notifier.listen_scheduled(["kind"], print)]
+        assert await sessions() == 1
+        for leave in leaves:
+            await leave()
+        await eventually(lambda: _is(sessions, 0))
+
+
+async def _is(count: Callable[[], Awaitable[int]], expected: int) -> bool:
+    return await count() == expected
+
+
+async def test_a_quiet_session_is_asked_whether_it_listens(servers: Servers, prefix: str) -> None:
+    async with await PostgresNotifier.open(servers.postgres.dsn, prefix=prefix, quiet_s=0.05) as notifier:
+        listening = Listening(notifier)
+        await listening.listen()
+        for n in range(5):
+            await asyncio.sleep(0.1)  # one or two questions
+            await notifier.notify_completed("work")
+            await eventually(lambda n=n: _true(len(listening.heard) == n + 1))  # type: ignore[misc]
+        assert notifier.statistics().restored == 0
+
+
+async def test_a_pool_of_the_apps_own(servers: Servers, prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with AsyncConnectionPool(servers.postgres.dsn, min_size=1, max_size=3, open=False) as pool:
+        async with await PostgresNotifier.open(pool, prefix=prefix) as notifier:
+            listening = Listening(notifier)
+            await listening.listen()
+            await listening.hears(notifier)
+        for _ in range(3):  # what listened has come back as it was
+            async with pool.connection() as connection:
+                rows = await (await connection.execute("SELECT count(*) FROM pg_listening_channels()")).fetchone()
+                assert (rows, connection.autocommit) == ((0,), False)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+async def test_a_transaction_pooler_cannot_listen_and_is_found_out(servers: Servers, prefix: str) -> None:
+    async with TransactionPooler(servers.postgres.dsn) as pooler:
+        async with await PostgresNotifier.open(pooler.dsn, prefix=prefix, timeout_s=5) as notifier:
+            with pytest.raises(NotifyUnavailable, match="listen"):
+                await notifier.listen_completed("work", print)
+        direct = servers.postgres.dsn
+        async with await PostgresNotifier.open(pooler.dsn, listen=direct, prefix=prefix, timeout_s=5) as notifier:
+            listening = Listening(notifier)
+            await listening.listen()
+            await listening.hears(notifier)
+
+
+async def test_a_prefix_too_long_for_a_channel_is_refused(servers: Servers) -> None:
+    with pytest.raises(ConfigError):
+        await PostgresNotifier.open(servers.postgres.dsn, prefix=f"{'x' * 40}.{'y' * 20}")

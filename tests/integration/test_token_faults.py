@@ -1,0 +1,203 @@
+"""Exclusive work when processes are paused and killed, a server is killed, and holders stall at random."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import secrets
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import token_sink
+from bufstore.embedded import NatsServer, Servers
+from bufstore.errors import LogUnavailable, SubmitUnknown, TokenLost
+from bufstore.tokens import ExclusiveWork, Task, TokensConfig
+from helpers import eventually, query
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def name() -> str:
+    return f"t{secrets.token_hex(5)}"
+
+
+@pytest.fixture
+async def opened(servers: Servers, name: str) -> AsyncIterator[Open]:
+    """Opens instances of this test's own work; closes them in the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_(url: str = "", **config: Any) -> ExclusiveWork:
+            work = await ExclusiveWork.open(url or servers.nats.url, TokensConfig(**{"name": name} | config))
+            return await stack.enter_async_context(work)
+
+        yield open_
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A server to be killed."""
+    server = NatsServer(tmp_path)
+    server.start()
+    yield server
+    server.stop()
+
+
+async def _took(work: ExclusiveWork, wait_s: float = 10) -> Task:
+    task = await work.take(wait_s)
+    assert task is not None
+    return task
+
+
+def _stall(task: Task) -> None:
+    """The holder shows no sign of life any more, as if its process were paused."""
+    task._keeping.cancel()
+
+
+async def _true(value: object) -> bool:
+    return bool(value)
+
+
+async def test_a_paused_process_does_not_pass_the_fence(opened: Open, servers: Servers, name: str) -> None:
+    await token_sink.create(servers.postgres.dsn, name)
+    work = await opened(ttl_s=1)
+    await work.submit("a")
+    holder = Path(token_sink.__file__).with_name("token_holder.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(holder), servers.nats.url, name, "1", servers.postgres.dsn, name,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=dict(os.environ),
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            word, token = (await process.stdout.readline()).split()
+        assert word == b"took"
+        process.send_signal(signal.SIGSTOP)
+        async with await _took(work) as task:
+            assert task.token > int(token)
+            assert await token_sink.write(servers.postgres.dsn, name, "a", task.token, "the other")
+            process.stdin.write(b"\n")
+            process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(30):
+                answer = await process.stdout.readline()
+            # Refused by the sink, by its own clock, and by the fence.
+            assert answer.split() == [b"sink", b"False", b"lost", b"lost"]
+            task.check()
+            await task.done()
+        assert await query(servers.postgres.dsn, f"SELECT value FROM {name}") == [("the other",)]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_killed_process_loses_its_key_after_its_time(opened: Open, servers: Servers, name: str) -> None:
+    work = await opened(ttl_s=1)
+    await work.submit("a", b"1")
+    holder = Path(token_sink.__file__).with_name("token_holder.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(holder), servers.nats.url, name, "1", servers.postgres.dsn, name,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=dict(os.environ),
+    )  # fmt: skip
+    assert process.stdout is not None
+    async with asyncio.timeout(30):
+        await process.stdout.readline()
+    process.kill()
+    await process.wait()
+    async with await _took(work) as task:
+        assert task.payload == b"1"
+        await task.done()
+
+
+async def test_the_server_is_killed_and_nothing_is_lost_or_done_twice(opened: Open, nats_server: NatsServer) -> None:
+    instances = [await opened(nats_server.url, ttl_s=2) for _ in range(2)]
+    stopping, completed, submitted = asyncio.Event(), defaultdict[str, list[int]](list), set[tuple[str, int]]()
+
+    async def handler(task: Task) -> None:
+        await asyncio.sleep(0.01)
+
+    for instance in instances:
+        finish = instance._finish
+
+        async def noted(task: Task, seq: int, finish: Any = finish) -> None:
+            completed[task.key].append(int(task.payload))  # after `done` has been written
+            await finish(task, seq)
+
+        instance._finish = noted
+
+    async def submit(n: int) -> None:
+        key = f"key {n}"
+        for i in range(30):
+            with contextlib.suppress(SubmitUnknown):
+                while True:
+                    try:
+                        await instances[n % 2].submit(key, str(i).encode())
+                        submitted.add((key, i))
+                        break
+                    except LogUnavailable:
+                        await asyncio.sleep(0.05)
+
+    running = asyncio.gather(*(instance.run(handler, stopping, concurrency=2) for instance in instances))
+    submitting = asyncio.gather(*(submit(n) for n in range(4)))
+    for _ in range(2):
+        await asyncio.sleep(0.15)
+        await asyncio.to_thread(nats_server.kill)
+        await asyncio.to_thread(nats_server.start)
+    await submitting
+    await eventually(lambda: _true(submitted <= {(k, i) for k, items in completed.items() for i in items}), 40)
+    stopping.set()
+    await running
+    for items in completed.values():
+        assert items == sorted(set(items))  # in order, and none twice
+
+
+async def test_holders_that_stall_at_random_never_pass_the_fence(opened: Open) -> None:
+    """A history of many holders, some of which sleep past their time and go on as if nothing were."""
+    instances = [await opened(ttl_s=1, timeout_s=5) for _ in range(3)]
+    rng = random.Random(5)
+    keys, items = ["a", "b", "c"], 12
+    sink: dict[str, int] = defaultdict(int)
+    written, completed = defaultdict[str, list[tuple[int, int]]](list), defaultdict[str, list[int]](list)
+    refused = 0
+
+    async def worker(work: ExclusiveWork) -> None:
+        nonlocal refused
+        while sum(map(len, completed.values())) < len(keys) * items:
+            task = await work.take(0.5)
+            if task is None:
+                continue
+            if rng.random() < 0.25:
+                _stall(task)
+                await asyncio.sleep(1.2)
+            if task.token < sink[task.key]:
+                refused += 1  # by the sink; this holder goes on all the same
+            else:
+                sink[task.key] = task.token
+                written[task.key].append((task.token, int(task.payload)))
+            try:
+                await task.done()
+                completed[task.key].append(int(task.payload))
+            except TokenLost:
+                pass
+
+    for i in range(items):
+        for key in keys:
+            await instances[0].submit(key, str(i).encode())
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(worker(instance) for instance in instances for _ in range(2)))
+    assert completed == {key: list(range(items)) for key in keys}
+    assert refused > 0  # the test has tested something
+    for history in written.values():
+        tokens = [token for token, _ in history]
+        assert tokens == sorted(tokens)
+        # Once a later item was written, an earlier one is not.
+        assert [item for _, item in history] == sorted(item for _, item in history)

@@ -1,0 +1,399 @@
+"""Exclusive work on a real server: order, exclusion, policies, and holders that come back too late."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from bufstore import ConfigDrift, InvalidId, TooLarge
+from bufstore.buffer.ports import Outgoing
+from bufstore.embedded import Servers
+from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
+from bufstore.tokens import ExclusiveWork, Form, Policy, Task, TokensConfig
+from helpers import eventually
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def name() -> str:
+    return f"t{secrets.token_hex(5)}"
+
+
+@pytest.fixture
+async def opened(servers: Servers, name: str) -> AsyncIterator[Open]:
+    """Opens instances of this test's own work; closes them in the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_(url: str = "", **config: Any) -> ExclusiveWork:
+            work = await ExclusiveWork.open(url or servers.nats.url, TokensConfig(**{"name": name} | config))
+            return await stack.enter_async_context(work)
+
+        yield open_
+
+
+async def _took(work: ExclusiveWork, wait_s: float = 10) -> Task:
+    task = await work.take(wait_s)
+    assert task is not None
+    return task
+
+
+def _stall(task: Task) -> None:
+    """The holder shows no sign of life any more, as if its process were paused."""
+    task._keeping.cancel()
+
+
+# Order and exclusion.
+
+
+async def test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time(opened: Open) -> None:
+    instances = [await opened() for _ in range(3)]
+    stopping, working, worked = asyncio.Event(), set[str](), defaultdict[str, list[int]](list)
+
+    async def handler(task: Task) -> None:
+        assert task.key not in working
+        working.add(task.key)
+        await asyncio.sleep(random.random() * 0.005)
+        worked[task.key].append(int(task.payload))
+        working.discard(task.key)
+
+    async def submit(key: str) -> None:
+        for i in range(25):
+            await random.choice(instances).submit(key, str(i).encode())
+
+    running = asyncio.gather(*(instance.run(handler, stopping, concurrency=4) for instance in instances))
+    keys = [f"key {i}" for i in range(5)]
+    await asyncio.gather(*(submit(key) for key in keys))
+    await eventually(lambda: _true(sum(map(len, worked.values())) >= 125), 30)
+    stopping.set()
+    await running
+    assert worked == {key: list(range(25)) for key in keys}
+
+
+async def _true(value: object) -> bool:
+    return bool(value)
+
+
+async def test_no_item_is_left_lying(opened: Open) -> None:
+    """Items that come in the very moment in which a holder finds nothing more: with a TTL of 30 s, one would show."""
+    work = await opened(ttl_s=30)
+    other = await opened(ttl_s=30)
+    stopping, worked = asyncio.Event(), 0
+
+    async def handler(task: Task) -> None:
+        nonlocal worked
+        worked += 1
+
+    running = asyncio.gather(work.run(handler, stopping, concurrency=3), other.run(handler, stopping, concurrency=3))
+    rng = random.Random(11)
+
+    async def submitter(n: int) -> None:
+        for _ in range(60):
+            await (work, other)[n % 2].submit(f"key {n % 2}")
+            await asyncio.sleep(rng.random() * 0.006)
+
+    async with asyncio.timeout(25):
+        await asyncio.gather(*(submitter(n) for n in range(4)))
+        await eventually(lambda: _true(worked >= 240))
+    stopping.set()
+    await running
+    assert worked == 240
+
+
+async def test_a_busy_key_holds_up_no_other(opened: Open) -> None:
+    work = await opened()
+    for key in ("a", "a", "b", "a", "c"):
+        await work.submit(key)
+    tasks = [await _took(work) for _ in range(3)]
+    assert [task.key for task in tasks] == ["a", "b", "c"]
+    assert await work.take(0.2) is None
+    for task in tasks:
+        await task.done()
+    assert (await _took(work)).key == "a"
+
+
+async def test_any_text_is_a_key_and_any_bytes_a_payload(opened: Open) -> None:
+    work = await opened()
+    keys = ["a.b.>*", " ", "größe 🙂", "\n", "x" * 1000]
+    for key in keys:
+        await work.submit(key, key.encode() + b"\0\xff")
+    for key in keys:
+        async with await _took(work) as task:
+            assert (task.key, task.payload) == (key, key.encode() + b"\0\xff")
+            await task.done()
+    for bad in ("", "\0", "\ud800"):
+        with pytest.raises(InvalidId):
+            await work.submit(bad)
+    with pytest.raises(TooLarge):
+        await work.submit("a", b"x" * (1 << 20))
+    await work.submit("a", b"x" * ((1 << 20) - 2000))
+
+
+# Policies.
+
+
+@pytest.mark.parametrize("form", Form)
+async def test_refused_while_the_key_is_busy(opened: Open, form: Form) -> None:
+    work = await opened(policy=Policy.REFUSE, form=form)
+    await work.submit("a")
+    with pytest.raises(TokenBusy):
+        await work.submit("a")
+    task = await _took(work)
+    with pytest.raises(TokenBusy):
+        await work.submit("a")
+    await task.done()
+    await work.submit("a")
+    async with await _took(work) as task:
+        await task.done()
+
+
+async def test_a_queue_has_a_bound(opened: Open) -> None:
+    work = await opened(waiting_max=3)
+    for i in range(3):
+        await work.submit("a", bytes([i]))
+    with pytest.raises(TokenQueueFull):
+        await work.submit("a")
+    await work.submit("b")
+    await (await _took(work)).done()
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await work.submit("a", b"\x03")
+    assert loop.time() - began < 3  # it need not wait for somebody to take the key
+
+
+async def test_the_newest_replaces_what_waits(opened: Open) -> None:
+    work = await opened(policy=Policy.REPLACE)
+    await work.submit("a", b"1")
+    task = await _took(work)
+    for payload in (b"2", b"3", b"4"):
+        await work.submit("a", payload)
+    assert task.payload == b"1"
+    await task.done()
+    async with await _took(work) as task:
+        assert task.payload == b"4"
+        await task.done()
+    assert await work.take(0.1) is None
+
+
+@pytest.mark.parametrize("policy", [Policy.QUEUE, Policy.REPLACE])
+async def test_the_form_with_sources(opened: Open, policy: Policy) -> None:
+    """The server moves the next item in, some two seconds after the key is free."""
+    work = await opened(form=Form.SOURCED, policy=policy, waiting_max=2)
+    await work.submit("a", b"1")
+    task = await _took(work)
+    await work.submit("a", b"2")
+    if policy is Policy.QUEUE:
+        # What is on its way may still count, so the bound is not exact.
+        with pytest.raises(TokenQueueFull):
+            for _ in range(4):
+                await work.submit("a", b"3")
+    else:
+        await work.submit("a", b"3")
+    assert await work.take(0.1) is None
+    await task.done()
+    async with await _took(work, 20) as task:
+        assert task.payload in ((b"2",) if policy is Policy.QUEUE else (b"2", b"3"))
+        await task.done()
+
+
+# The token.
+
+
+async def test_the_tokens_of_a_key_grow_with_every_holder(opened: Open, servers: Servers) -> None:
+    work = await opened()
+    tokens = []
+    for _ in range(3):
+        await work.submit("a")
+        task = await _took(work)
+        tokens.append(task.token)
+        await task.retry()
+        async with await _took(work) as task:
+            tokens.append(task.token)
+            await task.done()
+    # Also when somebody removes all there is and it is made again.
+    for stream in ("inbox", "work", "fence"):
+        await work._work.api(f"STREAM.DELETE.{work._config.name}-{stream}")
+    again = await opened()
+    await again.submit("a")
+    tokens.append((await _took(again)).token)
+    assert tokens == sorted(set(tokens))
+
+
+async def test_a_long_task_stays_its_holders(opened: Open) -> None:
+    work = await opened(ttl_s=1)
+    await work.submit("a")
+    async with await _took(work) as task:
+        assert await work.take(2.5) is None
+        task.check()
+        assert not task.lost.is_set()
+        await task.done()
+    assert await work.take(0.1) is None
+
+
+@pytest.mark.parametrize("form", Form)
+async def test_a_holder_that_stalled_finds_its_token_lost(opened: Open, form: Form) -> None:
+    work, other = await opened(ttl_s=1, form=form), await opened(ttl_s=1, form=form)
+    await work.submit("a", b"1")
+    stalled = await _took(work)
+    _stall(stalled)
+    second = await _took(other)
+    assert (second.payload, second.attempt) == (b"1", 2)
+    assert second.token > stalled.token
+    with pytest.raises(TokenLost):
+        stalled.check()
+    with pytest.raises(TokenLost):
+        await stalled.done()
+    with pytest.raises(TokenLost):
+        await stalled.retry()
+    # What it tried has freed nothing.
+    assert await other.take(0.3) is None
+    second.check()
+    await second.done()
+    assert await other.take(1.5) is None
+
+
+async def test_a_renewal_finds_that_another_has_the_key(opened: Open) -> None:
+    work, other = await opened(ttl_s=1.5), await opened(ttl_s=1.5)
+    await work.submit("a")
+    first = await _took(work)
+    # The server takes it away (an operator, or a renewal that came too late).
+    await work.give_back(first.delivery, 0)
+    second = await _took(other)
+    async with asyncio.timeout(5):
+        await first.lost.wait()
+    with pytest.raises(TokenLost, match="another holder"):
+        first.check()
+    second.check()
+    await second.done()
+
+
+async def test_a_late_delivery_does_not_steal_the_key(opened: Open) -> None:
+    """A worker that was given the key and slept before it wrote its name finds a later one there."""
+    work, other = await opened(ttl_s=1), await opened(ttl_s=1)
+    await work.submit("a")
+    puller = work._new_puller()
+    early = await puller.next(5)
+    assert early is not None
+    holder = await _took(other)
+    assert await work._begin(early) is None
+    holder.check()
+    await holder.done()
+
+
+async def test_done_is_done_whatever_becomes_of_the_ack(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = await opened(ttl_s=1, timeout_s=1)
+    await work.submit("a", b"1")
+    task = await _took(work)
+
+    async def dies(task: Task, seq: int) -> None:
+        """The process ends between the two."""
+
+    monkeypatch.setattr(task, "_finish", dies)
+    await task.done()
+    await task.done()  # its caller may repeat it
+    await work.submit("a", b"2")
+    async with await _took(work) as task:
+        assert task.payload == b"2"
+        await task.done()
+    assert await work.take(1.5) is None
+
+
+async def test_leaving_without_a_word_gives_the_item_back_at_once(opened: Open) -> None:
+    work = await opened()
+    await work.submit("a")
+    async with await _took(work) as task:
+        pass
+    with pytest.raises(TokenLost):
+        await task.done()
+    async with await _took(work) as task:
+        assert task.attempt == 2
+        await task.done()
+
+
+async def test_a_retry_waits_and_keeps_the_key_busy(opened: Open) -> None:
+    work = await opened(policy=Policy.REFUSE)
+    await work.submit("a")
+    loop = asyncio.get_running_loop()
+    await (await _took(work)).retry(0.5)
+    began = loop.time()
+    with pytest.raises(TokenBusy):
+        await work.submit("a")
+    await (await _took(work)).done()
+    assert loop.time() - began > 0.4
+
+
+async def test_a_cancelled_take_leaves_nothing_taken(opened: Open) -> None:
+    work, other = await opened(), await opened()
+    for pause in (0, 0.001, 0.002, 0.004, 0.01):
+        taking = asyncio.ensure_future(work.take(10))
+        await asyncio.sleep(0.01)
+        await other.submit("a")
+        await asyncio.sleep(pause)
+        taking.cancel()
+        outcome = (await asyncio.gather(taking, return_exceptions=True))[0]
+        task = outcome if isinstance(outcome, Task) else await _took(other, 5)
+        await task.done()
+
+
+async def test_a_handler_that_fails_is_tried_again(opened: Open, caplog: pytest.LogCaptureFixture) -> None:
+    work = await opened()
+    stopping, attempts = asyncio.Event(), []
+
+    async def handler(task: Task) -> None:
+        attempts.append(task.attempt)
+        if task.attempt < 3:
+            raise RuntimeError("not yet")
+        stopping.set()
+
+    await work.submit("a")
+    async with asyncio.timeout(10):
+        await work.run(handler, stopping)
+    assert attempts == [1, 2, 3]
+    assert await work.take(0.1) is None
+
+
+async def test_a_handler_whose_token_is_lost_is_cancelled(opened: Open) -> None:
+    work, other = await opened(ttl_s=1), await opened(ttl_s=1)
+    stopping, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def handler(task: Task) -> None:
+        await work.give_back(task.delivery, 0)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            stopping.set()
+            raise
+
+    await work.submit("a")
+    running = asyncio.ensure_future(work.run(handler, stopping))
+    await asyncio.sleep(0.1)
+    task = await _took(other)
+    async with asyncio.timeout(10):
+        await cancelled.wait()
+        await running
+    await task.done()
+
+
+async def test_what_anybody_publishes_into_the_work_queue_is_removed(opened: Open, name: str) -> None:
+    work = await opened()
+    await work._work.publish(Outgoing(f"{name}.work.!", b"?"), 5)
+    await work._work.publish(Outgoing(f"{name}.work.YQ", b"?"), 5)  # of key "a", which has no items
+    assert await work.take(0.3) is None
+    assert (await work._work.api(f"STREAM.INFO.{name}-work"))["state"]["messages"] == 0
+    await work.submit("a")
+    await (await _took(work)).done()
+
+
+async def test_another_configuration_is_refused(opened: Open) -> None:
+    await opened()
+    for other in ({"policy": Policy.REPLACE}, {"ttl_s": 7}, {"form": Form.SOURCED}, {"waiting_max": 5}):
+        with pytest.raises(ConfigDrift):
+            await opened(**other)

@@ -1,0 +1,169 @@
+"""Exclusive work without a server: configuration, records, compare-and-set with lost answers, error codes."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bufstore import BufstoreError, ConfigError
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.errors import LogFull, LogUnavailable
+from bufstore.nats.errors import ApiError, ConsumerMissing, MessageMissing, StreamMissing, SubjectFull, to_error
+from bufstore.tokens import Form, Policy, TokensConfig
+from bufstore.tokens.fence import Register
+from bufstore.tokens.model import Fence, decode, encode, first_token
+from bufstore.tokens.setup import check_server, inbox_config, work_config
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"name": ""}, {"name": "a.b"}, {"name": "x" * 65}, {"ttl_s": 0.5}, {"ttl_s": 1e9}, {"timeout_s": 0},
+     {"waiting_max": 0}, {"replicas": 0}, {"replicas": 6}],
+)  # fmt: skip
+def test_a_configuration_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        TokensConfig(**wrong)
+
+
+def test_the_policies_are_the_inboxs() -> None:
+    def inbox(policy: Policy) -> tuple[int, str, bool]:
+        c = inbox_config(TokensConfig(policy=policy, waiting_max=7))
+        return c["max_msgs_per_subject"], c["discard"], c["discard_new_per_subject"]
+
+    assert inbox(Policy.QUEUE) == (7, "new", True)
+    assert inbox(Policy.REPLACE) == (1, "old", False)
+    assert inbox(Policy.REFUSE) == (1, "new", True)
+    assert "sources" not in work_config(TokensConfig())
+    assert "sources" in work_config(TokensConfig(form=Form.SOURCED))
+    assert "sources" not in work_config(TokensConfig(form=Form.SOURCED, policy=Policy.REFUSE))
+
+
+@pytest.mark.parametrize(
+    ("form", "version", "good"),
+    [
+        (Form.SOURCED, (2, 12, 5), False),
+        (Form.SOURCED, (2, 11, 17), False),
+        (Form.SOURCED, (2, 12, 6), True),
+        (Form.SOURCED, (2, 14, 0), True),
+        (Form.DIRECT, (2, 11, 0), True),
+    ],
+)
+def test_servers_that_double_items_are_refused(form: Form, version: tuple[int, int, int], good: bool) -> None:
+    found = SimpleNamespace(major=version[0], minor=version[1], patch=version[2])
+    client: Any = SimpleNamespace(connected_server_version=found)
+    if good:
+        check_server(TokensConfig(form=form), client)
+        return
+    with pytest.raises(ConfigError, match=r"2\.12\.6"):
+        check_server(TokensConfig(form=form), client)
+
+
+def test_records_and_their_order() -> None:
+    fence = Fence("a", 7, 2, 5)
+    assert decode(encode(fence)) == fence
+    assert decode(b"") is None
+    assert decode(b"\x91\x01") is None
+    assert [fence.outranks(*d) for d in ((7, 1), (7, 2), (7, 3), (8, 1), (6, 9))] == [True, False, False, False, True]
+
+
+def test_the_tokens_of_a_stream_made_later_are_larger() -> None:
+    a_million_tokens_a_second_for_a_day = 86_400 * 1_000_000
+    today = 1_800_000_000_000
+    assert first_token(today) + a_million_tokens_a_second_for_a_day < first_token(today + 86_400_000)
+    assert first_token(today * 2) < 1 << 53  # exact in JSON numbers everywhere, and in a bigint
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "kind"),
+    [
+        (10071, "wrong last sequence: 5", Conflict),
+        (10164, "wrong last sequence", Conflict),
+        (10077, "maximum messages per subject exceeded", SubjectFull),
+        (10077, "maximum bytes exceeded", LogFull),
+        (10047, "insufficient storage resources", LogFull),
+        (10023, "insufficient resources", LogFull),
+        (10037, "no message found", MessageMissing),
+        (10043, "stream msg not found", MessageMissing),
+        (10057, "sequence not found", MessageMissing),
+        (10059, "stream not found", StreamMissing),
+        (10014, "consumer not found", ConsumerMissing),
+        (10008, "JetStream system temporarily unavailable", LogUnavailable),
+        (10009, "no leader", LogUnavailable),
+        (10052, "invalid configuration", ConfigError),
+        (10054, "message size exceeds maximum allowed", ConfigError),
+        (10058, "stream name already in use", ConfigError),
+        (10065, "subjects overlap", ConfigError),
+        (10076, "JetStream not enabled", ConfigError),
+        (10039, "JetStream not enabled for account", ConfigError),
+        (10098, "workqueue stream requires explicit ack", ConfigError),
+        (10099, "multiple non-filtered consumers", ConfigError),
+        (10100, "filtered consumer not unique", ConfigError),
+        (10148, "consumer already exists", ConfigError),
+        (10165, "invalid per-message TTL", ConfigError),
+        (10166, "per-message TTL is disabled", ConfigError),
+    ],
+)
+def test_every_error_code_has_its_error(code: int, text: str, kind: type[Exception]) -> None:
+    error = to_error(ApiError(code=400, err_code=code, description=text))
+    assert type(error) is kind
+    assert text in str(error) or code in (10076, 10039)
+
+
+class Lossy:
+    """One subject; answers are lost as told: before or after the write was stored."""
+
+    def __init__(self, *outcomes: str) -> None:
+        self.outcomes = list(outcomes)
+        self.seq = 0
+        self.body = b""
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        outcome = self.outcomes.pop(0) if self.outcomes else ""
+        if outcome == "away":
+            raise LogUnavailable("away")
+        if outcome == "lost before":
+            raise AppendUnknown("no answer")
+        if message.expected != self.seq:
+            raise Conflict
+        self.seq += 1
+        self.body = message.body
+        if outcome == "lost after":
+            raise AppendUnknown("no answer")
+        return self.seq
+
+    async def last(self, subjects: list[str], timeout_s: float) -> dict[str, StoredMessage]:
+        return {subjects[0]: StoredMessage(subjects[0], self.seq, None, self.body)} if self.seq else {}
+
+
+@pytest.mark.parametrize("outcomes", [[], ["lost before"], ["lost after"], ["away", "lost before", "lost after"]])
+async def test_a_write_ends_as_stored_whatever_answers_are_lost(outcomes: list[str]) -> None:
+    stream: Any = Lossy(*outcomes)
+    register = Register(stream, 5)
+    assert await register.write("s", b"mine", 0, mine=lambda body: body == b"mine") == 1
+    assert (stream.seq, stream.body) == (1, b"mine")
+
+
+async def test_a_write_that_came_too_late_is_a_conflict_also_after_lost_answers() -> None:
+    stream: Any = Lossy("lost before")
+    register = Register(stream, 5)
+    writing = asyncio.ensure_future(register.write("s", b"mine", 0, mine=lambda body: body == b"mine"))
+    await asyncio.sleep(0)
+    stream.seq, stream.body = 1, b"another's"
+    with pytest.raises(Conflict):
+        await writing
+    assert stream.body == b"another's"
+
+
+async def test_a_write_that_nobody_answers_says_so() -> None:
+    stream: Any = Lossy(*["away"] * 10_000)
+    with pytest.raises(LogUnavailable):
+        await Register(stream, 0.1).write("s", b"mine", 0, mine=lambda body: False)
+
+
+def test_all_errors_are_ours() -> None:
+    assert issubclass(SubjectFull, BufstoreError)
+    assert issubclass(MessageMissing, BufstoreError)
