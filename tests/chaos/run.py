@@ -78,6 +78,8 @@ class Supervisor:
     phases_max: int
     #: Processes that ended by themselves, or not when told to.
     crashes: list[str] = field(default_factory=list)
+    #: True once nothing is disturbed or watched any more.
+    over: bool = False
 
     async def run(self) -> Verification | BufstoreError:
         """Start, disturb, drain; what the self-check says at the end."""
@@ -92,6 +94,8 @@ class Supervisor:
                 if time.monotonic() > end:
                     break
         finally:
+            # A flag besides: asyncio.wait_for of Python 3.11, which the clients use, may swallow a cancellation.
+            self.over = True
             for task in watching:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
@@ -141,13 +145,13 @@ class Supervisor:
         site.recorder.write(Recovery(healed, kinds, flushing, caught_up))
 
     async def _sample(self) -> None:
-        while True:
+        while not self.over:
             await asyncio.sleep(_SAMPLE_S)
             with contextlib.suppress(Exception):  # a server is away: nothing is seen then
                 await self.site.sample()
 
     async def _watch(self) -> None:
-        while True:
+        while not self.over:
             await asyncio.sleep(_POLL_S)
             for p in self.site.processes:
                 if p.wanted and p.exit_code is not None:
