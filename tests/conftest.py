@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable
@@ -17,11 +21,17 @@ from bufstore.embedded import EmbeddedError, RedisServer, Servers
 pytest.register_assert_rewrite("bufstore.testing")
 
 
+#: The servers of the whole run, once a test has asked for them.
+_shared: list[Servers] = []
+
+
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     """A real nats-server and a real Postgres. Tests that stop or kill them must start them again."""
     with Servers() as running:
+        _shared.append(running)
         yield running
+        _shared.clear()
 
 
 @pytest.fixture
@@ -52,6 +62,25 @@ def conversations_file() -> Path:
     if not folder:
         pytest.skip("BUFSTORE_DATA names no folder with agent-conversations.jsonl.gz")
     return Path(folder) / "agent-conversations.jsonl.gz"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_logs() -> Iterator[None]:
+    """A server reserves what a log may hold: of many tests together more than most disks have free."""
+    yield
+    if _shared:
+        with ThreadPoolExecutor(1) as pool:  # a loop of its own, beside that of the tests
+            pool.submit(asyncio.run, _remove_streams(_shared[0].nats.url)).result(60)
+
+
+async def _remove_streams(url: str) -> None:
+    client = await nats.connect(url)
+    try:
+        names = json.loads((await client.request("$JS.API.STREAM.NAMES", timeout=10)).data)["streams"] or []
+        for name in names:
+            await client.request(f"$JS.API.STREAM.DELETE.{name}", timeout=10)
+    finally:
+        await client.close()
 
 
 class Deployment:

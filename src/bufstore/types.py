@@ -31,7 +31,7 @@ class Consistency(enum.Enum):
     EVENTUAL = "eventual"
 
 
-class Receipt(msgspec.Struct, frozen=True):
+class Receipt(msgspec.Struct, frozen=True, gc=False):
     """What a write returns, and what a read elsewhere takes as "at least this"."""
 
     thread_id: str
@@ -56,6 +56,8 @@ def check_id(value: object, what: str) -> str:
         raise InvalidId(f"{what} must be a str, not {type(value).__name__}")
     if not value:
         raise InvalidId(f"{what} is empty")
+    if value.isascii() and len(value) <= MAX_ID_BYTES and "\0" not in value:
+        return value
     try:
         size = len(value.encode())
     except UnicodeEncodeError:

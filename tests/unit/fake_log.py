@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from bufstore.buffer import ring as rings
 from bufstore.buffer.entry import Base, Entry, StoredMessage, decode, encode
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, Conflict, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogFull, LogUnavailable
 from bufstore.memory.log import MemoryLog, MemoryStream
@@ -85,6 +85,7 @@ class FakeLog(MemoryLog):
         self.store = self.stream.store
         self._late: list[tuple[int, Sequence[Outgoing]]] = []
         self._ids = itertools.count(1 << 62)
+        self.begun: BegunBatch | None = None
 
     @property
     def messages(self) -> list[StoredMessage]:
@@ -99,7 +100,17 @@ class FakeLog(MemoryLog):
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return await self._send("publish", [message])
 
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        self.begun = BegunBatch(f"batch-{next(self._ids)}", self)
+        self.first = first
+        return self.begun
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
+        if begun is not None:
+            assert begun is self.begun, "only the batch that was begun last can still be followed up"
+            assert self.first is messages[0], "a batch begins with the message that was sent as its first"
         self.batches.append(len(messages))
         return await self._send("batch", messages)
 

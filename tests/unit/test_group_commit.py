@@ -158,6 +158,79 @@ def test_an_error_nobody_thought_of_fails_its_group_and_the_next_goes_on(error: 
     run(main())
 
 
+def test_of_many_half_goes_first_and_one_group_is_on_its_way_at_a_time() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        on_its_way = most = 0
+        store = log.store
+
+        async def slow(messages: Sequence[Outgoing], timeout_s: float, begun: object = None) -> int:
+            nonlocal on_its_way, most
+            on_its_way += 1
+            most = max(most, on_its_way)
+            log.batches.append(len(messages))
+            await asyncio.sleep(0.01)
+            on_its_way -= 1
+            return store(messages)
+
+        log.publish_batch = slow  # type: ignore[assignment]
+        group = started(log)
+
+        async def writer(who: int) -> None:
+            for number in range(10):
+                await group.submit(unit(f"{who}.{number}", 0, "x"))
+
+        await asyncio.gather(*(writer(who) for who in range(200)))
+        assert most == 1
+        assert log.batches == [100] * 20, "two halves take turns: while one is stored the other one prepares"
+        await group.aclose()
+
+    run(main())
+
+
+def test_what_waits_is_sent_before_the_writers_of_the_last_group_learn_of_its_end() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        order: list[str] = []
+        publish_batch = log.publish_batch
+
+        async def told(messages: Sequence[Outgoing], timeout_s: float, begun: Any = None) -> int:
+            order.append(f"sent {messages[0].subject}")
+            return await publish_batch(messages, timeout_s, begun)
+
+        log.publish_batch = told  # type: ignore[method-assign]
+        group = started(log)
+        first = [group.submit(unit(f"a{n}", 0, "x")) for n in range(10)]
+        first[0].add_done_callback(lambda _: order.append("a0 is told"))
+        while not order:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        await outcomes([group.submit(unit(f"b{n}", 0, "x")) for n in range(10)])
+        assert order == ["sent a0", "sent b0", "a0 is told"]
+        await group.aclose()
+
+    run(main())
+
+
+def test_a_batch_is_begun_with_the_message_it_then_begins_with() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        begun: list[Outgoing] = []
+        begin = log.begin_batch
+        log.begin_batch = lambda first: (begun.append(first), begin(first))[1]  # type: ignore[method-assign,func-returns-value]
+        group = started(log)
+        for many in (3, 40, 40, 7, 40):
+            before = len(begun)
+            await outcomes([group.submit(unit(f"s{n}", None, str(n))) for n in range(many)])
+            assert len(begun) - before <= 1
+        assert begun, "the fake asserts that the batch that follows is the one that was begun"
+        cancelled = [group.submit(unit(f"c{n}", None, str(n))) for n in range(12)]
+        cancelled[0].cancel()  # maybe on its way: then it is stored with the others
+        assert all(isinstance(found, int) for found in (await outcomes(cancelled))[1:])
+        await group.aclose()
+
+    run(main())
+
+
 def test_closing_ends_everybodys_waiting() -> None:
     async def main() -> None:
         log = FakeLog()

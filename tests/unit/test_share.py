@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,3 +137,12 @@ def test_a_day_of_commits_is_remembered_in_bounded_space() -> None:
     for n in range(20_000):
         share.settle((), Cursor(0, 1, n + 1, n + 1), n * 0.5, resolution_s=1.0)
     assert len(share.commits) <= 11_000, "half a second apart, remembered a second apart"
+
+
+def test_after_an_error_in_what_arrived_the_partition_is_not_relied_on() -> None:
+    feed = FakeFeed()
+    share = Share(Cursor(0, 1, 0, 0), feed, SUBJECTS)
+    feed.arrived = [StoredMessage(None, 1, None, b"")]  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        share.collect()
+    assert share.doubt is not None, "else the cursor would pass what was lost"

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import os
 from collections.abc import Awaitable, Callable
 from typing import Generic
 
@@ -81,7 +81,9 @@ class Appender(Generic[M]):
         self._unresolved = Unresolved(log, subjects)
         self._finder = TipFinder(log, subjects, config, writer, load_row, self._tips)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._outstanding: set[Write[M]] = set()
+        #: In the order they came, so that the first is the first to give up.
+        self._outstanding: dict[Write[M], None] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self.appended = 0
@@ -106,6 +108,8 @@ class Appender(Generic[M]):
                 write.done.set_exception(
                     AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed")
                 )
+        if self._timer is not None:
+            self._timer.cancel()
         reach(Failpoint.CLOSE_DRAINED)
 
     def tip(self, thread_id: str) -> Tip[M] | None:
@@ -129,20 +133,18 @@ class Appender(Generic[M]):
         """
         if self._closed:
             raise Closed("the store is closed")
-        id_ = secrets.randbits(63) or 1
-        write = Write(
-            prepare=prepare,
-            item=rings.item(key if key is not None else rings.key_of(id_), content if key is not None else b""),
-            keyed=key is not None,
-            id=id_,
-            done=self._loop.create_future(),
-            started=self._loop.time(),
-        )
+        id_ = int.from_bytes(os.urandom(8)) >> 1 or 1
+        item = rings.item_of(id_) if key is None else rings.item(key, content)
+        done: asyncio.Future[Receipt] = self._loop.create_future()
+        deadline = self._loop.time() + self._config.append_timeout_s
+        write = Write(prepare, item, key is not None, id_, done, deadline)
         if write.keyed and (thread_id, write.item) in self._unresolved:
             found = await self._find_unresolved(thread_id, key or "", write)
             if found is not None:
                 return found
-        self._outstanding.add(write)
+        self._outstanding[write] = None
+        if self._timer is None or deadline < self._timer.when():
+            self._expire_at(deadline)
         lane = self._lanes.get(thread_id)
         if lane is None:
             lane = self._lanes[thread_id] = Lane(thread_id)
@@ -150,10 +152,8 @@ class Appender(Generic[M]):
             self._advance(lane)
         else:
             lane.queue.append(write)
-        # A timer of its own costs a third of what asyncio.timeout does, on the one path that every write takes.
-        deadline = self._loop.call_at(write.started + self._config.append_timeout_s, _expire, write.done)
         try:
-            return await write.done
+            return await done
         except (TimeoutError, AppendUnknown) as e:
             behind = write.maybe_behind
             if behind is None and isinstance(e, TimeoutError) and (thread_id, write.item) not in self._unresolved:
@@ -162,8 +162,28 @@ class Appender(Generic[M]):
                 self._unresolved.remember(thread_id, write.item, behind)
             raise OutcomeUnknown(thread_id, key if key is not None else rings.key_of(id_)) from None
         finally:
-            deadline.cancel()
-            self._outstanding.discard(write)
+            del self._outstanding[write]
+
+    def _expire_at(self, deadline: float) -> None:
+        # One timer for all: one for each is a seventh of what a write costs.
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        """Those whose time is over fail; look again when the next one's is."""
+        self._timer = None
+        now = self._loop.time()
+        next_ = None
+        for write in self._outstanding:
+            if write.done.done():
+                continue
+            if write.deadline <= now:
+                write.done.set_exception(TimeoutError())
+            elif next_ is None or write.deadline < next_:
+                next_ = write.deadline
+        if next_ is not None:
+            self._expire_at(next_)
 
     async def _find_unresolved(self, thread_id: str, key: str, write: Write[M]) -> Receipt | None:
         """What an earlier try with this key has become; None if it is not stored, and can only be by this one.
@@ -172,7 +192,7 @@ class Appender(Generic[M]):
         """
         found = None
         try:
-            async with asyncio.timeout_at(write.started + self._config.append_timeout_s):
+            async with asyncio.timeout_at(write.deadline):
                 async for attempt in AsyncRetrying(
                     wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
                     retry=retry_if_exception_type(LogUnavailable),
@@ -216,11 +236,11 @@ class Appender(Generic[M]):
         if unit is None:
             self._advance(lane)
             return
-        self._send(lane, unit)
+        self._send(unit)
 
     def _build(self, lane: Lane[M], tip: Tip[M], *, looked_up: bool) -> Unit[M] | None:
         """Take writes off the queue into a unit; None if all of them ended without one. Raises _Doubtful."""
-        unit: Unit[M] = Unit(before=tip)
+        unit: Unit[M] = Unit(lane, tip, self._on_end)
         size = 0
         while lane.queue:
             write = lane.queue[0]
@@ -229,7 +249,7 @@ class Appender(Generic[M]):
                 continue
             # What expects nothing in the log goes alone: it may land late, after a purge, and is told by what it says
             # of its base (`chain.superseded`), which nothing behind it says.
-            if unit.writes and not unit.before_seq:
+            if unit.writes and not unit.before.seq:
                 break
             # What is refused because of the tip must be refused because of a durable one: what stands in this
             # very unit may still fail. So such writes wait for the next round.
@@ -286,20 +306,8 @@ class Appender(Generic[M]):
                 draft.undo()
                 break
             lane.queue.popleft()
-            unit.writes.append((write, len(messages)))
-            unit.messages += messages
-            unit.drafts.append(draft)
-            tip = Tip(
-                seq=-1,
-                id=entry.id,
-                base=Base.CHAINED,
-                seen=0,
-                version=draft.version,
-                ring=entry.ring,
-                memory=draft.memory,
-                ring_complete=entry.ring_complete,
-            )
-        unit.after = tip
+            tip = Tip(-1, write.id, Base.CHAINED, 0, draft.version, ring, draft.memory, False, entry.ring_complete)
+            unit.add(write, draft, messages, tip)
         return unit if unit.writes else None
 
     def _messages(self, thread_id: str, entry: Entry, expected: int | None) -> list[Outgoing]:
@@ -317,22 +325,19 @@ class Appender(Generic[M]):
         else:
             write.done.set_exception(_other_content(thread_id))
 
-    def _send(self, lane: Lane[M], unit: Unit[M]) -> None:
-        assert unit.before is not None
+    def _send(self, unit: Unit[M]) -> None:
         for write, _ in unit.writes:
             write.maybe_behind = unit.before.seq
-        stored = self._group.submit(unit.messages)
-        stored.add_done_callback(lambda f: self._on_answer(lane, unit, f))
+        self._group.add(unit)
 
-    def _on_answer(self, lane: Lane[M], unit: Unit[M], stored: asyncio.Future[int]) -> None:
-        error = stored.exception() if not stored.cancelled() else AppendUnknown("cancelled")
-        if error is None:
-            self._on_stored(lane, unit, stored.result())
+    def _on_end(self, unit: Unit[M], outcome: int | Exception) -> None:
+        if isinstance(outcome, int):
+            self._on_stored(unit, outcome)
         else:
-            self._spawn(self._recover_or_fail(lane, unit, error))
+            self._spawn(self._recover_or_fail(unit, outcome))
 
-    def _on_stored(self, lane: Lane[M], unit: Unit[M], seq: int) -> None:
-        assert unit.after is not None and unit.before is not None
+    def _on_stored(self, unit: Unit[M], seq: int) -> None:
+        lane = unit.lane
         reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
@@ -341,11 +346,13 @@ class Appender(Generic[M]):
             self._tips.drop(lane.thread_id)
         else:
             self._tips.put(lane.thread_id, unit.after)
-        self._finder.saw(seq)
-        late = unit.before.seq == 0
+        now = self._loop.time()
+        self._finder.saw(seq, now)
+        # When a write began whose answer comes too late now.
+        late = now - self._config.failover_window_s / 2 if not unit.before.seq else 0.0
         for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
             if not write.done.done():
-                if late and self._loop.time() - write.started > self._config.failover_window_s / 2:
+                if late and write.deadline - self._config.append_timeout_s < late:
                     # The expectation of "nothing there" may have been met because entries were purged meanwhile.
                     write.done.set_exception(AppendUnknown("the answer came too late to be relied on"))
                 else:
@@ -400,30 +407,29 @@ class Appender(Generic[M]):
                 write.done.set_exception(error)
         self._advance(lane)
 
-    async def _recover_or_fail(self, lane: Lane[M], unit: Unit[M], error: BaseException) -> None:
+    async def _recover_or_fail(self, unit: Unit[M], error: Exception) -> None:
         try:
-            await self._recover(lane, unit, error)
+            await self._recover(unit, error)
         except Exception as e:
             # A lane that nobody drives would let every later write of the thread run into its deadline.
             _log.exception("recovering a write failed", extra={"action": "recover_error"})
             for write, _ in unit.writes:
                 if not write.done.done():
                     write.done.set_exception(AppendUnknown(f"unexpected {type(e).__name__}"))
-            self._fail(lane, LogUnavailable(f"recovering a write failed: {type(e).__name__}"), for_head=False)
+            self._fail(unit.lane, LogUnavailable(f"recovering a write failed: {type(e).__name__}"), for_head=False)
 
-    async def _recover(self, lane: Lane[M], unit: Unit[M], error: BaseException) -> None:
+    async def _recover(self, unit: Unit[M], error: Exception) -> None:
         """After a unit that was not stored, or may not have been."""
-        before = unit.before
-        assert before is not None
+        lane, before = unit.lane, unit.before
         if isinstance(error, AppendUnknown):
-            outcome = await self._resolve(lane, unit)
+            outcome = await self._resolve(unit)
             if outcome is None:  # every caller has given up
                 unit.undo()
                 self._tips.drop(lane.thread_id)
                 self._advance(lane)
                 return
             if isinstance(outcome, int):
-                self._on_stored(lane, unit, outcome)
+                self._on_stored(unit, outcome)
                 return
             error = outcome
         unit.undo()
@@ -449,9 +455,8 @@ class Appender(Generic[M]):
                 write.done.set_exception(error)
         self._advance(lane)
 
-    async def _resolve(self, lane: Lane[M], unit: Unit[M]) -> int | Exception | None:
+    async def _resolve(self, unit: Unit[M]) -> int | Exception | None:
         """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
-        assert unit.before is not None
         subject = unit.messages[0].subject
         pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
         async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
@@ -472,11 +477,6 @@ class Appender(Generic[M]):
                     _log.info("an append stays unknown: %s", e, extra={"action": "append_unknown"})
                     raise _StillUnknown from None
         return None
-
-
-def _expire(done: asyncio.Future[Receipt]) -> None:
-    if not done.done():
-        done.set_exception(TimeoutError())
 
 
 def _other_content(thread_id: str) -> IdempotencyConflict:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from base64 import b64decode, b64encode
+from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -37,7 +37,7 @@ class Base(enum.IntEnum):
     STORED = 3
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One change of one thread."""
 
     #: Random, 63 bit: tells this entry from any other that could stand at its place.
@@ -94,7 +94,7 @@ class StoredEntry(msgspec.Struct, frozen=True, gc=False):
 
 _meta_encoder = msgspec.msgpack.Encoder()
 _meta_decoder = msgspec.msgpack.Decoder(_Meta)
-_POSITIVE_63_BIT = 1 << 63
+_BASES = dict(enumerate(Base))
 
 
 def encode(entry: Entry, message_bytes_max: int) -> list[tuple[str, bytes]]:
@@ -124,7 +124,7 @@ def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
         chunks,
         entry.ring_complete,
     )
-    text = b64encode(_meta_encoder.encode(meta))
+    text = b2a_base64(_meta_encoder.encode(meta), newline=False)
     return f"{VERSION}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}"
 
 
@@ -142,16 +142,15 @@ def decode(message: StoredMessage) -> tuple[Entry, int, int]:
     try:
         if int(crc, 16) != zlib.crc32(message.body, zlib.crc32(text.encode())):
             raise MalformedEntry("checksum mismatch")
-        meta = _meta_decoder.decode(b64decode(text, validate=True))
-        base = Base(meta.base)
+        meta = _meta_decoder.decode(a2b_base64(text, strict_mode=True))
+        base = _BASES[meta.base]
     # msgspec raises more than its own error (RecursionError, UnicodeError, OverflowError …); a flusher that let
     # one of them pass would meet the same bytes again after each restart.
-    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as e:
+    except (msgspec.MsgspecError, LookupError, ValueError, TypeError, OverflowError, RecursionError) as e:
         raise MalformedEntry(f"undecodable header: {type(e).__name__}") from e
     if not 0 <= meta.chunk < meta.chunks:
         raise MalformedEntry(f"chunk {meta.chunk} of {meta.chunks}")
-    numbers = (meta.id, meta.prev_id, meta.seen, meta.version)
-    if not all(0 <= n < _POSITIVE_63_BIT for n in numbers):
+    if meta.id >> 63 or meta.prev_id >> 63 or meta.seen >> 63 or meta.version >> 63:
         raise MalformedEntry("a number out of range")
     entry = Entry(
         id=meta.id,

@@ -2,7 +2,12 @@
 
 A single server with ``sync_interval: always`` syncs once per message, pipelined or not; an atomic batch costs about
 four syncs whatever its size. So while one group is being stored the next one fills: a lone write goes out at once as
-a plain message, few as parallel plain messages, many as one atomic batch.
+a plain message, several as parallel plain messages or as one atomic batch, whichever is faster here (`shape`).
+
+One group is on its way at a time: a server stores batches one after another and answers when it has nothing left to
+do, so a second one would only delay the answer to the first. What fills meanwhile is sent the moment the answer is
+there, before the writers of the first learn of it: so they prepare their next entries while the server works. For that
+to be so from the start, of many that wait only half go with the first group.
 
 A *unit* is what must be stored as neighbours or not at all (one thread's entries, the chunks of an entry). Units of
 different writers share a batch; when the server rejects it, it names no culprit: the units whose subject has moved
@@ -15,13 +20,13 @@ find out, who knows what it expected.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from bufstore.buffer.entry import HEADER_BYTES_MAX
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, Conflict, Outgoing, Stream
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, Stream
+from bufstore.buffer.shape import Shapes
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 
 _log = logging.getLogger(__name__)
@@ -29,60 +34,95 @@ _log = logging.getLogger(__name__)
 #: The server's limit for an atomic batch.
 BATCH_MESSAGES_MAX = 1000
 _BATCH_BYTES_MAX = 16 << 20
-#: Below this many messages parallel plain writes are faster than a batch (its floor is some syncs).
-_BATCH_FROM = 6
-#: So many groups may be on their way at once.
-_GROUPS_MAX = 2
 #: From this many waiting units on, two groups are made of them.
-_SPLIT_FROM = 128
+_SPLIT_FROM = 96
+#: So much smaller than the last group, what waits goes together with what its writers write next.
+_SMALL = 4
+#: With so many waiting it may be a batch, also when no more come in this turn of the loop.
+_BEGIN_AT = 8
 #: How long the server may take for one group, at most.
 _GROUP_TIMEOUT_S = 5.0
 
 
-class _Unit:
-    __slots__ = ("messages", "size", "stored")
+class Unit:
+    """What is stored as neighbours or not at all. Subclasses say what happens then."""
+
+    __slots__ = ("messages", "over")
+
+    def __init__(self, messages: list[Outgoing]) -> None:
+        self.messages = messages
+        #: `ended` was called.
+        self.over = False
+
+    @property
+    def given_up(self) -> bool:
+        """Nobody waits for it any more: it need not be sent."""
+        return False
+
+    def ended(self, outcome: int | Exception) -> None:
+        """Stored: the sequence of its last message; or why it is not, or not known to be. Called once."""
+        raise NotImplementedError
+
+
+class _Awaited(Unit):
+    __slots__ = ("stored",)
 
     def __init__(self, messages: Sequence[Outgoing]) -> None:
-        self.messages = messages
-        self.size = sum(len(m.body) for m in messages) + HEADER_BYTES_MAX * len(messages)
-        #: The last sequence, or the reason.
+        super().__init__(list(messages))
         self.stored: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def fail(self, error: Exception) -> None:
-        if not self.stored.done():
-            self.stored.set_exception(error)
+    @property
+    def given_up(self) -> bool:
+        return self.stored.cancelled()
 
-    def done(self, seq: int) -> None:
-        if not self.stored.done():
-            self.stored.set_result(seq)
+    def ended(self, outcome: int | Exception) -> None:
+        if self.stored.done():
+            return
+        if isinstance(outcome, int):
+            self.stored.set_result(outcome)
+        else:
+            self.stored.set_exception(outcome)
+            self.stored.exception()  # a writer that is gone will not look at it
 
 
 class GroupCommit:
-    """Writes units to one stream; one or two groups are on their way at a time."""
+    """Writes units to one stream, one group at a time."""
 
     def __init__(self, stream: Stream, *, timeout_s: float = _GROUP_TIMEOUT_S) -> None:
         """`timeout_s`: how long an answer is waited for, at most."""
         self._stream = stream
         self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
-        self._waiting: deque[_Unit] = deque()
-        self._wake = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._shapes = Shapes()
+        self._waiting: deque[Unit] = deque()
+        #: On their way; more than one only while what is left of a group goes out again.
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: The group that the next one waits for.
+        self._ahead: list[Unit] | None = None
+        #: Messages in the last group; and whether the next one is to be a batch, when that is decided early.
+        self._last = 0
+        self._choice: bool | None = None
+        #: A batch of which the first message was sent, and the unit that waits at the head of the queue with it.
+        self._begun: tuple[Unit, BegunBatch] | None = None
+        #: A look at what waits is due one turn of the loop later.
+        self._due = False
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
     def start(self) -> None:
         """Begin to send; needs a running event loop."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="bufstore-group-commit")
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._look_soon()
 
     async def aclose(self) -> None:
         """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
         self._closed = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        for unit in self._waiting:
-            unit.fail(Closed("the store was closed before the entry was sent"))
-        self._waiting.clear()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        waiting, self._waiting = self._waiting, deque()
+        _end(waiting, Closed("the store was closed before the entry was sent"))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
         """Queue a unit; the future gives the sequence of its last message, once it is durable.
@@ -90,133 +130,198 @@ class GroupCommit:
         It fails with Conflict, LogFull, LogUnavailable (nothing stored), or AppendUnknown. Cancelling the future
         takes the unit back if it was not sent yet.
         """
-        unit = _Unit(messages)
-        if self._closed:
-            unit.fail(Closed("the store is closed"))
-        else:
-            self._waiting.append(unit)
-            self._wake.set()
+        unit = _Awaited(messages)
+        self.add(unit)
         return unit.stored
 
-    async def _run(self) -> None:
-        on_their_way: set[asyncio.Task[None]] = set()
-        try:
-            while True:
-                await self._wake.wait()
-                # Writers that were woken by the last group have their next entry ready one turn of the loop later.
-                await asyncio.sleep(0)
-                on_their_way = {task for task in on_their_way if not task.done()}
-                group = self._take(alone=not on_their_way)
-                if not group:
-                    self._wake.clear()
-                    continue
-                on_their_way.add(asyncio.create_task(self._guarded(group), name="bufstore-group"))
-                if len(on_their_way) == _GROUPS_MAX:
-                    await asyncio.wait(on_their_way, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in on_their_way:
-                task.cancel()
-            await asyncio.gather(*on_their_way, return_exceptions=True)
+    def add(self, unit: Unit) -> None:
+        """Queue a unit, which is told how it ended, later: see `submit`."""
+        if self._closed:
+            asyncio.get_running_loop().call_soon(_end, [unit], Closed("the store is closed"))
+            return
+        self._waiting.append(unit)
+        if self._ahead is None:
+            if not self._due:
+                self._look_soon()
+            elif len(self._waiting) == _BEGIN_AT:
+                self._begin()
 
-    async def _guarded(self, group: list[_Unit]) -> None:
+    def _begin(self) -> None:
+        """So many that it may be a batch: if it will, let the server make room for it while the rest is prepared."""
+        if self._choice is None:
+            self._choice = self._shapes.batched(max(self._last, _BEGIN_AT))
+            if self._choice:
+                first = self._waiting[0]
+                begun = self._stream.begin_batch(first.messages[0])
+                self._begun = (first, begun) if begun is not None else None
+
+    def _look_soon(self) -> None:
+        """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
+        if self._loop is not None:
+            self._due = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._due = False
+        if self._ahead is None and not self._closed:
+            self._send(self._take(alone=True))
+
+    def _send(self, group: list[Unit]) -> None:
+        if group:
+            assert self._loop is not None
+            self._ahead = group
+            task = self._loop.create_task(self._guarded(group), name="bufstore-group")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _go_on(self, group: list[Unit]) -> None:
+        """Nothing need wait for `group` any more: send what waits."""
+        if self._ahead is not group:
+            return
+        self._ahead = None
+        if self._closed or not self._waiting:
+            return
+        if len(self._waiting) * _SMALL < len(group):
+            self._look_soon()
+        else:
+            self._send(self._take(alone=False))
+
+    async def _guarded(self, group: list[Unit]) -> None:
         try:
             await self._store(group)
         except asyncio.CancelledError:
-            _fail(group, AppendUnknown("the store was closed while the entry was on its way"))
+            _end(group, AppendUnknown("the store was closed while the entry was on its way"))
             raise
         except Exception as e:
             # Never leave writers waiting until their deadlines.
             _log.exception("group commit failed", extra={"action": "group_commit_error"})
-            _fail(group, AppendUnknown(f"unexpected {type(e).__name__}"))
+            _end(group, AppendUnknown(f"unexpected {type(e).__name__}"))
+        finally:
+            self._go_on(group)
 
-    def _take(self, *, alone: bool) -> list[_Unit]:
-        """The next group; half of what waits when that is much and nothing is on its way.
-
-        Then one half is built while the server stores the other, and so on; a small group is not worth two syncs.
-        """
+    def _take(self, *, alone: bool) -> list[Unit]:
+        """The next group. `alone`: nothing is waiting behind it, so of many it is half."""
         room = BATCH_MESSAGES_MAX
         if alone and len(self._waiting) >= _SPLIT_FROM:
             room = min(room, len(self._waiting) // 2)
-        group: list[_Unit] = []
+        group: list[Unit] = []
         messages = size = 0
-        while self._waiting:
-            unit = self._waiting[0]
-            fits = messages + len(unit.messages) <= room and size + unit.size <= _BATCH_BYTES_MAX
-            if group and not fits:
+        waiting = self._waiting
+        while waiting:
+            unit = waiting[0]
+            messages += len(unit.messages)
+            for message in unit.messages:
+                size += len(message.body) + HEADER_BYTES_MAX
+            if group and (messages > room or size > _BATCH_BYTES_MAX):
                 break
-            self._waiting.popleft()
-            if not unit.stored.cancelled():
+            waiting.popleft()
+            if unit.given_up and (self._begun is None or unit is not self._begun[0]):
+                messages -= len(unit.messages)
+            else:
                 group.append(unit)
-                messages += len(unit.messages)
-                size += unit.size
         return group
 
-    async def _store(self, group: list[_Unit]) -> None:
-        if sum(len(u.messages) for u in group) < _BATCH_FROM:
-            await self._store_each(group)
-            return
-        while group:
+    async def _store(self, group: list[Unit]) -> None:
+        units = group
+        while units:
+            messages = [message for unit in units for message in unit.messages]
+            self._last = len(messages)
+            (batched, begun), self._choice, self._begun = self._shape(units), None, None
+            if not batched:
+                await self._store_each(units)
+                return
+            began = self._now()
             try:
-                seq = await self._stream.publish_batch([m for u in group for m in u.messages], self._timeout_s)
+                seq = await self._stream.publish_batch(messages, self._timeout_s, begun)
             except Conflict:
-                group = await self._without_moved(group)
+                self._go_on(group)
+                units = await self._without_moved(units)
                 continue
             except BatchRefused as e:
                 _log.info("no batch: %s", e, extra={"action": "batch_refused"})
-                await self._store_each(group)
+                await self._store_each(units)
                 return
             except (AppendUnknown, BufstoreError) as e:
-                _fail(group, e)
+                _end(units, e)
                 return
+            self._shapes.took(len(messages), True, self._now() - began)
+            self._go_on(group)
             # The first line that matters, the publish ack: only now is the group on the log's disk, and only now
             # do its writers return. Returning earlier would acknowledge what a crash can still lose.
-            for unit in reversed(group):
-                unit.done(seq)
-                seq -= len(unit.messages)
+            seq -= len(messages)
+            for unit in units:
+                seq += len(unit.messages)
+                _end_one(unit, seq)
             return
 
-    async def _store_each(self, group: list[_Unit]) -> None:
-        async def store(unit: _Unit) -> None:
-            try:
-                if len(unit.messages) == 1:
-                    seq = await self._stream.publish(unit.messages[0], self._timeout_s)
-                else:
-                    seq = await self._publish_unit(unit)
-            except (Conflict, AppendUnknown, BufstoreError) as e:
-                unit.fail(e)
-            else:
-                unit.done(seq)
+    def _shape(self, units: list[Unit]) -> tuple[bool, BegunBatch | None]:
+        """Whether they are to be a batch, and what has been sent of it."""
+        if self._begun is not None and self._begun[0] is units[0]:
+            return True, self._begun[1]
+        if self._last == 1:
+            return False, None
+        if self._last > len(units):  # units of several messages would each be a batch of their own
+            return True, None
+        return self._shapes.batched(self._last) if self._choice is None else self._choice, None
 
-        if len(group) == 1:
-            await store(group[0])
-        else:
-            await asyncio.gather(*(store(unit) for unit in group))
+    def _now(self) -> float:
+        assert self._loop is not None
+        return self._loop.time()
 
-    async def _publish_unit(self, unit: _Unit) -> int:
+    async def _store_each(self, units: list[Unit]) -> None:
+        single = [unit for unit in units if len(unit.messages) == 1]
+
+        def ended(number: int, outcome: int | Exception) -> None:
+            _end_one(single[number], outcome)
+
+        if len(units) == 1:
+            await self._store_one(units[0])
+            return
+        began = self._now()
+        messages = [unit.messages[0] for unit in single]
         try:
-            return await self._stream.publish_batch(unit.messages, self._timeout_s)
+            await asyncio.gather(
+                self._stream.publish_each(messages, self._timeout_s, ended),
+                *(self._store_one(unit) for unit in units if len(unit.messages) > 1),
+            )
+        except BufstoreError as e:
+            _end(single, e)
+            return
+        if len(single) == len(units):
+            self._shapes.took(len(units), False, self._now() - began)
+
+    async def _store_one(self, unit: Unit) -> None:
+        outcome: int | Exception
+        try:
+            if len(unit.messages) == 1:
+                outcome = await self._stream.publish(unit.messages[0], self._timeout_s)
+            else:
+                outcome = await self._stream.publish_batch(unit.messages, self._timeout_s)
         except BatchRefused as e:
             # Its messages must be neighbours, so there is no other way to store them.
-            raise LogUnavailable(f"the server takes no batch now: {e}") from None
+            outcome = LogUnavailable(f"the server takes no batch now: {e}")
+        except (Conflict, AppendUnknown, BufstoreError) as e:
+            outcome = e
+        _end_one(unit, outcome)
 
-    async def _without_moved(self, group: list[_Unit]) -> list[_Unit]:
+    async def _without_moved(self, units: list[Unit]) -> list[Unit]:
         """Fail the units whose subject is not where they expect it; the rest."""
-        expected = {_about(m): m.expected for u in group for m in u.messages if m.expected is not None}
+        expected = {_about(m): m.expected for u in units for m in u.messages if m.expected is not None}
         try:
             found = await self._stream.last(list(expected), self._timeout_s)
         except BufstoreError:
             # Nothing is stored; let each writer look for itself.
-            _fail(group, Conflict("a batch was rejected"))
+            _end(units, Conflict("a batch was rejected"))
             return []
         moved = {s for s, seq in expected.items() if (found[s].seq if s in found else 0) != seq}
         if not moved:
             # The conflict was with a write in flight. Alone each will succeed or meet its own conflict.
-            await self._store_each(group)
+            await self._store_each(units)
             return []
         rest = []
-        for unit in group:
+        for unit in units:
             if any(m.expected is not None and _about(m) in moved for m in unit.messages):
-                unit.fail(Conflict("the subject has moved"))
+                _end_one(unit, Conflict("the subject has moved"))
             else:
                 rest.append(unit)
         return rest
@@ -226,9 +331,17 @@ def _about(message: Outgoing) -> str:
     return message.expected_of or message.subject
 
 
-def _fail(group: list[_Unit], error: Exception) -> None:
-    for unit in group:
-        unit.fail(error)
-        with contextlib.suppress(asyncio.CancelledError):
-            if unit.stored.done():
-                unit.stored.exception()  # a writer that is gone will not look at it
+def _end(units: Iterable[Unit], error: Exception) -> None:
+    for unit in units:
+        _end_one(unit, error)
+
+
+def _end_one(unit: Unit, outcome: int | Exception) -> None:
+    if unit.over:
+        return
+    unit.over = True
+    try:
+        unit.ended(outcome)
+    except Exception:
+        # The others of the group must learn of their end all the same.
+        _log.exception("a writer failed on its answer", extra={"action": "group_commit_error"})

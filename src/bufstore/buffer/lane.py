@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic
 
+from bufstore.buffer import group_commit
 from bufstore.buffer.ports import Outgoing
 from bufstore.buffer.tip import Draft, M, Prepare, Tip
 from bufstore.types import Receipt
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Write(Generic[M]):
     """One caller's write."""
 
@@ -21,25 +23,36 @@ class Write(Generic[M]):
     keyed: bool
     id: int
     done: asyncio.Future[Receipt]
-    started: float
+    #: When the caller gives up.
+    deadline: float
     #: From the first send whose outcome is not known (yet): the position it was sent behind.
     maybe_behind: int | None = None
 
 
-@dataclass(eq=False)
-class Unit(Generic[M]):
+class Unit(group_commit.Unit, Generic[M]):
     """Writes of one thread on their way, and what is undone if they fail."""
 
-    writes: list[tuple[Write[M], int]] = field(default_factory=list)  # with the number of messages
-    messages: list[Outgoing] = field(default_factory=list)
-    drafts: list[Draft[M]] = field(default_factory=list)
-    before: Tip[M] | None = None
-    after: Tip[M] | None = None
+    __slots__ = ("_on_end", "after", "before", "drafts", "lane", "writes")
 
-    @property
-    def before_seq(self) -> int:
-        """The position it builds on; 0: it expects nothing in the log."""
-        return self.before.seq if self.before is not None else 0
+    def __init__(self, lane: Lane[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]) -> None:
+        super().__init__([])
+        self.lane = lane
+        self.writes: list[tuple[Write[M], int]] = []  # with the number of messages
+        self.drafts: list[Draft[M]] = []
+        self.before = before
+        #: The tip once it is stored.
+        self.after = before
+        self._on_end = on_end
+
+    def ended(self, outcome: int | Exception) -> None:
+        self._on_end(self, outcome)
+
+    def add(self, write: Write[M], draft: Draft[M], messages: list[Outgoing], after: Tip[M]) -> None:
+        """One more write, whose messages stand behind those that are there."""
+        self.writes.append((write, len(messages)))
+        self.drafts.append(draft)
+        self.messages += messages
+        self.after = after
 
     def undo(self) -> None:
         """Take the drafts back, the last first."""
@@ -48,7 +61,7 @@ class Unit(Generic[M]):
         self.drafts.clear()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Lane(Generic[M]):
     """What waits to be written to one thread: one unit of it is on its way at a time."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -50,6 +50,14 @@ class AppendUnknown(Exception):
     """Sent, and no answer: it may be stored or not."""
 
 
+class BegunBatch(NamedTuple):
+    """A batch whose first message was sent already."""
+
+    id: str
+    #: The connection that it was sent on: the rest must follow there.
+    client: object
+
+
 class Stream(Protocol):
     """One JetStream stream, seen as a writer and reader of subjects.
 
@@ -65,8 +73,27 @@ class Stream(Protocol):
         """Store one message durably; its sequence."""
         ...
 
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
-        """Store all messages or none, as neighbours; the sequence of the last."""
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        """Store the messages one by one, side by side; returns when all have ended.
+
+        `ended` is called with the number and the sequence, or the error that `publish` would raise, of each. Raises
+        nothing else than a BufstoreError, when nothing was sent.
+        """
+        ...
+
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        """Send the first message of a batch already, if that is possible now; the rest must follow soon.
+
+        The server makes room for a batch when its first message arrives. Never followed by a rest, it is forgotten.
+        """
+        ...
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
+        """Store all messages or none, as neighbours; the sequence of the last. `begun`: with the first of them."""
         ...
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:

@@ -20,6 +20,11 @@ def item(key: str, content: bytes) -> bytes:
     )
 
 
+def item_of(id_: int) -> bytes:
+    """The item of an entry that was written without a key: `item` of its `key_of`."""
+    return blake2b(f"entry-{id_:016x}".encode(), digest_size=8).digest() + b"\0\0\0\0"
+
+
 def key_of(id_: int) -> str:
     """The key of an entry that was written without one."""
     return f"entry-{id_:016x}"
@@ -64,6 +69,8 @@ def merge(older: bytes, newer: bytes) -> bytes:
 
     An entry written without knowing the thread carries a ring of its own; the row's memory must outlive it.
     """
+    if newer[:-_ITEM] == older[-(SIZE - 1) * _ITEM :]:
+        return newer  # it was made of the older one
     known = {newer[i : i + _ITEM] for i in range(0, len(newer), _ITEM)}
     rest = b"".join(older[i : i + _ITEM] for i in range(0, len(older), _ITEM) if older[i : i + _ITEM] not in known)
     return (rest + newer)[-SIZE * _ITEM :]

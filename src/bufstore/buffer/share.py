@@ -36,11 +36,17 @@ class Share:
 
     def collect(self) -> bool:
         """Take over what the feed delivered; True while the last entry of it is incomplete."""
-        for message in self.feed.take():
-            for item in self._items(message):
-                self.pending[item.seq] = item
-                self.pending_bytes += _size(item)
-                self._order.append((item.seq, _id(item)))
+        arrived = self.feed.take()
+        try:
+            for message in arrived:
+                for item in self._items(message):
+                    self.pending[item.seq] = item
+                    self.pending_bytes += _size(item)
+                    self._order.append((item.seq, _id(item)))
+        except Exception as e:
+            # The cursor would pass what got lost here.
+            self.doubt = f"unexpected {type(e).__name__} in what arrived"
+            raise
         return self._assembler.pending_from is not None
 
     def cursor_after(self, settled: Collection[int]) -> Cursor:

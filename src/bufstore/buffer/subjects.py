@@ -40,8 +40,8 @@ def untoken(text: str) -> str:
 
 
 @lru_cache(maxsize=1 << 14)
-def _subject(subjects: Subjects, thread_id: str) -> str:
-    return f"{subjects.prefix}.{subjects.partition(thread_id)}.{token(thread_id)}"
+def _of(prefix: str, partitions: int, thread_id: str) -> str:
+    return f"{prefix}.{zlib.crc32(thread_id.encode()) % partitions}.{token(thread_id)}"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Subjects:
 
     def of(self, thread_id: str) -> str:
         """The subject that holds all entries of the thread."""
-        return _subject(self, thread_id)
+        return _of(self.prefix, self.partitions, thread_id)
 
     def of_partition(self, partition: int) -> str:
         """A filter for every entry of the partition."""
@@ -70,10 +70,15 @@ class Subjects:
 
     def thread_id(self, subject: str) -> str:
         """The thread of a subject. Raises MalformedEntry when no thread has that subject."""
-        words = subject.split(".")
-        if len(words) != 3 or words[0] != self.prefix:
-            raise MalformedEntry(f"not a subject of this log: {subject[:80]!r}")
-        thread_id = untoken(words[2])
-        if not thread_id or words[1] != str(self.partition(thread_id)):
-            raise MalformedEntry(f"wrong partition in subject {subject[:80]!r}")
-        return thread_id
+        return _thread_id(self.prefix, self.partitions, subject)
+
+
+@lru_cache(maxsize=1 << 14)
+def _thread_id(prefix: str, partitions: int, subject: str) -> str:
+    words = subject.split(".")
+    if len(words) != 3 or words[0] != prefix:
+        raise MalformedEntry(f"not a subject of this log: {subject[:80]!r}")
+    thread_id = untoken(words[2])
+    if not thread_id or words[1] != str(zlib.crc32(thread_id.encode()) % partitions):
+        raise MalformedEntry(f"wrong partition in subject {subject[:80]!r}")
+    return thread_id

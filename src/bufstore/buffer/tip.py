@@ -24,7 +24,7 @@ class Memory(Protocol):
 M = TypeVar("M", bound=Memory)
 
 
-@dataclass
+@dataclass(slots=True)
 class Tip(Generic[M]):
     """A thread's last entry, as a writer knows it; what the next entry builds on."""
 
@@ -48,7 +48,7 @@ class NeedBase(Exception):
     """Raised by `prepare`: this write cannot be built without the thread's content."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Draft(Generic[M]):
     """What `prepare` makes of a tip."""
 
@@ -57,7 +57,7 @@ class Draft(Generic[M]):
     version: int
     memory: M | None
     #: Takes back what `prepare` changed in the memory.
-    undo: Callable[[], None]
+    undo: Callable[[], object]
 
 
 Prepare = Callable[[Tip[M]], Draft[M]]
@@ -109,9 +109,12 @@ class TipCache(Generic[M]):
 
     def put(self, thread_id: str, tip: Tip[M]) -> None:
         """Remember the tip, forget what was written longest ago."""
-        self.drop(thread_id)
         weight = tip.memory.weight if tip.memory is not None else 1
+        before = self._tips.get(thread_id)
         self._tips[thread_id] = tip, weight
+        if before is not None:
+            self._tips.move_to_end(thread_id)
+            weight -= before[1]
         self._weight += weight
         while len(self._tips) > self._threads_max or self._weight > self._weight_max:
             self.drop(next(iter(self._tips)))

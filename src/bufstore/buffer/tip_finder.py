@@ -56,9 +56,10 @@ class TipFinder(Generic[M]):
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
 
-    def saw(self, seq: int) -> None:
+    def saw(self, seq: int, now: float) -> None:
         """Note that the log has got as far as `seq` by now."""
-        self._seen = max(self._seen, (seq, self._loop.time()))
+        if seq > self._seen[0]:
+            self._seen = seq, now
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""

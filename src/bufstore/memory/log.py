@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import BatchRefused, Conflict, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
+from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
 
 
 class MemoryStream:
@@ -165,7 +165,25 @@ class MemoryLog:
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return await self._write([message])
 
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        async def one(number: int, message: Outgoing) -> None:
+            outcome: int | Exception
+            try:
+                outcome = await self.publish(message, timeout_s)
+            except (Conflict, AppendUnknown, BufstoreError) as e:
+                outcome = e
+            ended(number, outcome)
+
+        await asyncio.gather(*(one(number, message) for number, message in enumerate(messages)))
+
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        return None
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
         if not 0 < len(messages) <= BATCH_MESSAGES_MAX:
             raise BatchRefused(f"{len(messages)} messages in a batch")
         return await self._write(messages)

@@ -14,18 +14,21 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nats.errors
 from nats.aio.client import Client, RawCredentials
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.buffer.ports import AppendUnknown, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BegunBatch, Outgoing
 from bufstore.config import NatsConfig, mask_url, split_url
-from bufstore.errors import Closed, ConfigError, LogUnavailable
+from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.nats import frames
+from bufstore.nats.headers import status_of
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +41,17 @@ _FORBIDDEN_NAMED = 20
 _PING_INTERVAL_S = 5
 
 
-@dataclass
+#: Called with subject, reply subject, payload and headers as they came; what it returns is awaited.
+Listener = Callable[[str, str, bytes, bytes], Awaitable[None] | None]
+
+
+@dataclass(slots=True)
 class _Question:
     """A request or write that waits for its answer."""
 
     subjects: Sequence[str]
-    answer: asyncio.Future[Msg]
+    #: Called once, with the answer's payload or why there is none.
+    end: Callable[[bytes | Exception], None]
 
 
 class Connection:
@@ -52,10 +60,10 @@ class Connection:
     def __init__(self, config: NatsConfig, name: str) -> None:
         self._config = config
         self._name = name
-        self._client: Client | None = None
+        self._client: ListeningClient | None = None
         self._lost: asyncio.Event = asyncio.Event()
         self._up: asyncio.Event = asyncio.Event()
-        self._hooks: list[Callable[[Client], Awaitable[None]]] = []
+        self._hooks: list[Callable[[ListeningClient], Awaitable[None]]] = []
         self._supervisor: asyncio.Task[None] | None = None
         self._reason = "not connected yet"
         self._closed = False
@@ -68,7 +76,7 @@ class Connection:
         #: Messages sent and received by earlier clients; see `traffic`.
         self._past = [0, 0]
 
-    def on_connect(self, hook: Callable[[Client], Awaitable[None]]) -> None:
+    def on_connect(self, hook: Callable[[ListeningClient], Awaitable[None]]) -> None:
         """Run `hook` on every new client before anybody else uses it (subscriptions, checks)."""
         self._hooks.append(hook)
 
@@ -107,7 +115,7 @@ class Connection:
             await asyncio.gather(self._supervisor, return_exceptions=True)
         await self._discard()
 
-    def client(self) -> Client:
+    def client(self) -> ListeningClient:
         """The live client. Raises LogUnavailable (or Closed) when there is none now."""
         if self._closed:
             raise Closed("the store is closed")
@@ -115,7 +123,7 @@ class Connection:
             raise LogUnavailable(f"not connected to NATS at {self._where()}: {self._reason}")
         return self._client
 
-    async def wait_up(self, timeout_s: float) -> Client:
+    async def wait_up(self, timeout_s: float) -> ListeningClient:
         """The live client, waiting for one if need be. Raises LogUnavailable after `timeout_s`."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with asyncio.timeout(max(timeout_s, 0)):
@@ -137,32 +145,88 @@ class Connection:
         are not permitted to.
         """
         client = self.client()
-        return await self._answer([subject], lambda reply: client.publish(subject, payload, reply=reply), timeout_s)
+        return await self._answer([subject], lambda reply: frames.post(client, subject, payload, reply), timeout_s)
 
-    async def write(self, messages: Sequence[Outgoing], batch: str, timeout_s: float) -> bytes:
+    def begin(self, first: Outgoing, batch: str) -> BegunBatch | None:
+        """Send the first message of a batch, if that is possible without waiting."""
+        client = self._client
+        if client is None or not frames.begin(client, first, batch):
+            return None
+        return BegunBatch(batch, client)
+
+    async def write(self, messages: Sequence[Outgoing], batch: BegunBatch | None, timeout_s: float) -> bytes:
         """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
 
         Without an answer the connection is thrown away, so that nothing waiting in its buffers arrives after somebody
-        has looked.
+        has looked. A batch that was begun on an earlier connection is lost with that: all of it is sent again.
         """
         client = self.client()
+        id_ = batch.id if batch is not None else ""
+        begun = batch is not None and batch.client is client
         try:
             subjects = [m.subject for m in messages]
-            return await self._answer(subjects, lambda reply: frames.send(client, messages, batch, reply), timeout_s)
+            return await self._answer(
+                subjects, lambda reply: frames.send(client, messages, id_, reply, begun=begun), timeout_s
+            )
         except AppendUnknown:
             self._drop(client, "a write got no answer")
             raise
 
+    async def write_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, bytes | Exception], None]
+    ) -> None:
+        """Send messages side by side; `ended` gets the number of each and its answer, or the error of `write`."""
+        if len(messages) == 1 or not frames.supported:
+            await asyncio.gather(*(self._write_one(i, m, timeout_s, ended) for i, m in enumerate(messages)))
+            return
+        left = len(messages)
+        all_ended = asyncio.get_running_loop().create_future()
+
+        def end(number: int, outcome: bytes | Exception) -> None:
+            nonlocal left
+            left -= 1
+            ended(number, outcome)
+            if not left and not all_ended.done():
+                all_ended.set_result(None)
+
+        tokens = [self._ask([message.subject], partial(end, number)) for number, message in enumerate(messages)]
+        error: Exception = AppendUnknown("given up")
+        try:
+            client = self.client()
+            async with asyncio.timeout(timeout_s):
+                await frames.send_each(client, messages, [f"{self._inbox}.{token}" for token in tokens])
+                await all_ended
+        except LogUnavailable as e:
+            error = e
+        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
+            error = LogUnavailable(f"not connected to NATS: {self._reason}")
+        except TimeoutError:
+            error = AppendUnknown("no answer from NATS in time")
+            self._drop(client, "a write got no answer")
+        except OSError as e:
+            error = AppendUnknown(f"the connection failed: {_text(e)}")
+            self._drop(client, "a write failed")
+        finally:
+            for token in tokens:
+                self._end(token, error)
+
+    async def _write_one(
+        self, number: int, message: Outgoing, timeout_s: float, ended: Callable[[int, bytes | Exception], None]
+    ) -> None:
+        outcome: bytes | Exception
+        try:
+            outcome = await self.write([message], None, timeout_s)
+        except (AppendUnknown, BufstoreError) as e:
+            outcome = e
+        ended(number, outcome)
+
     async def _answer(self, subjects: Sequence[str], send: Callable[[str], Awaitable[None]], timeout_s: float) -> bytes:
-        # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
-        # wait for their whole timeout.
-        token = str(next(self._tokens))
-        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._answers[token] = _Question(subjects, answer)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        token = self._ask(subjects, partial(_settle, answer))
         try:
             async with asyncio.timeout(timeout_s):
                 await send(f"{self._inbox}.{token}")
-                msg = await answer
+                return await answer
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
             raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
         except TimeoutError:
@@ -170,16 +234,26 @@ class Connection:
         except OSError as e:
             raise AppendUnknown(f"the connection failed: {_text(e)}") from None
         finally:
-            del self._answers[token]
-        if msg.headers is not None and msg.headers.get("Status") == "503":
-            raise LogUnavailable("no JetStream answers on NATS (starting, or without a leader)")
-        data: bytes = msg.data
-        return data
+            self._answers.pop(token, None)
 
-    async def _on_answer(self, msg: Msg) -> None:
-        question = self._answers.get(msg.subject.rpartition(".")[2])
-        if question is not None and not question.answer.done():
-            question.answer.set_result(msg)
+    def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
+        # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
+        # wait for their whole timeout.
+        token = str(next(self._tokens))
+        self._answers[token] = _Question(subjects, end)
+        return token
+
+    def _end(self, token: str, outcome: bytes | Exception) -> None:
+        question = self._answers.pop(token, None)
+        if question is not None:
+            question.end(outcome)
+
+    def _on_answer(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        token = subject.rpartition(".")[2]
+        if headers and status_of(headers)[0] == "503":
+            self._end(token, LogUnavailable("no JetStream answers on NATS (starting, or without a leader)"))
+        else:
+            self._end(token, data)
 
     def _on_violation(self, verb: str, subject: str) -> None:
         """NATS did not take what we sent on `subject`: who waits for an answer to it is told at once."""
@@ -190,25 +264,24 @@ class Connection:
             return
         # Not stored: of a batch, the server stores nothing when one message of it is missing.
         error = ConfigError(f"NATS does not permit this user to publish on {subject!r} (see `bufstore doctor`)")
-        for question in self._answers.values():
-            if not question.answer.done() and any(s.lower() == subject for s in question.subjects):
-                question.answer.set_exception(error)
+        for token, question in list(self._answers.items()):
+            if any(s.lower() == subject for s in question.subjects):
+                self._end(token, error)
         for hook in self._on_forbidden:
             hook(subject, error)
 
     async def _connect(self) -> None:
         error: Exception | None = None
         for url in self._config.servers:
-            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else _Client()
+            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
             errors: list[Exception] = []
             bare, user, password = split_url(url)
             try:
                 async with asyncio.timeout(2 * self._config.connect_timeout_s):
                     await client.connect(servers=[bare], **self._options(client, errors, user, password))
                 self._inbox = client.new_inbox()
-                await client.subscribe(
-                    self._inbox + ".*", cb=self._on_answer, pending_msgs_limit=0, pending_bytes_limit=0
-                )
+                await client.listen(self._inbox + ".*", self._on_answer)
+                frames.prepare(client)
                 # Answered after whatever the server has to say about the subscription.
                 await settle(client, max(1, round(self._config.connect_timeout_s)))
                 if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
@@ -303,10 +376,9 @@ class Connection:
 
     async def _discard(self) -> None:
         client, self._client = self._client, None
-        for question in self._answers.values():
-            if not question.answer.done():
-                reason = f"the connection was lost before NATS answered: {self._reason}"
-                question.answer.set_exception(AppendUnknown(reason))
+        lost = f"the connection was lost before NATS answered: {self._reason}"
+        for token in list(self._answers):
+            self._end(token, AppendUnknown(lost))
         for hook in self._on_lost:
             hook()
         if client is not None:
@@ -318,8 +390,49 @@ class Connection:
         return ", ".join(mask_url(u) for u in self._config.servers)
 
 
-class _Client(Client):
+class ListeningClient(Client):
     """Reads on whatever others have published: headers that are none would end nats-py's reading task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Subscriptions whose messages do not take nats-py's way; see `listen`.
+        self._listeners: dict[int, Listener] = {}
+
+    async def listen(self, subject: str, heard: Listener) -> Subscription:
+        """Have `heard` called with every message on `subject` as it arrives, in the task that reads.
+
+        nats-py makes a message of it first, with its headers parsed as those of an email, and hands it to a task of
+        its own: half of what reading the log costs. For this a private method is replaced, so only with a version
+        that was looked at; with any other the messages come that way.
+        """
+
+        async def on_message(msg: Msg) -> None:
+            raw = msg.headers or {}
+            status = f" {raw['Status']} {raw.get('Description', '')}" if "Status" in raw else ""
+            lines = "".join(f"{name}: {value}\r\n" for name, value in raw.items())
+            headers = f"NATS/1.0{status}\r\n{lines}\r\n".encode("utf-8", "surrogateescape") if raw else b""
+            more = heard(msg.subject, msg.reply, msg.data, headers)
+            if more is not None:
+                await more
+
+        found = await self.subscribe(subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
+        if frames.supported:
+            self._listeners[found._id] = heard
+        return found
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        heard = self._listeners.get(sid)
+        if heard is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        if sid not in self._subs:  # unsubscribed: what was on its way still comes
+            del self._listeners[sid]
+            return
+        more = heard(subject.decode("utf-8", "replace"), reply.decode("utf-8", "replace"), data, headers or b"")
+        if more is not None:
+            await more
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -330,7 +443,7 @@ class _Client(Client):
         return found
 
 
-class _TlsClient(_Client):
+class _TlsClient(ListeningClient):
     """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it."""
 
     def _connect_command(self) -> bytes:
@@ -338,6 +451,15 @@ class _TlsClient(_Client):
             raise nats.errors.Error("the server does not ask for TLS, which is configured")
         command: bytes = super()._connect_command()
         return command
+
+
+def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, bytes):
+        answer.set_result(outcome)
+    else:
+        answer.set_exception(outcome)
 
 
 async def settle(client: Client, timeout_s: int = 10) -> None:

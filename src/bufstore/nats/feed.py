@@ -12,18 +12,17 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bufstore.buffer.entry import HEADER, StoredMessage
+from bufstore.buffer.entry import StoredMessage
 from bufstore.errors import BufstoreError, ConfigError
 from bufstore.failpoints import Failpoint, reach
-from bufstore.nats.connection import Connection
+from bufstore.nats.connection import Connection, ListeningClient
+from bufstore.nats.headers import entry_header, fields, status_of
 from bufstore.nats.setup import check
 from bufstore.nats.stream import NatsStream
 
@@ -76,7 +75,8 @@ class NatsFeed:
         self._wake = wake
         self._messages_max = messages_max
         self._bytes_max = bytes_max
-        self._client: Client | None = None
+        self._loop = asyncio.get_running_loop()
+        self._client: ListeningClient | None = None
         self._subscription: Subscription | None = None
         self._inbox = ""
         self._arrived: list[StoredMessage] = []
@@ -89,13 +89,11 @@ class NatsFeed:
         self._heard = 0.0
         self._lost: str | None = None
 
-    async def start(self, client: Client) -> None:
+    async def start(self, client: ListeningClient) -> None:
         """Subscribe and ask for the first messages."""
         self._client = client
         self._inbox = client.new_inbox()
-        self._subscription = await client.subscribe(
-            self._inbox, cb=self._on_message, pending_msgs_limit=0, pending_bytes_limit=0
-        )
+        self._subscription = await client.listen(self._inbox, self._on_message)
         await self._pull()
 
     @property
@@ -103,7 +101,7 @@ class NatsFeed:
         if self._lost is None:
             if self._client is None or not self._client.is_connected:
                 self._lost = "the connection to NATS was lost"
-            elif self._outstanding and asyncio.get_running_loop().time() - self._heard > 3 * _HEARTBEAT_S:
+            elif self._outstanding and self._loop.time() - self._heard > 3 * _HEARTBEAT_S:
                 self._lost = "NATS sends no heartbeat"
         return self._lost
 
@@ -145,7 +143,7 @@ class NatsFeed:
             return
         room = max(room, 1)
         self._outstanding = room
-        self._heard = asyncio.get_running_loop().time()
+        self._heard = self._loop.time()
         request = {
             "batch": room,
             "max_bytes": self._bytes_max,
@@ -157,44 +155,42 @@ class NatsFeed:
         except nats.errors.Error as e:
             self._lose(f"asking for messages failed: {type(e).__name__}")
 
-    async def _on_message(self, msg: Msg) -> None:
-        self._heard = asyncio.get_running_loop().time()
-        headers = msg.headers or {}
-        status = headers.get("Status")
-        if status is not None and not msg.reply:
-            await self._on_status(status, headers)
-            return
-        words = msg.reply.split(".")
+    def _on_message(self, subject: str, reply: str, data: bytes, headers: bytes) -> Awaitable[None] | None:
+        self._heard = self._loop.time()
+        if not reply:
+            return self._on_status(headers)
+        words = reply.split(".")
         # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>, and from 2.16 on
         # with domain and account hash before the stream.
         at = 2 if len(words) < 11 else 4
         seq, counter = int(words[at + 3]), int(words[at + 4])
         if counter != self._counter + 1:
             self._lose(f"delivery {self._counter + 1} is missing")
-            return
+            return None
         self._counter = counter
         self._outstanding -= 1
         if seq > self._last_seq:  # else a redelivery of what is still held
             self._last_seq = seq
-            self._held.append((seq, msg.reply, len(msg.data)))
-            self._held_bytes += len(msg.data)
-            self._arrived.append(StoredMessage(msg.subject, seq, headers.get(HEADER), msg.data))
+            self._held.append((seq, reply, len(data)))
+            self._held_bytes += len(data)
+            self._arrived.append(StoredMessage(subject, seq, entry_header(headers), data))
             self._wake()
-        if not self._outstanding:
-            await self._pull()
+        return None if self._outstanding else self._pull()
 
-    async def _on_status(self, status: str, headers: dict[str, str]) -> None:
+    async def _on_status(self, headers: bytes) -> None:
+        status, description = status_of(headers)
         if status == "100":
-            last = headers.get("Nats-Last-Consumer")
+            last = fields(headers).get("Nats-Last-Consumer")
             if last is not None and int(last) > self._counter:
                 self._lose(f"deliveries up to {last} are missing after {self._counter}")
             return
-        if status == "408" or (status == "409" and "Bytes" in headers.get("Description", "")):
+        if status == "408" or (status == "409" and "Bytes" in description):
             # The request ended (its time, or its bytes): ask again.
             self._outstanding = 0
             await self._pull()
             return
-        self._lose(f"the consumer ended: {status} {headers.get('Description', '')}")
+        if status:
+            self._lose(f"the consumer ended: {status} {description}")
 
     def _lose(self, reason: str) -> None:
         if self._lost is None:

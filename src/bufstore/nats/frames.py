@@ -1,7 +1,7 @@
 """A whole batch as the bytes that go over the wire, written at once.
 
 nats-py's publish costs about 20 µs of Python per message with headers, most of the price of an append; framing it here
-costs about 2. For that two private methods of its client are called, so only for the version they were checked with;
+costs about 2. For that private parts of its client are used, so only for the version they were checked with;
 with any other the public path does the same, slower (tests run both).
 """
 
@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 
 from bufstore import failpoints
 from bufstore.buffer.entry import HEADER
@@ -21,16 +22,24 @@ _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
 _CHECKED_VERSIONS = ("2.16.",)
 _ALL = slice(None)
+#: What encloses the lines of the headers.
+_FRAME = len("NATS/1.0\r\n" + "\r\n")
 
 #: Whether `send` writes frames of its own.
 supported = version("nats-py").startswith(_CHECKED_VERSIONS)
 
 
-async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: str) -> None:
+def prepare(client: Client) -> None:
+    """Have a new client send at once: uvloop keeps small writes back until all that is ready has had its turn."""
+    if supported and type(client._transport) is TcpTransport and client._transport._io_writer is not None:
+        client._transport._io_writer.transport.set_write_buffer_limits(0)
+
+
+async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: str, *, begun: bool = False) -> None:
     """Send the messages, several as the atomic batch `batch`; the answer to the last goes to `reply`.
 
-    Raises nats.errors.OutboundBufferLimitError when the client is not connected: nothing was sent then, or a batch
-    without its end, which the server never stores.
+    `begun`: the first of them is sent already. Raises nats.errors.OutboundBufferLimitError when the client is not
+    connected: nothing was sent then, or a batch without its end, which the server never stores.
     """
     last = len(messages)
     if supported:
@@ -38,11 +47,12 @@ async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: 
             raise nats.errors.OutboundBufferLimitError
         if last > 1 and failpoints.active is not None:
             # Only where a crash test listens.
-            await _write(client, framed(messages, batch, reply, slice(last // 2)), last // 2, flushed=True)
+            half = max(last // 2, 1)
+            await _write(client, framed(messages, batch, reply, slice(int(begun), half)), half - begun, flushed=True)
             failpoints.reach(failpoints.Failpoint.BATCH_HALF_SENT)
-            await _write(client, framed(messages, batch, reply, slice(last // 2, last)), last - last // 2)
+            await _write(client, framed(messages, batch, reply, slice(half, last)), last - half)
         else:
-            await _write(client, framed(messages, batch, reply), last)
+            await _write(client, framed(messages, batch, reply, slice(int(begun), last)), last - begun)
         return
     for number, message in enumerate(messages, 1):
         headers = dict(_headers(message, batch if last > 1 else "", number, number == last))
@@ -51,46 +61,97 @@ async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: 
         )
 
 
+def begin(client: Client, first: Outgoing, batch: str) -> bool:
+    """Send the first message of a batch; False when it would have to wait, and then nothing is sent."""
+    if not supported or not client.is_connected or not _free(client):
+        return False
+    _write_now(client, framed([first], batch, "", whole=False), 1)
+    return True
+
+
+def _free(client: Client) -> bool:
+    """Whether nothing waits in the client that bytes sent straight to the socket could overtake."""
+    return not client._pending_data_size and type(client._transport) is TcpTransport
+
+
+def _write_now(client: Client, data: bytes, messages: int) -> None:
+    client.stats["out_msgs"] += messages
+    client.stats["out_bytes"] += len(data)
+    client._transport.write(data)  # type: ignore[union-attr]
+
+
+async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
+    """Send one message without headers, the answer to `reply`. Raises what nats-py's publish does."""
+    if not supported or len(payload) > client.max_payload or not client.is_connected:
+        await client.publish(subject, payload, reply=reply)
+    else:
+        await _write(client, framed([Outgoing(subject, payload)], "", reply), 1)
+
+
+async def send_each(client: Client, messages: Sequence[Outgoing], replies: Sequence[str]) -> None:
+    """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`."""
+    if not client.is_connected:
+        raise nats.errors.OutboundBufferLimitError
+    data = b"".join([framed([message], "", reply) for message, reply in zip(messages, replies, strict=True)])
+    await _write(client, data, len(messages))
+
+
 async def _write(client: Client, data: bytes, messages: int, *, flushed: bool = False) -> None:
+    if _free(client) and not flushed:  # not by way of the client's writing task
+        _write_now(client, data, messages)
+        return
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
     await client._send_command(data)
     await client._flush_pending(force_flush=flushed)
 
 
-def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _ALL) -> bytes:
-    """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol."""
+def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _ALL, *, whole: bool = True) -> bytes:
+    """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol.
+
+    Not `whole`: they are the beginning of a batch, and more of it will follow.
+    """
     parts: list[bytes] = []
-    last = len(messages)
-    for number, message in list(enumerate(messages, 1))[part]:
-        pairs = _headers(message, batch if last > 1 else "", number, number == last)
-        to = f" {reply}" if number == last else ""
-        if pairs:
-            head = "NATS/1.0\r\n" + "".join([f"{name}: {value}\r\n" for name, value in pairs]) + "\r\n"
-            size = len(head)  # ASCII: tokens, numbers and base64
-            parts.append(f"HPUB {message.subject}{to} {size} {size + len(message.body)}\r\n{head}".encode("ascii"))
+    last = len(messages) if whole else -1
+    in_batch = f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: " if batch and last != 1 else ""
+    for number, message in enumerate(messages[part], (part.start or 0) + 1):
+        head = _head(message)
+        to = ""
+        if in_batch:
+            head = f"{head}{in_batch}{number}\r\n"
+        if number == last:
+            to = f" {reply}"
+            if in_batch:
+                head += "Nats-Batch-Commit: 1\r\n"
+        body = message.body
+        if head:
+            size = len(head) + _FRAME  # ASCII: tokens, numbers and base64
+            line = f"HPUB {message.subject}{to} {size} {size + len(body)}\r\nNATS/1.0\r\n{head}\r\n"
         else:
-            parts.append(f"PUB {message.subject}{to} {len(message.body)}\r\n".encode("ascii"))
-        parts.append(message.body)
-        parts.append(b"\r\n")
+            line = f"PUB {message.subject}{to} {len(body)}\r\n"
+        parts += (line.encode("ascii"), body, b"\r\n")
     return b"".join(parts)
 
 
-def _headers(message: Outgoing, batch: str, number: int, is_last: bool) -> list[tuple[str, str]]:
-    pairs = []
-    if message.header is not None:
-        pairs.append((HEADER, message.header))
+def _head(message: Outgoing) -> str:
+    """The lines of the headers, those of a batch apart."""
+    head = f"{HEADER}: {message.header}\r\n" if message.header is not None else ""
     if message.expected is not None:
-        pairs.append((_EXPECTED, str(message.expected)))
+        head += f"{_EXPECTED}: {message.expected}\r\n"
     if message.expected_of is not None:
-        pairs.append((_EXPECTED_OF, message.expected_of))
+        head += f"{_EXPECTED_OF}: {message.expected_of}\r\n"
     if message.ttl_s:
-        pairs.append(("Nats-TTL", f"{message.ttl_s}s"))
+        head += f"Nats-TTL: {message.ttl_s}s\r\n"
     if message.rollup:
-        pairs.append(("Nats-Rollup", "sub"))
+        head += "Nats-Rollup: sub\r\n"
+    return head
+
+
+def _headers(message: Outgoing, batch: str, number: int, is_last: bool) -> list[tuple[str, str]]:
+    """The same for nats-py's own publish."""
+    lines = _head(message)
     if batch:
-        pairs.append(("Nats-Batch-Id", batch))
-        pairs.append(("Nats-Batch-Sequence", str(number)))
+        lines += f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: {number}\r\n"
         if is_last:
-            pairs.append(("Nats-Batch-Commit", "1"))
-    return pairs
+            lines += "Nats-Batch-Commit: 1\r\n"
+    return [(name, value) for name, _, value in (line.partition(": ") for line in lines.splitlines())]

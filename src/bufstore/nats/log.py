@@ -11,7 +11,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports import BegunBatch, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
@@ -85,16 +85,35 @@ class NatsLog(NatsStream):
         self._rolled_back = self._rolled_back or reason
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        self._sending()
+        return self._acked_one(await super().publish(message, timeout_s))
+
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        def acked(number: int, outcome: int | Exception) -> None:
+            ended(number, self._acked_one(outcome) if isinstance(outcome, int) else outcome)
+
+        self._sending()
+        await super().publish_each(messages, timeout_s, acked)
+
+    def _sending(self) -> None:
         self._check()
         reach(Failpoint.PUBLISH_BEFORE)
-        seq = await super().publish(message, timeout_s)
+
+    def _acked_one(self, seq: int) -> int:
         reach(Failpoint.PUBLISH_ACKED)
         return self._note(seq)
 
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        return None if self._rolled_back is not None else super().begin_batch(first)
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
         self._check()
         reach(Failpoint.BATCH_BEFORE)
-        seq = await super().publish_batch(messages, timeout_s)
+        seq = await super().publish_batch(messages, timeout_s, begun)
         reach(Failpoint.BATCH_ACKED)
         return self._note(seq)
 

@@ -6,19 +6,19 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
-from nats.aio.msg import Msg
 
-from bufstore.buffer.entry import HEADER, StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Outgoing
-from bufstore.errors import ConfigError, LogUnavailable
-from bufstore.nats.connection import Connection
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
+from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
+from bufstore.nats import frames
+from bufstore.nats.connection import Connection, ListeningClient
 from bufstore.nats.errors import ApiError, TooManyResults, to_error
+from bufstore.nats.headers import added, entry_header, status_of
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
@@ -53,9 +53,9 @@ class NatsStream:
         connection.on_lost(self._fail_gets)
         connection.on_forbidden(self._forbid_gets)
 
-    async def _subscribe(self, client: Client) -> None:
+    async def _subscribe(self, client: ListeningClient) -> None:
         self._inbox = client.new_inbox()
-        await client.subscribe(self._inbox + ".*", cb=self._on_reply, pending_msgs_limit=0, pending_bytes_limit=0)
+        await client.listen(self._inbox + ".*", self._on_reply)
 
     def _fail_gets(self) -> None:
         for get in self._gets.values():
@@ -71,10 +71,29 @@ class NatsStream:
         return self._connection.client().max_payload
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        return self._seq(await self._connection.write([message], "", timeout_s))
+        return self._seq(await self._connection.write([message], None, timeout_s))
 
-    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
-        return self._seq(await self._connection.write(messages, secrets.token_hex(8), timeout_s))
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        def answered(number: int, answer: bytes | Exception) -> None:
+            outcome: int | Exception
+            try:
+                outcome = answer if isinstance(answer, Exception) else self._seq(answer)
+            except (Conflict, BatchRefused, AppendUnknown, BufstoreError) as e:
+                outcome = e
+            ended(number, outcome)
+
+        await self._connection.write_each(messages, timeout_s, answered)
+
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        return self._connection.begin(first, secrets.token_hex(8))
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
+        batch = begun or BegunBatch(secrets.token_hex(8), None)
+        return self._seq(await self._connection.write(messages, batch, timeout_s))
 
     def _seq(self, answer: bytes) -> int:
         try:
@@ -150,7 +169,7 @@ class NatsStream:
             raise to_error(got.error)
         m = got.message
         assert m is not None
-        return StoredMessage(m.subject, m.seq, _header_of(m.hdrs), m.data)
+        return StoredMessage(m.subject, m.seq, entry_header(m.hdrs), m.data)
 
     async def _get_all(self, request: dict[str, Any], timeout_s: float, limit: int = 0) -> list[StoredMessage]:
         """A direct get with its continuations: the server stops an answer at some bytes or messages."""
@@ -167,10 +186,8 @@ class NatsStream:
         token = str(next(self._tokens))
         get = self._gets[token] = _Get()
         try:
-            await client.publish(
-                f"{self._api}.DIRECT.GET.{self._name}",
-                json.dumps(request).encode(),
-                reply=f"{self._inbox}.{token}",
+            await frames.post(
+                client, f"{self._api}.DIRECT.GET.{self._name}", json.dumps(request).encode(), f"{self._inbox}.{token}"
             )
             async with asyncio.timeout(timeout_s):
                 return await get.done
@@ -181,12 +198,12 @@ class NatsStream:
         finally:
             del self._gets[token]
 
-    async def _on_reply(self, msg: Msg) -> None:
+    def _on_reply(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         # The reply's own subject is lost in the message (it has the stored one in a header), except on a status;
         # both come on the inbox subject that the request named.
-        get = self._gets.get(msg.subject.rpartition(".")[2])
+        get = self._gets.get(subject.rpartition(".")[2])
         if get is not None:
-            get.add(msg)
+            get.add(data, headers)
 
 
 class _Get:
@@ -196,21 +213,20 @@ class _Get:
         self.done: asyncio.Future[tuple[list[StoredMessage], int]] = asyncio.get_running_loop().create_future()
         self._messages: list[StoredMessage] = []
 
-    def add(self, msg: Msg) -> None:
-        headers = msg.headers or {}
+    def add(self, data: bytes, headers: bytes) -> None:
         # What was stored may have a status of its own: anybody may publish. Only the server adds a sequence.
-        if "Nats-Sequence" in headers:
-            self._messages.append(
-                StoredMessage(headers["Nats-Subject"], int(headers["Nats-Sequence"]), headers.get(HEADER), msg.data)
-            )
+        seq = added(headers, b"Nats-Sequence")
+        if seq is not None:
+            subject = added(headers, b"Nats-Subject") or ""
+            self._messages.append(StoredMessage(subject, int(seq), entry_header(headers), data))
         elif not self.done.done():
-            status = headers.get("Status")
+            status, description = status_of(headers)
             if status in ("204", "404"):
-                self.done.set_result((self._messages, int(headers.get("Nats-Num-Pending", "0"))))
+                self.done.set_result((self._messages, int(added(headers, b"Nats-Num-Pending") or "0")))
             elif status == "413":
                 self.fail(TooManyResults("the log has too many subjects for one read"))
             else:
-                self.fail(LogUnavailable(f"the log refused a read: {status} {headers.get('Description', '')}"))
+                self.fail(LogUnavailable(f"the log refused a read: {status} {description}"))
 
     def fail(self, error: Exception) -> None:
         if not self.done.done():
@@ -231,11 +247,3 @@ class _LeaderGet(msgspec.Struct):
 
 
 _get_decoder = msgspec.json.Decoder(_LeaderGet)
-
-
-def _header_of(raw: bytes) -> str | None:
-    for line in raw.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.strip() == HEADER.encode():
-            return value.strip().decode("ascii", "replace")
-    return None

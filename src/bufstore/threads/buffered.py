@@ -207,8 +207,8 @@ class BufferedThreadStore:
         Needs Postgres only with an idempotency key on a thread that the log does not know: then StoreUnavailable.
         """
         call = self._call(thread_id, messages, run, idempotency_key)
-        await self._lineage.check_run(run)
-        await self._writer.claim(run)
+        if run.parent_thread_id is not None or not self._writer.claimed(run):
+            await self._admit(run)
         return await self._appender.append(
             thread_id, call.whole_list, key=idempotency_key, content=_content("whole", call, idempotency_key)
         )
@@ -227,11 +227,10 @@ class BufferedThreadStore:
         Needs Postgres when this process has not written to the thread lately: then StoreUnavailable.
         """
         call = self._call(thread_id, delta, run, idempotency_key)
-        present = [i for i in call.ids if i]
-        if len(set(present)) < len(present):
+        if len(call.ids) > 1 and call.repeats_an_id():
             raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
-        await self._lineage.check_run(run)
-        await self._writer.claim(run)
+        if run.parent_thread_id is not None or not self._writer.claimed(run):
+            await self._admit(run)
         return await self._appender.append(
             thread_id,
             call.appending(expected_version),
@@ -281,6 +280,10 @@ class BufferedThreadStore:
             check_id(key, "idempotency_key")
         encoded = encode_messages(messages)
         return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run), save_of(run))
+
+    async def _admit(self, run: Run) -> None:
+        await self._lineage.check_run(run)
+        await self._writer.claim(run)
 
     def _own_seq(self, thread_id: str) -> int:
         tip = self._appender.tip(thread_id)

@@ -12,9 +12,13 @@ from typing import Any
 
 import msgspec
 
+_NOTHING: tuple[array[int], array[int]] = array("q"), array("q")
+
 
 class MessageMemory:
     """Digests of a thread's messages and of their ids, in order."""
+
+    __slots__ = ("_known_ids", "digests", "ids")
 
     def __init__(self, digests: array[int] | None = None, ids: array[int] | None = None) -> None:
         self.digests: array[int] = digests if digests is not None else array("q")
@@ -35,12 +39,14 @@ class MessageMemory:
 
     def replace(self, keep: int, digests: array[int], ids: array[int]) -> tuple[array[int], array[int]]:
         """Put these behind the first `keep` messages; returns what stood there, to undo it the same way."""
-        removed = self.digests[keep:], self.ids[keep:]
-        del self.digests[keep:], self.ids[keep:]
+        removed = _NOTHING
+        if keep < len(self.digests):
+            removed = self.digests[keep:], self.ids[keep:]
+            del self.digests[keep:], self.ids[keep:]
         self.digests.extend(digests)
         self.ids.extend(ids)
         if self._known_ids is not None:
-            if len(removed[1]):
+            if removed is not _NOTHING:
                 self._known_ids = None
             else:
                 self._known_ids.update(ids)
@@ -60,7 +66,7 @@ def digests_of(encoded: Iterable[bytes]) -> array[int]:
 
 def ids_of(messages: Iterable[Any]) -> array[int]:
     """The digest of each message's ``id``; 0 for a message without a (str) id."""
-    return array("q", (_id_digest(m) for m in messages))
+    return array("q", map(_id_digest, messages))
 
 
 class _WithId(msgspec.Struct):

@@ -55,17 +55,20 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         check_id(self.run_id, "run_id")
         if self.thread_id != thread_id:
             raise InvalidRecord(f"run {self.run_id!r} belongs to thread {self.thread_id!r}, not {thread_id!r}")
-        for field in ("parent_run_id", "parent_thread_id"):
-            if getattr(self, field) is not None:
-                check_id(getattr(self, field), field)
+        if self.parent_run_id is not None:
+            check_id(self.parent_run_id, "parent_run_id")
+        if self.parent_thread_id is not None:
+            check_id(self.parent_thread_id, "parent_thread_id")
         if not isinstance(self.status, RunStatus):
             raise InvalidRecord(f"run {self.run_id!r}: status must be a RunStatus, not {self.status!r}")
-        for name in ("agent_id", "termination_reason"):
-            text: object = getattr(self, name)
-            if text is None and name == "termination_reason":
-                continue
-            if not isinstance(text, str) or "\0" in text or not _is_unicode(text):
-                raise InvalidRecord(f"run {self.run_id!r}: {name} must be a str without NUL and lone surrogates")
+        if self.agent_id != "":
+            self._check_text("agent_id", self.agent_id)
+        if self.termination_reason is not None:
+            self._check_text("termination_reason", self.termination_reason)
+
+    def _check_text(self, name: str, text: object) -> None:
+        if not isinstance(text, str) or "\0" in text or not _is_unicode(text):
+            raise InvalidRecord(f"run {self.run_id!r}: {name} must be a str without NUL and lone surrogates")
 
 
 def check_run(run: object, thread_id: str | None = None) -> None:
@@ -194,7 +197,7 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class RunSave(msgspec.Struct, frozen=True, array_like=True):
+class RunSave(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of a saved run that the thread's row depends on."""
 
     run_id: str
@@ -210,8 +213,17 @@ _metadata_decoder = msgspec.msgpack.Decoder(ThreadMetadata)
 
 def encode_run(run: Run) -> bytes:
     """The run as msgpack. Raises InvalidRecord when a value in it would not come back exactly."""
-    for name in ("input", "output", "error", "waiting", "extensions"):
-        check_value(getattr(run, name), f"run {run.run_id!r}: {name}")
+    # Most runs carry none of it, and every write comes by here.
+    if run.input is not None:
+        check_value(run.input, f"run {run.run_id!r}: input")
+    if run.output is not None:
+        check_value(run.output, f"run {run.run_id!r}: output")
+    if run.error is not None:
+        check_value(run.error, f"run {run.run_id!r}: error")
+    if run.waiting is not None:
+        check_value(run.waiting, f"run {run.run_id!r}: waiting")
+    if run.extensions != {} or type(run.extensions) is not dict:
+        check_value(run.extensions, f"run {run.run_id!r}: extensions")
     try:
         encoded = _encoder.encode(run)
         # The types of a run's fields are promises that nobody keeps for its caller: what cannot be read again must

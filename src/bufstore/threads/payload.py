@@ -19,7 +19,7 @@ from bufstore.threads.model import RunSave, decode_metadata, decode_run
 from bufstore.types import check_id
 
 
-class Payload(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="checkpoint"):
+class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False, tag_field="kind", tag="checkpoint"):
     """One checkpoint. New fields are appended with defaults, new kinds get tags of their own."""
 
     #: This many messages of the predecessor stay.

@@ -143,7 +143,14 @@ class ThreadReads:
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
-            state, last = await asyncio.gather(self._stored(thread_id), self._last(subject))
+            in_log = loop.create_task(self._last(subject))
+            try:
+                state = await self._stored(thread_id)
+            except BaseException:
+                in_log.cancel()
+                await asyncio.gather(in_log, return_exceptions=True)
+                raise
+            last = await in_log
             if state is None:
                 state, last = await self._without_store(thread_id)
             elif last > state.row.flushed_seq:

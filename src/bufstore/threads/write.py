@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from bufstore.buffer.tip import Draft, NeedBase, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
@@ -15,6 +16,8 @@ from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
 class Call:
     """One call of `checkpoint` or `checkpoint_append`, encoded once, drafted as often as conflicts ask for."""
 
+    __slots__ = ("digests", "encoded", "ids", "run", "save", "thread_id")
+
     def __init__(
         self, thread_id: str, encoded: Sequence[bytes], digests: array[int], ids: array[int], run: bytes, save: RunSave
     ) -> None:
@@ -25,11 +28,18 @@ class Call:
         self.run = run
         self.save = save
 
+    def repeats_an_id(self) -> bool:
+        """Whether two of the new messages have the same id."""
+        present = [i for i in self.ids if i]
+        return len(set(present)) < len(present)
+
     def _draft(self, keep: int, skip: int, memory: MessageMemory, *, self_contained: bool) -> Draft[MessageMemory]:
         """Keep `keep` messages of the thread, then this call's from number `skip` on."""
-        digests, ids = self.digests[skip:], self.ids[skip:]
+        encoded, digests, ids = self.encoded, self.digests, self.ids
+        if skip:
+            encoded, digests, ids = encoded[skip:], digests[skip:], ids[skip:]
         removed = memory.replace(keep, digests, ids)
-        payload = Payload(keep, self.encoded[skip:], self.run, self.save)
+        payload = Payload(keep, encoded, self.run, self.save)
         return Draft(
             payload=encode_payload(payload),
             self_contained=self_contained,
@@ -88,7 +98,8 @@ def editing(
             if tip.memory is None:
                 raise NeedBase
             raise Moved(tip.seq)
-        undo, digests, ids = _nothing, digests_of(payload.messages), ids_of_encoded(payload.messages)
+        undo: Callable[[], object] = _nothing
+        digests, ids = digests_of(payload.messages), ids_of_encoded(payload.messages)
         if tip.memory is not None:
             undo = _undo(tip.memory, payload.keep, tip.memory.replace(payload.keep, digests, ids))
         return Draft(
@@ -106,11 +117,8 @@ def _nothing() -> None:
     pass
 
 
-def _undo(memory: MessageMemory, keep: int, removed: tuple[array[int], array[int]]) -> Callable[[], None]:
-    def undo() -> None:
-        memory.replace(keep, *removed)
-
-    return undo
+def _undo(memory: MessageMemory, keep: int, removed: tuple[array[int], array[int]]) -> Callable[[], object]:
+    return partial(memory.replace, keep, *removed)
 
 
 def save_of(run: Run) -> RunSave:

@@ -45,9 +45,13 @@ class ThreadWriter:
         except TimeoutError:
             raise StoreUnavailable("Postgres, which alone remembers this thread, does not answer") from None
 
+    def claimed(self, run: Run) -> bool:
+        """Whether this process has claimed the run lately."""
+        return self._claimed_runs.get(run.run_id) == run.thread_id
+
     async def claim(self, run: Run) -> None:
         """Make the run findable and its id unique, once, before its first checkpoint. Raises AlreadyExists."""
-        if self._claimed_runs.get(run.run_id) == run.thread_id:
+        if self.claimed(run):
             return
         reach(Failpoint.CLAIM_BEFORE)
         owner = await self._hot.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
