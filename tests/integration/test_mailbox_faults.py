@@ -165,6 +165,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
     put: list[str] = []
     acked: list[tuple[str, int]] = []
     stop = asyncio.Event()
+    tasks: list[asyncio.Task[None]] = []
 
     async def produce(store: Mailbox) -> None:
         for n in range(10**6):
@@ -186,7 +187,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
             await asyncio.sleep(0.005)
 
     async def consume(store: Mailbox, name: str) -> None:
-        while not stop.is_set() or len({d for d, _ in acked}) < len(put):
+        while not tasks[0].done() or len({d for d, _ in acked}) < len(put):  # what is being enqueued counts, too
             try:
                 claim = await store.claim(thread_id, name, lease_s=3)
                 if claim is None:
@@ -206,7 +207,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
                 await asyncio.sleep(0.05)
 
     async with boxes.open(3, timeout_s=2.0) as stores:
-        tasks = [
+        tasks += [
             asyncio.create_task(produce(stores[0])),
             asyncio.create_task(consume(stores[1], "a")),
             asyncio.create_task(consume(stores[2], "b")),
