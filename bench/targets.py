@@ -38,6 +38,8 @@ TARGETS: Mapping[str, Mapping[str, float]] = {
         f"growth_history_{what}.p50": {"1000 checkpoints": 1 / 1.2}
         for what in ("append", "read", "load_run", "force_flush")
     },
+    **{f"mailbox_{ours}_32.rate": {"procrastinate": 1.0} for ours in ("memory", "nats", "postgres")},
+    **{f"mailbox_claim_{ours}.p99": {"100 queued": 1 / 2} for ours in ("nats", "postgres")},
     "recovery.seconds": {"lease + 2 s": 1.0},
     "recovery_start.seconds": {"3 s": 1.0},
     "notify.wakeups_per_item": {"1.1": 1.0},

@@ -11,6 +11,7 @@ from bench.rows.database_load import database_load
 from bench.rows.drain import drain
 from bench.rows.end_to_end import end_to_end
 from bench.rows.growth import growth_history, growth_length
+from bench.rows.mailbox import mailbox, mailbox_claim
 from bench.rows.notify import notify
 from bench.rows.reads import reads
 from bench.rows.recovery import recovery
@@ -28,6 +29,8 @@ ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
     "growth_length": growth_length,
     "growth_history": growth_history,
     "coalescing": coalescing,
+    "mailbox": mailbox,
+    "mailbox_claim": mailbox_claim,
     "notify": notify,
     "tokens": tokens,
 }

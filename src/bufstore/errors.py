@@ -13,6 +13,8 @@ BufstoreError
 │   ├── AlreadyExists           the id is taken
 │   ├── NotFound                no such thread or run
 │   ├── IdempotencyConflict     the same idempotency key with other content
+│   ├── StaleClaim              the mailbox claim is over: somebody else may hold the thread; stop working
+│   │   └── ClaimInterrupted    the thread was interrupted: stop working, then end the claim
 │   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
 │   ├── LogFull                 too many unflushed bytes: slow down and retry
 │   ├── TokenBusy               the key has work that is not done, or the lock is held by another
@@ -23,6 +25,7 @@ BufstoreError
 │   ├── NotifyUnavailable       a notifier's server cannot be asked to deliver; polling goes on
 │   └── Closed                  the store is closed or not open yet
 ├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
+├── StepUnknown                 a step of a mailbox may have been done or not; look, or repeat it
 ├── SubmitUnknown               an item of exclusive work may be submitted or not; submitting it again may double it
 ├── TokenLost                   somebody else has the token or lock by now: stop, and change nothing more
 ├── CallTimeout                 a blocking call took too long; a write may be stored or not
@@ -108,6 +111,20 @@ class IdempotencyConflict(Rejected):
     """This idempotency key was already used on the thread, with other content."""
 
 
+class StaleClaim(Rejected):
+    """The claim does not hold its dispatch any more (expired, taken back, ended): stop working on it."""
+
+    def __init__(self, thread_id: str, dispatch_id: str, token: int) -> None:
+        super().__init__(f"claim {token} of dispatch {dispatch_id!r} of thread {thread_id!r} does not hold any more")
+        self.thread_id = thread_id
+        self.dispatch_id = dispatch_id
+        self.token = token
+
+
+class ClaimInterrupted(StaleClaim):
+    """The thread was interrupted while the dispatch was claimed. Its holder may still end it, not begin or go on."""
+
+
 class ThreadQuarantined(Rejected):
     """The thread has parked entries. A full ``checkpoint`` heals it."""
 
@@ -176,6 +193,14 @@ class OutcomeUnknown(BufstoreError):
         )
         self.thread_id = thread_id
         self.token = token
+
+
+class StepUnknown(BufstoreError):
+    """A step of a mailbox was sent and its outcome is not known.
+
+    `load_dispatch` tells it once the store answers again; enqueueing with an id or dedupe key, ack and interrupt may be
+    repeated.
+    """
 
 
 class SubmitUnknown(BufstoreError):

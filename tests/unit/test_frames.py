@@ -14,7 +14,7 @@ from bufstore.nats import frames
 _MESSAGES = [
     Outgoing("thread.1.a", b"body", "1.header", expected=7),
     Outgoing("thread.1.b", b"", "1.other"),
-    Outgoing("$KV.hot.run.x", b"\r\n\0", None, expected=0, ttl_s=5),
+    Outgoing("$KV.hot.run.x", b"\r\n\0", None, expected=0, expected_of="$KV.hot.run.y", ttl_s=5),
     Outgoing("plain", b"nothing else"),
 ]
 

@@ -260,6 +260,8 @@ class GroupCommit:
             return True, self._begun[1]
         if self._last == 1:
             return False, None
+        if self._last > len(units):  # units of several messages would each be a batch of their own
+            return True, None
         return self._shapes.batched(self._last) if self._choice is None else self._choice, None
 
     def _now(self) -> float:
@@ -304,7 +306,7 @@ class GroupCommit:
 
     async def _without_moved(self, units: list[Unit]) -> list[Unit]:
         """Fail the units whose subject is not where they expect it; the rest."""
-        expected = {m.subject: m.expected for u in units for m in u.messages if m.expected is not None}
+        expected = {_about(m): m.expected for u in units for m in u.messages if m.expected is not None}
         try:
             found = await self._stream.last(list(expected), self._timeout_s)
         except BufstoreError:
@@ -318,11 +320,15 @@ class GroupCommit:
             return []
         rest = []
         for unit in units:
-            if any(m.subject in moved for m in unit.messages):
+            if any(m.expected is not None and _about(m) in moved for m in unit.messages):
                 _end_one(unit, Conflict("the subject has moved"))
             else:
                 rest.append(unit)
         return rest
+
+
+def _about(message: Outgoing) -> str:
+    return message.expected_of or message.subject
 
 
 def _end(units: Iterable[Unit], error: Exception) -> None:

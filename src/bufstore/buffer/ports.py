@@ -30,6 +30,8 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     header: str | None = None
     #: The subject's last sequence that the write requires; None requires nothing.
     expected: int | None = None
+    #: The subject that `expected` is about, if it is not its own.
+    expected_of: str | None = None
     #: Seconds after which the server removes it; 0 keeps it.
     ttl_s: int = 0
     #: It replaces what the subject held.

@@ -29,6 +29,10 @@ class ConsumerMissing(LogUnavailable):
     """The consumer does not exist (any more)."""
 
 
+class TooManyResults(LogUnavailable):
+    """A direct get matches more subjects than the server answers for at once."""
+
+
 class SubjectFull(LogFull):
     """The subject holds as many messages as it may."""
 

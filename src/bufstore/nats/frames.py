@@ -19,6 +19,7 @@ from bufstore.buffer.entry import HEADER
 from bufstore.buffer.ports import Outgoing
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
 _CHECKED_VERSIONS = ("2.16.",)
 _ALL = slice(None)
 #: What encloses the lines of the headers.
@@ -137,6 +138,8 @@ def _head(message: Outgoing) -> str:
     head = f"{HEADER}: {message.header}\r\n" if message.header is not None else ""
     if message.expected is not None:
         head += f"{_EXPECTED}: {message.expected}\r\n"
+    if message.expected_of is not None:
+        head += f"{_EXPECTED_OF}: {message.expected_of}\r\n"
     if message.ttl_s:
         head += f"Nats-TTL: {message.ttl_s}s\r\n"
     if message.rollup:

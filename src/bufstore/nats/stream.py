@@ -17,7 +17,7 @@ from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Confl
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.nats import frames
 from bufstore.nats.connection import Connection, ListeningClient
-from bufstore.nats.errors import ApiError, to_error
+from bufstore.nats.errors import ApiError, TooManyResults, to_error
 from bufstore.nats.headers import added, entry_header, status_of
 
 _SUBJECTS_PER_GET = 1000
@@ -223,6 +223,8 @@ class _Get:
             status, description = status_of(headers)
             if status in ("204", "404"):
                 self.done.set_result((self._messages, int(added(headers, b"Nats-Num-Pending") or "0")))
+            elif status == "413":
+                self.fail(TooManyResults("the log has too many subjects for one read"))
             else:
                 self.fail(LogUnavailable(f"the log refused a read: {status} {description}"))
 

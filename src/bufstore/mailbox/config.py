@@ -1,0 +1,84 @@
+"""Settings of a mailbox: defaults that fit, units in the names, relations checked at construction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from bufstore.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MailboxConfig:
+    """How a mailbox works, on whatever store. Set by the developer."""
+
+    #: How long a claim holds when `claim` names no other time.
+    lease_s: float = 30.0
+    #: How long one call may take, its retries included.
+    timeout_s: float = 5.0
+    #: How often expired claims are taken back and what has become due is signalled.
+    sweep_interval_s: float = 5.0
+    #: So many claims are taken back (and finished dispatches removed) in one pass at most; the next goes on.
+    sweep_limit: int = 1000
+    #: How long finished dispatches are kept; None: until `purge_finished` is called.
+    keep_finished_s: float | None = 7 * 24 * 3600.0
+    #: Largest payload of a dispatch, in bytes. It is written again with each renewal of a lease.
+    payload_max: int = 128 << 10
+    #: So many signals are asked for at once.
+    signal_batch_size: int = 32
+    #: So long a request for signals waits.
+    signal_fetch_expires_s: float = 0.5
+    #: A signal that found nothing to claim comes back after this long, doubled each time …
+    signal_nack_base_delay_s: float = 0.5
+    #: … up to this.
+    signal_nack_max_delay_s: float = 30.0
+    #: So many handlers of a worker run at once.
+    max_concurrent_handlers: int = 32
+    #: A signal that is not answered comes to another worker after this long.
+    signal_ack_wait_s: float = 30.0
+    #: How long a live delivery waits for its answer.
+    live_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"MailboxConfig.{f.name} must be positive")
+        if self.signal_nack_max_delay_s < self.signal_nack_base_delay_s:
+            raise ConfigError("MailboxConfig.signal_nack_max_delay_s must not be below signal_nack_base_delay_s")
+        if self.signal_fetch_expires_s > self.signal_ack_wait_s:
+            raise ConfigError("MailboxConfig.signal_fetch_expires_s must not be above signal_ack_wait_s")
+        if self.payload_max > 512 << 10:
+            # A claim carries its dispatch, and a server's max_payload is 1 MiB by default.
+            raise ConfigError("MailboxConfig.payload_max must not be above 512 KiB")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NatsMailboxNames:
+    """What a mailbox on NATS is called there, and how it is placed. The same for every instance of a deployment."""
+
+    #: The bucket that holds everything.
+    bucket: str = "dispatch-state"
+    #: The durable consumer that all workers share.
+    consumer: str = "dispatch-worker"
+    #: First word of the subjects of live deliveries.
+    live_subject: str = "dispatch-live"
+    replicas: int = 1
+    placement_tags: Sequence[str] = ()
+    placement_cluster: str | None = None
+    #: Limit of the bucket on disk, which the server reserves; -1: none.
+    max_bytes: int = 1 << 30
+    #: So many signals may be with workers (or wait for their delay) at once, over all instances.
+    signals_pending_max: int = 20_000
+
+    def __post_init__(self) -> None:
+        for name in ("bucket", "consumer", "live_subject"):
+            if not _NAME.fullmatch(getattr(self, name)):
+                raise ConfigError(f"NatsMailboxNames.{name} must be 1 to 64 of A-Z a-z 0-9 _ -")
+        if not 1 <= self.replicas <= 5:
+            raise ConfigError("NatsMailboxNames.replicas must be 1 to 5")
+        if self.signals_pending_max < 1:
+            raise ConfigError("NatsMailboxNames.signals_pending_max must be positive")

@@ -1,0 +1,242 @@
+"""The life of a dispatch: which event leads from where to where, and what each step writes.
+
+No I/O and no clock: a step is decided on a thread's state as it was read, and written if the state is still that one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from bufstore.errors import ClaimInterrupted, StaleClaim
+from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState, check_invariants, clean
+
+
+class Event(enum.Enum):
+    """What happens to a dispatch."""
+
+    CLAIM = "claim"
+    ACK = "ack"
+    NACK = "nack"
+    EXPIRE = "expire"
+    DEAD_LETTER = "dead letter"
+    CANCEL = "cancel"
+    SUPERSEDE = "supersede"
+
+
+_AGAIN = frozenset({Status.QUEUED, Status.DEAD, Status.SUPERSEDED})
+
+#: From a status, by an event, to one of these. What is not here does not happen.
+TRANSITIONS: dict[tuple[Status, Event], frozenset[Status]] = {
+    (Status.QUEUED, Event.CLAIM): frozenset({Status.CLAIMED}),
+    (Status.QUEUED, Event.CANCEL): frozenset({Status.CANCELLED}),
+    (Status.QUEUED, Event.SUPERSEDE): frozenset({Status.SUPERSEDED}),
+    (Status.CLAIMED, Event.ACK): frozenset({Status.ACKED}),
+    (Status.CLAIMED, Event.NACK): _AGAIN,
+    (Status.CLAIMED, Event.EXPIRE): _AGAIN,
+    (Status.CLAIMED, Event.DEAD_LETTER): frozenset({Status.DEAD}),
+    (Status.CLAIMED, Event.SUPERSEDE): frozenset({Status.SUPERSEDED}),
+}
+
+
+class Move(msgspec.Struct, frozen=True):
+    """One dispatch that changes its place."""
+
+    #: As it stands in the queue, which it leaves; None when it was the claimed one.
+    before: Dispatch | None
+    #: Finished, or back in the queue; None when it becomes the claimed one.
+    after: Dispatch | None
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What is written together or not at all."""
+
+    thread: ThreadState
+    moves: tuple[Move, ...] = ()
+    #: Whether somebody may now find work: the thread has become free other than by an ack.
+    wake: bool = False
+
+
+def is_stale(d: Dispatch, thread: ThreadState) -> bool:
+    """True when an interrupt has come after the dispatch was enqueued."""
+    return d.epoch < thread.epoch
+
+
+def is_expired(thread: ThreadState, now_ms: int) -> bool:
+    """True when the claim's lease is over; it still holds in its last millisecond."""
+    active = thread.active
+    return active is not None and active.lease_until_ms is not None and active.lease_until_ms < now_ms
+
+
+def held(thread: ThreadState, claim: Dispatch) -> Dispatch:
+    """The thread's active dispatch, if `claim` is the claim that holds it. Raises StaleClaim."""
+    active = thread.active
+    if active is None or active.dispatch_id != claim.dispatch_id or not 0 < active.token == claim.token:
+        raise StaleClaim(claim.thread_id, claim.dispatch_id, claim.token)
+    return active
+
+
+def _became(d: Dispatch, event: Event, status: Status, now_ms: int, **fields: object) -> Dispatch:
+    assert status in TRANSITIONS[d.status, event], (d.status, event, status)
+    if status.finished:
+        fields |= {"completed_at_ms": now_ms, "ended_by": max(0, d.token)}
+    if status is not Status.CLAIMED:
+        fields |= {"token": 0, "claimed_by": None, "lease_until_ms": None, "claimed_at_ms": None}
+    return check_invariants(replace(d, status=status, updated_at_ms=now_ms, **fields))
+
+
+def claim(thread: ThreadState, d: Dispatch, holder: str, lease_until_ms: int, now_ms: int) -> Step:
+    """The thread is free and `d`, queued and not stale, becomes its active dispatch."""
+    assert thread.active is None
+    assert not is_stale(d, thread)
+    claimed = _became(
+        d,
+        Event.CLAIM,
+        Status.CLAIMED,
+        now_ms,
+        token=OWN,
+        claimed_by=holder,
+        lease_until_ms=lease_until_ms,
+        claimed_at_ms=now_ms,
+    )
+    return Step(replace(thread, active=claimed), (Move(d, None),))
+
+
+def _release(thread: ThreadState, after: Dispatch, *, wake: bool = True) -> Step:
+    return Step(replace(thread, active=None), (Move(None, after),), wake)
+
+
+def ack(thread: ThreadState, claim: Dispatch, now_ms: int) -> Step:
+    """The work is done, also when an interrupt came meanwhile."""
+    active = held(thread, claim)
+    return _release(thread, _became(active, Event.ACK, Status.ACKED, now_ms), wake=False)
+
+
+def _again(
+    thread: ThreadState, active: Dispatch, event: Event, available_at_ms: int, error: str | None, now_ms: int
+) -> Step:
+    attempts = active.attempts + 1
+    if is_stale(active, thread):
+        status = Status.SUPERSEDED
+    elif attempts >= active.max_attempts:
+        status = Status.DEAD
+    else:
+        status = Status.QUEUED
+    after = _became(
+        active,
+        event,
+        status,
+        now_ms,
+        attempts=attempts,
+        last_error=clean(error) if error is not None else active.last_error,
+        available_at_ms=available_at_ms if status is Status.QUEUED else active.available_at_ms,
+        instance_id=None if status is Status.QUEUED else active.instance_id,
+    )
+    return _release(thread, after)
+
+
+def nack(thread: ThreadState, claim: Dispatch, retry_at_ms: int, error: str | None, now_ms: int) -> Step:
+    """It is handed back, to be tried again from `retry_at_ms` on, unless it was interrupted or has no attempt left."""
+    return _again(thread, held(thread, claim), Event.NACK, retry_at_ms, error, now_ms)
+
+
+def expire(thread: ThreadState, now_ms: int) -> Step | None:
+    """The claim whose lease is over is taken back; None when there is no such claim."""
+    if thread.active is None or not is_expired(thread, now_ms):
+        return None
+    error = f"the lease of {thread.active.claimed_by!r} ran out"
+    return _again(thread, thread.active, Event.EXPIRE, 0, error, now_ms)
+
+
+def dead_letter(thread: ThreadState, claim: Dispatch, error: str | None, now_ms: int) -> Step:
+    """The holder gives it up for good."""
+    active = held(thread, claim)
+    return _release(
+        thread, _became(active, Event.DEAD_LETTER, Status.DEAD, now_ms, last_error=clean(error) or active.last_error)
+    )
+
+
+def supersede_claimed(thread: ThreadState, now_ms: int) -> Step | None:
+    """The active dispatch ends and its holder is fenced off; None when there is none."""
+    if thread.active is None:
+        return None
+    return _release(thread, _became(thread.active, Event.SUPERSEDE, Status.SUPERSEDED, now_ms))
+
+
+def cancel(thread: ThreadState, d: Dispatch | None, now_ms: int) -> Step | None:
+    """A queued dispatch is taken out; None when it is not queued (any more)."""
+    if d is None or d.status is not Status.QUEUED or is_stale(d, thread):
+        return None
+    return Step(thread, (Move(d, _became(d, Event.CANCEL, Status.CANCELLED, now_ms)),))
+
+
+def interrupt(thread: ThreadState) -> Step:
+    """What is queued now is superseded from here on, by the number of this one write."""
+    return Step(replace(thread, epoch=OWN))
+
+
+def supersede_stale(thread: ThreadState, queued: Sequence[Dispatch], now_ms: int) -> Step | None:
+    """Those of `queued` that are superseded are taken out of the queue; None when none is."""
+    stale = [d for d in queued if is_stale(d, thread)]
+    if not stale:
+        return None
+    return Step(thread, tuple(Move(d, _became(d, Event.SUPERSEDE, Status.SUPERSEDED, now_ms)) for d in stale))
+
+
+def extend(thread: ThreadState, claim: Dispatch, lease_until_ms: int, now_ms: int) -> Step:
+    """The lease goes on, unless the thread was interrupted: then its holder shall stop."""
+    active = _uninterrupted(thread, claim)
+    return _note(thread, active, lease_until_ms=max(lease_until_ms, active.lease_until_ms or 0), updated_at_ms=now_ms)
+
+
+def start(thread: ThreadState, claim: Dispatch, instance_id: str, now_ms: int) -> Step:
+    """The holder says that it begins, unless the thread was interrupted."""
+    active = _uninterrupted(thread, claim)
+    return _note(thread, active, instance_id=clean(instance_id), run_status="running", updated_at_ms=now_ms)
+
+
+def finish(
+    thread: ThreadState,
+    claim: Dispatch,
+    run_status: str,
+    termination: str | None,
+    result: bytes | None,
+    error: str | None,
+    now_ms: int,
+) -> Step:
+    """The holder says what came of it; the ack is a step of its own."""
+    return _note(
+        thread,
+        held(thread, claim),
+        run_status=clean(run_status),
+        termination=clean(termination),
+        result=result,
+        run_error=clean(error),
+        updated_at_ms=now_ms,
+    )
+
+
+def _uninterrupted(thread: ThreadState, claim: Dispatch) -> Dispatch:
+    active = held(thread, claim)
+    if is_stale(active, thread):
+        raise ClaimInterrupted(claim.thread_id, claim.dispatch_id, claim.token)
+    return active
+
+
+def _note(thread: ThreadState, active: Dispatch, **fields: object) -> Step:
+    return Step(replace(thread, active=check_invariants(replace(active, **fields))))
+
+
+def as_seen(d: Dispatch, thread: ThreadState) -> Dispatch:
+    """A queued dispatch as a reader shall see it: superseded as soon as the interrupt was written."""
+    if d.status is Status.QUEUED and is_stale(d, thread):
+        return replace(d, status=Status.SUPERSEDED, completed_at_ms=thread_time(d))
+    return d
+
+
+def thread_time(d: Dispatch) -> int:
+    """When a dispatch ended that is superseded and not yet taken out of the queue: not before its last change."""
+    return d.updated_at_ms

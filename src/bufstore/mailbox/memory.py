@@ -1,0 +1,281 @@
+"""A mailbox in memory: for tests of apps, and what the other two are compared with.
+
+Several stores on one `MemoryMailbox` are several instances of one deployment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from bufstore.buffer.ports import Conflict
+from bufstore.errors import Closed
+from bufstore.mailbox.config import MailboxConfig
+from bufstore.mailbox.decisions import Step, is_expired
+from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState
+from bufstore.mailbox.ports import KeyTaken, Live, LiveHandler, Queue, Signal
+from bufstore.mailbox.store import Mailbox
+
+
+@dataclass
+class _Wake:
+    """That a thread may have work, from a time on."""
+
+    due: float
+    deliveries: int = 0
+    #: Grows with each new signal, so that an answer to an earlier one does not end a later one.
+    number: int = 0
+
+
+class MemoryMailbox:
+    """What a server would hold: shared by the stores that are given it."""
+
+    def __init__(self) -> None:
+        self.threads: dict[str, ThreadState] = {}
+        self.dispatches: dict[str, dict[str, Dispatch]] = defaultdict(dict)
+        self.wakes: dict[str, _Wake] = {}
+        self.delayed: dict[str, int] = {}
+        self.listeners: dict[str, list[LiveHandler]] = defaultdict(list)
+        self.news = asyncio.Event()
+        self.swept = float("-inf")
+        self._number = 0
+
+    def number(self) -> int:
+        """The next of the one growing sequence."""
+        self._number += 1
+        return self._number
+
+    def wake(self, thread_id: str) -> None:
+        """Signal a thread."""
+        self.wakes[thread_id] = _Wake(time.monotonic(), number=self.number())
+        self.news.set()
+
+
+class _MemorySignal:
+    def __init__(self, shared: MemoryMailbox, thread_id: str, wake: _Wake, ack_wait_s: float) -> None:
+        self._shared = shared
+        self.thread_id = thread_id
+        self.deliveries = wake.deliveries
+        self._number = wake.number
+        self._ack_wait_s = ack_wait_s
+
+    def _mine(self) -> _Wake | None:
+        wake = self._shared.wakes.get(self.thread_id)
+        return wake if wake is not None and wake.number == self._number else None
+
+    async def ack(self) -> None:
+        if self._mine() is not None:
+            del self._shared.wakes[self.thread_id]
+
+    async def nack(self, delay_s: float) -> None:
+        if (wake := self._mine()) is not None:
+            wake.due = time.monotonic() + delay_s
+
+    async def working(self) -> None:
+        await self.nack(self._ack_wait_s)
+
+
+class MemoryBackend:
+    """See `bufstore.mailbox.ports.Backend`."""
+
+    def __init__(self, shared: MemoryMailbox, clock: Callable[[], float]) -> None:
+        self._shared = shared
+        self._clock = clock
+        self._closed = False
+
+    async def open(self) -> None:
+        self._closed = False
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._shared.news.set()
+
+    def now_ms(self) -> int:
+        return int(1000 * self._clock())
+
+    def _state(self) -> MemoryMailbox:
+        if self._closed:
+            raise Closed("the mailbox is closed")
+        return self._shared
+
+    async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
+        shared = self._state()
+        thread = self._thread(dispatch.thread_id)
+        known = shared.dispatches[dispatch.thread_id]
+        active = [thread.active] if thread.active is not None else []
+        if any(d.dispatch_id == dispatch.dispatch_id for d in [*known.values(), *active]):
+            raise KeyTaken(dispatch.dispatch_id, same_id=True)
+        for d in [*known.values(), *active]:
+            if dispatch.dedupe_key is not None and d.dedupe_key == dispatch.dedupe_key and not d.status.finished:
+                raise KeyTaken(d.dispatch_id, same_id=False)
+        stored = replace(dispatch, epoch=thread.epoch, position=shared.number())
+        known[stored.dispatch_id] = stored
+        self._announce(stored, now_ms)
+        return stored
+
+    def _announce(self, queued: Dispatch, now_ms: int) -> None:
+        if queued.available_at_ms <= now_ms:
+            self._shared.wake(queued.thread_id)
+        else:
+            due = self._shared.delayed.get(queued.thread_id, queued.available_at_ms)
+            self._shared.delayed[queued.thread_id] = min(due, queued.available_at_ms)
+
+    async def write(self, before: ThreadState, step: Step, now_ms: int) -> ThreadState:
+        shared = self._state()
+        thread_id = before.thread_id
+        known = shared.dispatches[thread_id]
+        if self._thread(thread_id).version != before.version:
+            raise Conflict("the thread has moved")
+        if any(m.before is not None and known.get(m.before.dispatch_id) != m.before for m in step.moves):
+            raise Conflict("the queue has moved")
+        number = shared.number()
+        after = replace(step.thread, version=number)
+        if after.epoch == OWN:
+            after = replace(after, epoch=number)
+        if after.active is not None and after.active.token == OWN:
+            after = replace(after, active=replace(after.active, token=number))
+        shared.threads[thread_id] = after
+        for move in step.moves:
+            if move.before is not None:
+                del known[move.before.dispatch_id]
+            if move.after is not None:
+                known[move.after.dispatch_id] = move.after
+                if move.after.status is Status.QUEUED:
+                    self._announce(move.after, now_ms)
+        if step.wake:
+            shared.wake(thread_id)
+        return after
+
+    def _thread(self, thread_id: str) -> ThreadState:
+        return self._shared.threads.get(thread_id) or ThreadState(thread_id=thread_id)
+
+    async def thread(self, thread_id: str) -> ThreadState:
+        self._state()
+        return self._thread(thread_id)
+
+    async def queue(self, thread_id: str, now_ms: int) -> Queue:
+        ready = [d for d in self._queued(thread_id) if d.available_at_ms <= now_ms]
+        return Queue(self._thread(thread_id), sorted(ready, key=lambda d: d.order)[:100])
+
+    def _queued(self, thread_id: str) -> list[Dispatch]:
+        known = self._state().dispatches.get(thread_id, {})
+        return [d for d in known.values() if d.status is Status.QUEUED]
+
+    async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]:
+        thread = await self.thread(thread_id)
+        if thread.active is not None and thread.active.dispatch_id == dispatch_id:
+            return thread, thread.active
+        return thread, self._shared.dispatches.get(thread_id, {}).get(dispatch_id)
+
+    async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
+        return [d for d in self._queued(thread_id) if below_epoch is None or d.epoch < below_epoch][:limit]
+
+    async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
+        return await self.thread(thread_id), list(self._shared.dispatches.get(thread_id, {}).values())
+
+    async def queued_threads(self, limit: int) -> list[str]:
+        threads = list(self._state().dispatches)
+        return [t for t in threads if any(d.epoch >= self._thread(t).epoch for d in self._queued(t))][:limit]
+
+    async def finished(self, limit: int) -> list[Dispatch]:
+        every = [d for known in self._state().dispatches.values() for d in known.values() if d.status.finished]
+        return sorted(every, key=lambda d: d.completed_at_ms or 0)[:limit]
+
+    async def counts(self) -> dict[Status, int]:
+        counts = dict.fromkeys(Status, 0)
+        for thread in self._state().threads.values():
+            counts[Status.CLAIMED] += thread.active is not None
+        for thread_id, known in self._shared.dispatches.items():
+            epoch = self._thread(thread_id).epoch
+            for d in known.values():
+                stale = d.status is Status.QUEUED and d.epoch < epoch
+                counts[Status.SUPERSEDED if stale else d.status] += 1
+        return counts
+
+    async def purge(self, finished_before_ms: int, limit: int) -> int:
+        old = [d for d in await self.finished(limit) if (d.completed_at_ms or 0) < finished_before_ms]
+        for d in old:
+            del self._shared.dispatches[d.thread_id][d.dispatch_id]
+            if not self._shared.dispatches[d.thread_id]:
+                del self._shared.dispatches[d.thread_id]
+                if self._thread(d.thread_id).active is None:
+                    self._shared.threads.pop(d.thread_id, None)
+        return len(old)
+
+    async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:
+        return [t for t in self._state().threads.values() if is_expired(t, now_ms)][:limit]
+
+    async def signal_due(self, now_ms: int, limit: int) -> int:
+        due = [t for t, at in self._state().delayed.items() if at <= now_ms][:limit]
+        for thread_id in due:
+            del self._shared.delayed[thread_id]
+            later = [d.available_at_ms for d in self._queued(thread_id) if d.available_at_ms > now_ms]
+            if later:
+                self._shared.delayed[thread_id] = min(later)
+            self._shared.wake(thread_id)
+        return len(due)
+
+    async def sweeps(self, interval_s: float) -> bool:
+        now = time.monotonic()
+        if now < self._state().swept + interval_s / 2:
+            return False
+        self._shared.swept = now
+        return True
+
+    async def signals(self, limit: int, timeout_s: float, ack_wait_s: float) -> list[Signal]:
+        shared = self._state()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            shared.news.clear()
+            now = time.monotonic()
+            due = sorted((t for t, w in shared.wakes.items() if w.due <= now), key=lambda t: shared.wakes[t].due)
+            if due or self._closed or now >= deadline:
+                return [self._deliver(t, now + ack_wait_s, ack_wait_s) for t in due[:limit]]
+            next_due = min([w.due for w in shared.wakes.values()], default=deadline)
+            try:
+                async with asyncio.timeout(max(0.0, min(next_due, deadline) - now)):
+                    await shared.news.wait()
+            except TimeoutError:
+                pass
+
+    def _deliver(self, thread_id: str, until: float, ack_wait_s: float) -> Signal:
+        wake = self._shared.wakes[thread_id]
+        wake.due = until
+        wake.deliveries += 1
+        return _MemorySignal(self._shared, thread_id, wake, ack_wait_s)
+
+    async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
+        handlers = list(self._state().listeners.get(thread_id, ()))
+        for handler in handlers:
+            await handler(payload)
+        return Live.DELIVERED if handlers else Live.NO_SUBSCRIBER
+
+    async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
+        listeners = self._state().listeners
+        listeners[thread_id].append(handler)
+
+        async def stop() -> None:
+            if handler in listeners.get(thread_id, ()):
+                listeners[thread_id].remove(handler)
+                if not listeners[thread_id]:
+                    del listeners[thread_id]
+
+        return stop
+
+
+class MemoryMailboxStore(Mailbox):
+    """A `MailboxStore` in memory. Give several stores one `MemoryMailbox` to have several instances of one."""
+
+    def __init__(
+        self,
+        shared: MemoryMailbox | None = None,
+        *,
+        config: MailboxConfig | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        super().__init__(MemoryBackend(shared or MemoryMailbox(), clock), config)

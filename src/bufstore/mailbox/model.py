@@ -1,0 +1,159 @@
+"""What a mailbox holds: dispatches, and per thread who works on it.
+
+Times are milliseconds since 1970. Tokens and epochs are numbers of one sequence that grows with every write of the
+store, so that no two claims ever carry the same one, not even after everything about a thread was removed.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from bufstore.errors import InvalidRecord
+from bufstore.types import check_id
+
+#: Stands for a number that the write itself gets from the store.
+OWN = -1
+DEFAULT_PRIORITY = 128
+PRIORITY_MAX = 255
+_TEXT_MAX = 16 << 10
+
+
+class Status(enum.Enum):
+    """Where a dispatch is in its life."""
+
+    QUEUED = "queued"
+    CLAIMED = "claimed"
+    ACKED = "acked"
+    CANCELLED = "cancelled"
+    SUPERSEDED = "superseded"
+    DEAD = "dead"
+
+    @property
+    def finished(self) -> bool:
+        """True for the four states that nothing leaves."""
+        return self not in (Status.QUEUED, Status.CLAIMED)
+
+
+class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One piece of work for one thread. What `claim` returns is the dispatch as claimed: it carries the token."""
+
+    thread_id: str
+    #: Unique within the thread.
+    dispatch_id: str
+    run_id: str | None = None
+    payload: bytes = b""
+    #: 0 is first, 255 last.
+    priority: int = DEFAULT_PRIORITY
+    #: While a dispatch with this key is queued or claimed, the thread takes no other with it.
+    dedupe_key: str | None = None
+    #: The thread's epoch at its enqueueing; when the thread's is higher it is superseded.
+    epoch: int = 0
+    status: Status = Status.QUEUED
+    #: Its place among those of one priority; it keeps it when it is handed back.
+    position: int = 0
+    #: 0: at once, whatever the clocks of two instances say.
+    available_at_ms: int = 0
+    #: How often a claim of it has ended without an ack.
+    attempts: int = 0
+    max_attempts: int = 5
+    last_error: str | None = None
+    #: The fencing token of the claim that holds it; 0 when none does.
+    token: int = 0
+    claimed_by: str | None = None
+    claimed_at_ms: int | None = None
+    lease_until_ms: int | None = None
+    #: Who has begun to work on it, and what came of that, as recorded by the holder.
+    instance_id: str | None = None
+    run_status: str | None = None
+    termination: str | None = None
+    result: bytes | None = None
+    run_error: str | None = None
+    #: True when a live delivery of it got no answer: it may have reached its handler already.
+    maybe_delivered: bool = False
+    #: The token of the claim that finished it.
+    ended_by: int = 0
+    completed_at_ms: int | None = None
+    created_at_ms: int = 0
+    updated_at_ms: int = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Claims go in this order."""
+        return self.priority, self.position
+
+
+class ThreadState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is known of a thread: the one thing that every step but an enqueueing compares and sets."""
+
+    thread_id: str
+    #: The number of the write that made this state; 0: there is none.
+    version: int = 0
+    epoch: int = 0
+    #: The dispatch that is claimed, if one is.
+    active: Dispatch | None = None
+    #: Priorities other than the default that the thread has had.
+    priorities: tuple[int, ...] = ()
+    #: A random id of the step that wrote it, to recognise it when its answer was lost.
+    step: str = ""
+
+
+class Interruption(msgspec.Struct, frozen=True, kw_only=True):
+    """What an interrupt has done."""
+
+    epoch: int
+    #: The dispatch that somebody works on; it keeps the thread until it ends (`supersede_claimed` ends it).
+    active: Dispatch | None
+    #: What was queued and is now superseded.
+    superseded: list[Dispatch]
+
+
+def check_dispatch(d: Dispatch, *, payload_max: int) -> Dispatch:
+    """Return `d` if it can be enqueued. Raises InvalidId or InvalidRecord, before any I/O."""
+    check_id(d.thread_id, "thread_id")
+    check_id(d.dispatch_id, "dispatch_id")
+    for name in ("run_id", "dedupe_key"):
+        if getattr(d, name) is not None:
+            check_id(getattr(d, name), name)
+    if type(d.payload) is not bytes:
+        raise InvalidRecord(f"payload must be bytes, not {type(d.payload).__name__}")
+    if len(d.payload) > payload_max:
+        raise InvalidRecord(f"the payload has {len(d.payload)} bytes, the limit is {payload_max} (payload_max)")
+    if type(d.priority) is not int or not 0 <= d.priority <= PRIORITY_MAX:
+        raise InvalidRecord(f"priority must be an int from 0 to {PRIORITY_MAX}, not {d.priority!r}")
+    if type(d.max_attempts) is not int or not 1 <= d.max_attempts <= 1000:
+        raise InvalidRecord(f"max_attempts must be an int from 1 to 1000, not {d.max_attempts!r}")
+    check_ms(d.available_at_ms, "available_at_ms")
+    return d
+
+
+def check_ms(value: object, what: str) -> int:
+    """Return `value` if it can be a time. Raises InvalidRecord."""
+    if type(value) is not int or not 0 <= value < 1 << 52:
+        raise InvalidRecord(f"{what} must be milliseconds since 1970 as an int, not {value!r}")
+    return value
+
+
+def clean(text: str | None) -> str | None:
+    """A text for the record: what no store could keep is replaced, and what is very long is cut."""
+    if text is None:
+        return None
+    return text[:_TEXT_MAX].replace("\0", "?").encode("utf-8", "replace").decode()
+
+
+def check_invariants(d: Dispatch) -> Dispatch:
+    """Return `d` if it may be stored. Raises InvalidRecord: a mistake of this code, not of its caller."""
+    claim = (d.token != 0, d.claimed_by is not None, d.lease_until_ms is not None, d.claimed_at_ms is not None)
+    wrong = ""
+    if d.status is Status.CLAIMED:
+        wrong = "" if all(claim) else "a claimed dispatch has a token, a holder and a lease"
+    elif any(claim):
+        wrong = f"a {d.status.value} dispatch has no claim"
+    if d.status.finished != (d.completed_at_ms is not None):
+        wrong = "a dispatch has completed_at_ms exactly when it is finished"
+    if d.attempts > d.max_attempts or (d.status is Status.QUEUED and d.attempts >= d.max_attempts):
+        wrong = "a dispatch has more attempts than it may"
+    if wrong:
+        raise InvalidRecord(f"dispatch {d.dispatch_id!r}: {wrong}")
+    return d

@@ -1,0 +1,218 @@
+"""Where everything of a mailbox lives in its bucket, and how it is encoded.
+
+    t.<thread>                        the thread's state, with the dispatch that is claimed: what steps compare and set
+    q.<thread>.<priority>.<dispatch>  a dispatch that could be claimed when it was enqueued; never rewritten, so that
+                                      the order of the stream is the order of the queue
+    r.<thread>.<dispatch>             a dispatch that was delayed, or handed back
+    x.<thread>.<dispatch>             a finished one; the order of the stream is the order in which they finished
+    k.<thread>.<key>                  the id of the dispatch that has a dedupe key
+    i.<thread>.<dispatch>             an id that the caller chose
+    s.<thread>                        a signal: look at the thread
+    l.<slot>.<thread>                 look at the thread's lease in this slot of time
+    d.<slot>.<thread>                 signal the thread in this slot of time
+    sweep                             who sweeps at present
+
+A key that is removed is replaced by an empty message, in the same batch as what it is about. nats-server 2.15 may
+bring the replaced message back when it is killed after the empty one is gone too (it keeps no record of a message
+that was replaced, and goes by what it finds). So nothing under q, r, l, d, s, k and i is believed for being there: a
+claim requires in its batch that ``x`` knows no end of the dispatch. ``t`` is what the rest goes by: its removal
+stays for long. ``x`` is written once and then purged, of which the server keeps record.
+
+Every key leads with what it is read by: a queue, a slot of time, a thread. Ids are tokens
+(`bufstore.buffer.subjects`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.subjects import token
+from bufstore.errors import MalformedEntry
+from bufstore.mailbox.config import NatsMailboxNames
+from bufstore.mailbox.decisions import Step
+from bufstore.mailbox.model import DEFAULT_PRIORITY, OWN, Dispatch, Status, ThreadState
+
+#: A slot of time: what becomes due in it is looked at together.
+SLOT_MS = 5000
+#: A removed key stays as an empty message for this long: the shortest time to live there is.
+_GONE_S = 1
+#: And a thread's, which must not come back as it once was.
+THREAD_GONE_S = 7 * 24 * 3600
+
+_encode = msgspec.msgpack.Encoder().encode
+_dispatch = msgspec.msgpack.Decoder(Dispatch).decode
+_thread = msgspec.msgpack.Decoder(ThreadState).decode
+
+
+class Keys:
+    """The subjects of one bucket, and the messages on them."""
+
+    def __init__(self, bucket: str) -> None:
+        self.prefix = f"$KV.{bucket}."
+
+    def of(self, kind: str, *words: str) -> str:
+        """A subject of words that are tokens, numbers or wildcards."""
+        return f"{self.prefix}{kind}.{'.'.join(words)}"
+
+    def thread(self, thread_id: str) -> str:
+        return self.of("t", token(thread_id))
+
+    def is_returned(self, d: Dispatch) -> bool:
+        """Whether a queued dispatch is under ``r``."""
+        return d.attempts > 0 or d.available_at_ms > d.created_at_ms
+
+    def queued(self, d: Dispatch) -> str:
+        if self.is_returned(d):
+            return self.returned(d)
+        return self.of("q", token(d.thread_id), str(d.priority), token(d.dispatch_id))
+
+    def by_id(self, thread_id: str, dispatch_id: str) -> list[str]:
+        """Where a dispatch may be; of several places (see above) the first counts."""
+        t, d = token(thread_id), token(dispatch_id)
+        return [self.thread(thread_id), self.of("x", t, d), self.of("r", t, d), self.of("q", t, "*", d)]
+
+    def gone(self, subject: str, expected: int | None = None, *, ttl_s: int = _GONE_S) -> Outgoing:
+        """The message that removes a key."""
+        return Outgoing(subject, b"", expected=expected, ttl_s=ttl_s)
+
+    def kind(self, subject: str) -> str:
+        """The first word of a key."""
+        return subject.removeprefix(self.prefix).partition(".")[0]
+
+    def returned(self, d: Dispatch) -> str:
+        return self.of("r", token(d.thread_id), token(d.dispatch_id))
+
+    def ended(self, d: Dispatch) -> str:
+        return self.of("x", token(d.thread_id), token(d.dispatch_id))
+
+    def state(self, found: StoredMessage | None, thread_id: str) -> ThreadState:
+        """The thread's state; of a thread that has none, or none any more, too."""
+        if found is None:
+            return ThreadState(thread_id=thread_id)
+        if not found.body:
+            return ThreadState(thread_id=thread_id, version=found.seq)
+        state: ThreadState = _decoded(_thread, found)
+        if state.epoch == OWN:
+            state = replace(state, epoch=found.seq)
+        if state.active is not None and state.active.token == OWN:
+            state = replace(state, active=replace(state.active, token=found.seq))
+        return replace(state, version=found.seq)
+
+    def dispatch(self, found: StoredMessage) -> Dispatch:
+        """The dispatch of a message under q, r or x."""
+        d: Dispatch = _decoded(_dispatch, found)
+        return replace(d, position=found.seq) if d.position == 0 else d
+
+    def enqueued(self, draft: Dispatch, state: ThreadState, keys: list[Outgoing]) -> tuple[Dispatch, list[Outgoing]]:
+        """The dispatch (its position still to come) and the messages that enqueue it; its own is the last."""
+        d = replace(draft, epoch=state.epoch, position=0)
+        if self.is_returned(d):
+            announced = self._due("d", d.thread_id, d.available_at_ms)
+        else:
+            announced = Outgoing(self.of("s", token(d.thread_id)), b"")
+        return d, [*keys, announced, Outgoing(self.queued(d), _encode(d), expected=0)]
+
+    def is_new_priority(self, d: Dispatch, state: ThreadState) -> bool:
+        """Whether claimers would not look for the dispatch: the thread has had none of its priority yet."""
+        return not self.is_returned(d) and d.priority not in (DEFAULT_PRIORITY, *state.priorities)
+
+    def new_priority(self, d: Dispatch, state: ThreadState) -> Outgoing:
+        """The message that makes claimers look for dispatches of this priority; it stays true whatever follows."""
+        known = replace(state, priorities=tuple(sorted({*state.priorities, d.priority})))
+        return Outgoing(self.thread(d.thread_id), _encode(known), expected=state.version)
+
+    def step(self, before: ThreadState, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
+        """The messages of a step, the thread's own last; `returned`: sequences under ``r`` by subject."""
+        thread_id = before.thread_id
+        messages: dict[str, Outgoing] = {}
+
+        def put(message: Outgoing) -> None:
+            messages[message.subject] = message
+
+        for move in step.moves:
+            if move.before is not None:
+                subject = self.queued(move.before)
+                expected = returned.get(subject) if self.is_returned(move.before) else move.before.position
+                put(self.gone(subject, expected))
+            after = move.after
+            if after is None:
+                continue
+            if after.status is not Status.QUEUED:
+                put(Outgoing(self.ended(after), _encode(after), expected=0))
+            else:
+                put(Outgoing(self.queued(after), _encode(after)))
+                if after.available_at_ms > now_ms:
+                    put(self._due("d", thread_id, after.available_at_ms))
+        if step.wake:
+            put(Outgoing(self.of("s", token(thread_id)), b""))
+        active, was = step.thread.active, before.active
+        if active is not None and (was is None or was.lease_until_ms != active.lease_until_ms):
+            due = self._due("l", thread_id, active.lease_until_ms or 0)
+            # Of a claim: that the dispatch has not ended already.
+            put(replace(due, expected=0, expected_of=self.ended(active)) if was is None else due)
+        put(Outgoing(self.thread(thread_id), _encode(step.thread), expected=before.version))
+        return list(messages.values())
+
+    def _due(self, kind: str, thread_id: str, at_ms: int) -> Outgoing:
+        return Outgoing(self.of(kind, str(at_ms // SLOT_MS), token(thread_id)), str(at_ms).encode())
+
+
+def _decoded(decode: Any, found: StoredMessage) -> Any:
+    try:
+        return decode(found.body)
+    except msgspec.MsgspecError as e:
+        raise MalformedEntry(f"what is stored at {found.subject[:200]} is nothing of a mailbox: {e}") from None
+
+
+def bucket_config(names: NatsMailboxNames, first_seq: int | None = None) -> dict[str, Any]:
+    """The bucket as it must be; `first_seq` only to create it."""
+    config: dict[str, Any] = {
+        "name": f"KV_{names.bucket}",
+        "subjects": [f"$KV.{names.bucket}.>"],
+        "retention": "limits",
+        "discard": "new",  # a full mailbox refuses what is new, it never drops what waits
+        "max_age": 0,
+        "max_msgs": -1,
+        "max_msgs_per_subject": 1,
+        "max_msg_size": -1,
+        "max_bytes": names.max_bytes,
+        "allow_atomic": True,
+        "allow_msg_ttl": True,
+        "deny_delete": True,
+        "storage": "file",
+        "num_replicas": names.replicas,
+        "allow_direct": True,
+        "allow_rollup_hdrs": True,
+        "deny_purge": False,
+    }
+    placement: dict[str, Any] = {}
+    if names.placement_cluster:
+        placement["cluster"] = names.placement_cluster
+    if names.placement_tags:
+        placement["tags"] = list(names.placement_tags)
+    if placement:
+        config["placement"] = placement
+    if first_seq is not None:
+        config["first_seq"] = first_seq
+        config["metadata"] = {"bufstore.consumer": names.consumer, "bufstore.live": names.live_subject}
+    return config
+
+
+def consumer_config(names: NatsMailboxNames, ack_wait_s: float) -> dict[str, Any]:
+    """The consumer of signals."""
+    return {
+        "name": names.consumer,
+        "durable_name": names.consumer,
+        "deliver_policy": "all",
+        "ack_policy": "explicit",
+        "ack_wait": round(ack_wait_s * 1e9),
+        "max_deliver": -1,
+        "max_ack_pending": names.signals_pending_max,
+        "filter_subject": Keys(names.bucket).of("s", "*"),
+        "replay_policy": "instant",
+    }

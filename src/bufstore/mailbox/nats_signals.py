@@ -1,0 +1,216 @@
+"""Signals and live deliveries on NATS.
+
+A signal is the message at ``s.<thread>``: one at most per thread, put in the same batch as what it is about, so it can
+neither be forgotten nor pile up. All workers share one durable consumer of these.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from bufstore.buffer.subjects import token, untoken
+from bufstore.errors import ConfigError, LogUnavailable, MalformedEntry
+from bufstore.mailbox.config import NatsMailboxNames
+from bufstore.mailbox.nats_keys import Keys, consumer_config
+from bufstore.mailbox.ports import Live, LiveHandler, Signal
+from bufstore.nats.connection import Connection
+from bufstore.nats.errors import ConsumerMissing
+from bufstore.nats.setup import check
+from bufstore.nats.stream import NatsStream
+
+_log = logging.getLogger(__name__)
+
+
+class NatsSignal:
+    """See `bufstore.mailbox.ports.Signal`. Answers are hints too: one that is lost makes the signal come again."""
+
+    def __init__(self, connection: Connection, reply: str, thread_id: str) -> None:
+        self.thread_id = thread_id
+        words = reply.split(".")
+        # $JS.ACK.<stream>.<consumer>.<delivered>. …, from 2.16 on with domain and account hash before the stream.
+        self.deliveries = int(words[4 if len(words) < 11 else 6])
+        self._connection = connection
+        self._reply = reply
+
+    async def ack(self) -> None:
+        await self._answer(b"+ACK")
+
+    async def nack(self, delay_s: float) -> None:
+        await self._answer(b"-NAK " + json.dumps({"delay": round(delay_s * 1e9)}).encode())
+
+    async def working(self) -> None:
+        await self._answer(b"+WPI")
+
+    async def _answer(self, what: bytes) -> None:
+        with contextlib.suppress(nats.errors.Error, OSError, LogUnavailable):
+            await self._connection.client().publish(self._reply, what)
+
+
+class NatsSignals:
+    """Pulls signals, and removes those that were answered."""
+
+    def __init__(self, connection: Connection, stream: NatsStream, api: str, names: NatsMailboxNames) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._names = names
+        self._keys = Keys(names.bucket)
+        self._consumer = f"KV_{names.bucket}.{names.consumer}"
+        self._pull = f"{api}.CONSUMER.MSG.NEXT.{self._consumer}"
+        self._ack_wait_s = 30.0
+
+    async def setup(self, ack_wait_s: float) -> None:
+        """Create the consumer, or check it. Raises ConfigDrift."""
+        self._ack_wait_s = ack_wait_s
+        config = consumer_config(self._names, ack_wait_s)
+        request = {"stream_name": f"KV_{self._names.bucket}", "config": config, "action": "create"}
+        try:
+            await self._stream.api(f"CONSUMER.CREATE.{self._consumer}.{config['filter_subject']}", request)
+        except ConfigError:
+            found = await self._stream.api(f"CONSUMER.INFO.{self._consumer}")
+            way = f"nats consumer edit KV_{self._names.bucket} {self._names.consumer}"
+            check(f"consumer {self._names.consumer}", config, found["config"], "MailboxConfig, NatsMailboxNames", way)
+            raise
+
+    async def pull(self, limit: int, timeout_s: float) -> list[Signal]:
+        """What waits, or the first that comes in time. Raises LogUnavailable."""
+        ready = await self._ask({"batch": limit, "no_wait": True}, limit, 2.0)
+        if ready or timeout_s <= 0:
+            return ready
+        # One only: a request that is open when its asker is gone would take signals with it.
+        return await self._ask({"batch": 1, "expires": max(1, round(timeout_s * 1e9))}, 1, timeout_s + 2.0)
+
+    async def _ask(self, request: dict[str, Any], limit: int, timeout_s: float) -> list[Signal]:
+        client = self._connection.client()
+        got: list[Msg] = []
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def on_message(msg: Msg) -> None:
+            status = (msg.headers or {}).get("Status")
+            if status is None or msg.reply:
+                got.append(msg)
+            if not ended.done() and (len(got) >= limit or (status not in (None, "100") and not msg.reply)):
+                ended.set_result(status or "")
+
+        inbox = client.new_inbox()
+        try:
+            subscription = await client.subscribe(inbox, cb=on_message)
+            try:
+                await client.publish(self._pull, json.dumps(request).encode(), reply=inbox)
+                async with asyncio.timeout(timeout_s):
+                    status = await ended
+            finally:
+                with contextlib.suppress(nats.errors.Error):
+                    await subscription.unsubscribe()
+        except TimeoutError:
+            status = "408"
+        except (nats.errors.Error, OSError) as e:
+            raise LogUnavailable(f"asking for signals failed: {type(e).__name__}") from None
+        if status == "503":  # the consumer is gone: somebody removed it
+            await self.setup(self._ack_wait_s)
+        return [signal for msg in got if (signal := self._signal(msg)) is not None]
+
+    def _signal(self, msg: Msg) -> Signal | None:
+        try:
+            return NatsSignal(self._connection, msg.reply, untoken(msg.subject.rpartition(".")[2]))
+        except MalformedEntry:
+            _log.warning("a signal of no thread: %s", msg.subject[:200], extra={"action": "mailbox_foreign"})
+            return None
+
+    async def forget_answered(self) -> None:
+        """Remove the signals up to the consumer's ack floor, in one request."""
+        try:
+            info = await self._stream.api(f"CONSUMER.INFO.{self._consumer}")
+        except ConsumerMissing:
+            await self.setup(self._ack_wait_s)
+            return
+        floor = int(info["ack_floor"]["stream_seq"])
+        if floor:
+            await self._stream.api(
+                f"STREAM.PURGE.KV_{self._names.bucket}", {"filter": self._keys.of("s", "*"), "seq": floor + 1}
+            )
+
+
+class NatsLive:
+    """Live deliveries: request and reply of core NATS, kept nowhere."""
+
+    def __init__(self, connection: Connection, stream: NatsStream, names: NatsMailboxNames) -> None:
+        self._connection = connection
+        self._stream = stream
+        self._bucket = f"KV_{names.bucket}"
+        self._prefix = f"{names.live_subject}.{names.bucket}."
+        self._handlers: list[_Listening] = []
+        connection.on_connect(self._listen_again)
+
+    async def deliver(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
+        """See `Backend.deliver_live`."""
+        client = self._connection.client()
+        try:
+            await client.request(self._prefix + token(thread_id), payload, timeout=timeout_s)
+        except nats.errors.NoRespondersError:
+            return Live.NO_SUBSCRIBER
+        except (nats.errors.Error, OSError, TimeoutError):
+            return Live.UNKNOWN
+        return Live.DELIVERED
+
+    async def listen(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
+        """See `Backend.listen_live`."""
+        listening = _Listening(self._prefix + token(thread_id), handler)
+        client = self._connection.client()
+        self._handlers.append(listening)
+        await listening.start(client)
+        await self._told()
+
+        async def stop() -> None:
+            if listening in self._handlers:
+                self._handlers.remove(listening)
+            await listening.stop()
+            # Else the server may still take us for somebody who listens, and a sender would wait for our answer.
+            with contextlib.suppress(LogUnavailable):
+                await self._told()
+
+        return stop
+
+    async def _told(self) -> None:
+        """Return when the server knows of what was subscribed before: it answers in order.
+
+        Not nats-py's flush: its PING may overtake what still waits to be written.
+        """
+        await self._stream.api(f"STREAM.INFO.{self._bucket}")
+
+    async def _listen_again(self, client: Client) -> None:
+        for listening in self._handlers:
+            await listening.start(client)
+
+
+class _Listening:
+    def __init__(self, subject: str, handler: LiveHandler) -> None:
+        self._subject = subject
+        self._handler = handler
+        self._subscription: Subscription | None = None
+
+    async def start(self, client: Client) -> None:
+        async def on_message(msg: Msg) -> None:
+            # Answered first: a sender that gets no answer enqueues what the handler may be at already.
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await msg.respond(b"")
+            try:
+                await self._handler(msg.data)
+            except Exception:
+                _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
+
+        self._subscription = await client.subscribe(self._subject, cb=on_message)
+
+    async def stop(self) -> None:
+        if self._subscription is not None:
+            with contextlib.suppress(nats.errors.Error, OSError):
+                await self._subscription.unsubscribe()

@@ -1,0 +1,140 @@
+"""What a mailbox needs of the place where it is kept. Adapters: `bufstore.mailbox.memory`, `.nats`, `.postgres`."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+
+from bufstore.mailbox.decisions import Step
+from bufstore.mailbox.model import Dispatch, Status, ThreadState
+
+
+class KeyTaken(Exception):
+    """The thread has a dispatch with this id, or one in work with this dedupe key."""
+
+    def __init__(self, holder: str, *, same_id: bool) -> None:
+        super().__init__(holder)
+        self.holder = holder
+        self.same_id = same_id
+
+
+class Signal(Protocol):
+    """A hint that a thread may have work. Whoever has it answers it, else it comes to another later."""
+
+    @property
+    def thread_id(self) -> str: ...
+
+    @property
+    def deliveries(self) -> int:
+        """The how-manieth time it comes, from 1."""
+        ...
+
+    async def ack(self) -> None:
+        """The thread has no more work now (what comes later makes a new signal)."""
+        ...
+
+    async def nack(self, delay_s: float) -> None:
+        """Come again after `delay_s`, to anybody."""
+        ...
+
+    async def working(self) -> None:
+        """Do not come to others for the time being: I am at it."""
+        ...
+
+
+class Live(enum.Enum):
+    """What is known of a live delivery."""
+
+    DELIVERED = "delivered"
+    #: Nobody listens: certainly not delivered.
+    NO_SUBSCRIBER = "no subscriber"
+    #: No answer came: delivered or not.
+    UNKNOWN = "unknown"
+
+
+class Queue(msgspec.Struct, frozen=True):
+    """A thread and the first of its queued dispatches that may be claimed now, best first."""
+
+    thread: ThreadState
+    heads: list[Dispatch]
+
+
+LiveHandler = Callable[[bytes], Awaitable[None]]
+
+
+class Backend(Protocol):
+    """Where the state is. Reads show every write that returned before them.
+
+    All raise LogUnavailable or StoreUnavailable when nothing was done. `add` and `write` raise Conflict (of
+    `bufstore.buffer.ports`) when the state has moved, and AppendUnknown when no answer came.
+    """
+
+    async def open(self) -> None:
+        """Connect; make what is missing. Raises ConfigError, ConfigDrift."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+    def now_ms(self) -> int:
+        """The time, as near to the store's own clock as is known."""
+        ...
+
+    async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
+        """Enqueue it, stamped with the thread's epoch and its position.
+
+        `own_id`: its id is the caller's, so it may be taken. Raises KeyTaken.
+        """
+        ...
+
+    async def write(self, before: ThreadState, step: Step, now_ms: int) -> ThreadState:
+        """Store the step if the thread is still as it was `before` and every `Move.before` is still queued."""
+        ...
+
+    async def thread(self, thread_id: str) -> ThreadState: ...
+
+    async def queue(self, thread_id: str, now_ms: int) -> Queue: ...
+
+    async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]: ...
+
+    async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
+        """Queued dispatches, in any order; `below_epoch`: those of earlier epochs."""
+        ...
+
+    async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
+        """Everything that is kept of the thread; the active one is in the state only."""
+        ...
+
+    async def queued_threads(self, limit: int) -> list[str]: ...
+
+    async def finished(self, limit: int) -> list[Dispatch]:
+        """Finished dispatches of all threads, those first that ended first."""
+        ...
+
+    async def counts(self) -> dict[Status, int]: ...
+
+    async def purge(self, finished_before_ms: int, limit: int) -> int:
+        """Remove finished dispatches, oldest first, and what no thread needs any more."""
+        ...
+
+    async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:
+        """Threads whose claim may be over. Costs what became due, not what there is."""
+        ...
+
+    async def signal_due(self, now_ms: int, limit: int) -> int:
+        """Signal the threads whose delayed dispatches became due; how many."""
+        ...
+
+    async def sweeps(self, interval_s: float) -> bool:
+        """True when this instance is the one to sweep now."""
+        ...
+
+    async def signals(self, limit: int, timeout_s: float, ack_wait_s: float) -> list[Signal]: ...
+
+    async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live: ...
+
+    async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
+        """Hand live deliveries to `handler` until the returned function is called."""
+        ...

@@ -1,0 +1,342 @@
+"""A mailbox in Postgres: each step is one statement, whose compare-and-set is on the thread's row.
+
+Workers find threads with work by a query that skips the rows that others hold (``sql/pull.sql``); a notifier tells them
+when to ask, and without one they poll.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+import psycopg
+from msgspec.structs import replace
+from psycopg import sql
+
+from bufstore.buffer.ports import AppendUnknown, Conflict
+from bufstore.errors import Closed, Unavailable
+from bufstore.mailbox.config import MailboxConfig
+from bufstore.mailbox.decisions import Step
+from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState
+from bufstore.mailbox.ports import KeyTaken, Live, LiveHandler, Queue, Signal
+from bufstore.mailbox.store import Mailbox
+from bufstore.notify.protocol import Notifier, Unlisten
+from bufstore.postgres import columns
+from bufstore.postgres.errors import NoAnswer
+from bufstore.postgres.migrate import check_schema, migrate, queries
+from bufstore.postgres.pool import Pool, new_pool
+
+_FOLDER = files("bufstore.mailbox") / "sql"
+#: The statuses as numbers, in the order of the enum: 0 queued, 1 claimed, above finished.
+_NUMBERS = {status: n for n, status in enumerate(Status)}
+_STATUSES = list(Status)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Dispatch).decode
+
+
+class PostgresBackend:
+    """See `bufstore.mailbox.ports.Backend`."""
+
+    def __init__(
+        self, pool: Pool, schema: str, config: MailboxConfig, *, owns_pool: bool, notifier: Notifier | None
+    ) -> None:
+        self._pool = pool
+        self._schema = check_schema(schema)
+        self._sql = queries(_FOLDER, schema)
+        self._numbers = sql.Identifier(schema, "mailbox_numbers").as_string()
+        self._timeout_s = config.timeout_s
+        self._owns_pool = owns_pool
+        self._notifier = notifier
+        self._kind = f"mailbox of {schema}"
+        self._listening: Unlisten | None = None
+        self._listens = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._offset_ms = 0
+        self._open = False
+
+    async def open(self) -> None:
+        if self._owns_pool:
+            await self._pool.open(wait=False)
+        try:
+            async with self._pool.lend(self._timeout_s) as connection:
+                await migrate(connection, self._schema, _FOLDER, "mailbox")
+            self._open = True
+            await self._set_clock()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def aclose(self) -> None:
+        self._open = False
+        self._news.set()
+        await self._unlisten()
+        if self._owns_pool:
+            await self._pool.close()
+
+    async def _set_clock(self) -> None:
+        self._offset_ms = (await self._run("clock"))[0][0] - round(1000 * time.time())
+
+    def now_ms(self) -> int:
+        return round(1000 * time.time()) + self._offset_ms
+
+    async def _run(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        if not self._open:
+            raise Closed("the mailbox is closed or not open")
+        async with self._pool.lend(self._timeout_s) as connection:
+            cursor = columns.Cursor(connection)
+            await cursor.execute(self._sql[name], parameters, binary=True)
+            return await cursor.fetchall() if cursor.description else []
+
+    async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
+        d = dispatch
+        try:
+            with _unknown():
+                rows = await self._run(
+                    "add",
+                    d.thread_id,
+                    d.dispatch_id,
+                    d.priority,
+                    d.dedupe_key,
+                    d.available_at_ms,
+                    _encode(d),
+                    self._numbers,
+                    max(d.available_at_ms, now_ms),
+                )
+        except psycopg.errors.UniqueViolation as e:
+            same_id = e.diag.constraint_name == "mailbox_dispatch"
+            raise KeyTaken(d.dispatch_id if same_id else await self._holder(d), same_id=same_id) from None
+        self._news.set()
+        if self._notifier is not None and d.available_at_ms <= now_ms:
+            await self._notifier.notify_scheduled(self._kind)
+        position, epoch = rows[0]
+        return replace(d, position=position, epoch=epoch)
+
+    async def _holder(self, d: Dispatch) -> str:
+        """Who has the dedupe key; if nobody has it any more, an id that nothing has."""
+        rows = await self._run("holder", d.thread_id, d.dedupe_key)
+        return str(rows[0][0]) if rows else d.dispatch_id
+
+    async def write(self, before: ThreadState, step: Step, now_ms: int) -> ThreadState:
+        thread, active = step.thread, step.thread.active
+        changed: list[tuple[Dispatch, Status]] = [
+            (move.after, Status.QUEUED if move.before is not None else Status.CLAIMED)
+            for move in step.moves
+            if move.after is not None
+        ]
+        if active is not None and active != before.active:
+            changed.append((active, Status.QUEUED if before.active is None else Status.CLAIMED))
+        try:
+            with _unknown():
+                rows = await self._run(
+                    "write",
+                    thread.thread_id,
+                    before.version,
+                    thread.epoch,
+                    thread.step,
+                    active.dispatch_id if active is not None else None,
+                    active.lease_until_ms if active is not None else None,
+                    now_ms if step.wake else None,
+                    columns.texts(d.dispatch_id for d, _ in changed),
+                    columns.ints(_NUMBERS[was] for _, was in changed),
+                    columns.ints(_NUMBERS[d.status] for d, _ in changed),
+                    columns.longs(d.available_at_ms for d, _ in changed),
+                    columns.longs(d.completed_at_ms for d, _ in changed),
+                    columns.longs(d.token for d, _ in changed),
+                    columns.blobs([_encode(d) for d, _ in changed]),
+                    self._numbers,
+                )
+        except psycopg.errors.DivisionByZero:
+            raise Conflict("the queue has moved") from None
+        if not rows:
+            raise Conflict("the thread has moved")
+        if step.wake:
+            self._news.set()
+            if self._notifier is not None:
+                await self._notifier.notify_scheduled(self._kind)
+        version = rows[0][0]
+        if active is not None and active.token == OWN:
+            active = replace(active, token=version)
+        epoch = version if thread.epoch == OWN else thread.epoch
+        return replace(thread, version=version, epoch=epoch, active=active)
+
+    async def thread(self, thread_id: str) -> ThreadState:
+        rows = await self._run("thread", thread_id)
+        return _state(thread_id, rows[0]) if rows else ThreadState(thread_id=thread_id)
+
+    async def queue(self, thread_id: str, now_ms: int) -> Queue:
+        rows = await self._run("queue", thread_id, now_ms)
+        if not rows:
+            return Queue(ThreadState(thread_id=thread_id), [])
+        row = rows[0]
+        return Queue(_state(thread_id, row), [_dispatch(row[8:13])] if row[8] is not None else [])
+
+    async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]:
+        row = (await self._run("find", thread_id, dispatch_id))[0]
+        return _state(thread_id, row), _dispatch(row[8:13]) if row[8] is not None else None
+
+    async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
+        below = (1 << 62) if below_epoch is None else below_epoch
+        return [_dispatch(row) for row in await self._run("queued", thread_id, below, limit)]
+
+    async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
+        rows = await self._run("all_of", thread_id)
+        thread = _state(thread_id, rows[0][:4]) if rows else ThreadState(thread_id=thread_id)
+        dispatches = [_dispatch(row[4:9]) for row in rows]
+        active = [d for d in dispatches if d.status is Status.CLAIMED]
+        rest = [d for d in dispatches if d.status is not Status.CLAIMED]
+        return replace(thread, active=active[0] if active else None), rest
+
+    async def queued_threads(self, limit: int) -> list[str]:
+        return [row[0] for row in await self._run("queued_threads", limit)]
+
+    async def finished(self, limit: int) -> list[Dispatch]:
+        return [_dispatch(row) for row in await self._run("finished", limit)]
+
+    async def counts(self) -> dict[Status, int]:
+        rows = await self._run("counts", _NUMBERS[Status.SUPERSEDED])
+        return dict.fromkeys(Status, 0) | {_STATUSES[number]: count for number, count in rows}
+
+    async def purge(self, finished_before_ms: int, limit: int) -> int:
+        purged = await self._run("purge", finished_before_ms, limit)
+        if purged:
+            await self._run("purge_threads", columns.texts({row[0] for row in purged}))
+        return len(purged)
+
+    async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:
+        return [_state(row[8], row) for row in await self._run("expiring", now_ms, limit)]
+
+    async def signal_due(self, now_ms: int, limit: int) -> int:
+        return 0  # a thread's next time stands in its row, where workers look
+
+    async def sweeps(self, interval_s: float) -> bool:
+        await self._set_clock()
+        return bool(await self._run("sweeps", interval_s / 2))
+
+    async def signals(self, limit: int, timeout_s: float, ack_wait_s: float) -> list[Signal]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._news.clear()
+            rows = await self._run("pull", self.now_ms(), limit, round(1000 * ack_wait_s))
+            left = deadline - time.monotonic()
+            if rows or left <= 0:
+                if rows:
+                    await self._unlisten()
+                return [_PostgresSignal(self, row, ack_wait_s) for row in rows]
+            if await self._listen():
+                continue  # what came before is not told
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await self._news.wait()
+
+    async def _listen(self) -> bool:
+        """Hear of news from elsewhere, for as long as there is nothing to do here; True when that is new.
+
+        Only then: a notifier wakes as many as there is work, and one that is busy is not to be among them.
+        """
+        async with self._listens:
+            if self._notifier is None or self._listening is not None:
+                return False
+            try:
+                self._listening = await self._notifier.listen_scheduled([self._kind], lambda _: self._news.set())
+            except Unavailable:  # polling goes on
+                return False
+            return True
+
+    async def _unlisten(self) -> None:
+        async with self._listens:
+            if self._listening is not None:
+                unlisten, self._listening = self._listening, None
+                await unlisten()
+
+    async def answer(self, name: str, *parameters: Any) -> None:
+        """Answer a signal. One that is lost makes the signal come again."""
+        with suppress(NoAnswer):
+            await self._run(name, *parameters)
+
+    async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
+        return Live.NO_SUBSCRIBER  # Postgres has no way to ask who listens
+
+    async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
+        async def stop() -> None:
+            return None
+
+        return stop
+
+
+class _PostgresSignal:
+    def __init__(self, backend: PostgresBackend, row: tuple[Any, ...], ack_wait_s: float) -> None:
+        self._backend = backend
+        self.thread_id: str = row[0]
+        self.deliveries: int = row[1]
+        self._wake_at: int = row[2]
+        self._ack_wait_s = ack_wait_s
+
+    async def ack(self) -> None:
+        await self._backend.answer("signal_ack", self.thread_id, self._wake_at)
+
+    async def nack(self, delay_s: float) -> None:
+        await self._again(delay_s)
+
+    async def working(self) -> None:
+        await self._again(self._ack_wait_s)
+
+    async def _again(self, delay_s: float) -> None:
+        wake_at = self._backend.now_ms() + round(1000 * delay_s)
+        await self._backend.answer("signal_nack", self.thread_id, self._wake_at, wake_at)
+        self._wake_at = wake_at
+
+
+@contextmanager
+def _unknown() -> Iterator[None]:
+    """A write whose answer did not come may have been done."""
+    try:
+        yield
+    except NoAnswer as e:
+        raise AppendUnknown(str(e)) from e
+
+
+def _state(thread_id: str, row: Sequence[Any]) -> ThreadState:
+    version, epoch, step, active = row[:4]
+    if version is None:
+        return ThreadState(thread_id=thread_id)
+    return ThreadState(
+        thread_id=thread_id,
+        version=version,
+        epoch=epoch,
+        step=step,
+        active=_dispatch(row[3:8]) if active is not None else None,
+    )
+
+
+def _dispatch(row: Sequence[Any]) -> Dispatch:
+    record, position, epoch, status, token = row
+    return replace(_decode(record), position=position, epoch=epoch, status=_STATUSES[status], token=token)
+
+
+class PostgresMailboxStore(Mailbox):
+    """A `MailboxStore` in Postgres ≥ 15. `conninfo` and `schema` as for `PostgresThreadStore`.
+
+    `notifier`: a `bufstore.notify.Notifier`, the app's to close: workers need not wait for their next poll. Give
+    `pool` to share another store's. Opening creates or upgrades the tables; raises ConfigError, StoreUnavailable,
+    StoreMisconfigured.
+    """
+
+    def __init__(
+        self,
+        conninfo: str = "",
+        *,
+        schema: str = "bufstore",
+        pool_size: int = 16,
+        pool: Pool | None = None,
+        notifier: Notifier | None = None,
+        config: MailboxConfig | None = None,
+    ) -> None:
+        config = config or MailboxConfig()
+        chosen = pool or new_pool(conninfo, size=pool_size, connect_timeout_s=config.timeout_s)
+        super().__init__(PostgresBackend(chosen, schema, config, owns_pool=pool is None, notifier=notifier), config)

@@ -1,0 +1,149 @@
+"""How a step is done: read a thread, decide, write it if the thread is still the same; else again, for a while."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from bufstore.buffer.ports import AppendUnknown, Conflict
+from bufstore.errors import LogUnavailable, Rejected, StaleClaim, StepUnknown, StoreMisconfigured, Unavailable
+from bufstore.mailbox import decisions
+from bufstore.mailbox.counters import Counters
+from bufstore.mailbox.decisions import Step
+from bufstore.mailbox.model import Dispatch, ThreadState
+from bufstore.mailbox.ports import Backend
+
+#: Threads whose state after our last write is remembered, which saves a step of its holder the read.
+_REMEMBERED = 4096
+#: So many superseded dispatches are taken out of a queue in one write.
+AT_ONCE = 100
+
+T = TypeVar("T")
+Load = Callable[[], Awaitable[ThreadState]]
+
+
+class Tries:
+    """Attempts at one step, until the call's time is over."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        #: True once an attempt has ended without an answer: it may have been done.
+        self.unsure = False
+
+    async def __call__(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """The first result. Raises LogUnavailable (nothing was done), StepUnknown, and what is no use to repeat."""
+        try:
+            async for again in AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.002, max=0.2),
+                stop=stop_after_delay(self._timeout_s),
+                retry=retry_if_exception_type((Conflict, AppendUnknown, LogUnavailable)),
+                reraise=True,
+            ):
+                with again:
+                    try:
+                        return await attempt()
+                    except AppendUnknown:
+                        self.unsure = True
+                        raise
+        except Conflict as e:
+            if not self.unsure:
+                raise LogUnavailable("others change the thread all the time; nothing was done") from e
+            raise StepUnknown("no answer came to the step in time, and others change the thread") from e
+        except AppendUnknown as e:
+            raise StepUnknown(f"no answer came to the step: {e}") from e
+        except (Unavailable, StoreMisconfigured) as e:
+            if self.unsure:
+                raise StepUnknown(f"no answer came to the step, and now: {e}") from e
+            raise
+        raise AssertionError("tenacity raises or returns")
+
+
+class Steps:
+    """The steps of one mailbox on its backend."""
+
+    def __init__(self, backend: Backend, counters: Counters, timeout_s: float) -> None:
+        self._backend = backend
+        self._counters = counters
+        self._timeout_s = timeout_s
+        self._last: OrderedDict[str, ThreadState] = OrderedDict()
+
+    def tries(self) -> Tries:
+        """For one call."""
+        return Tries(self._timeout_s)
+
+    def known(self, claim: Dispatch) -> Load:
+        """What we last wrote of the claim's thread, the first time; then, what there is."""
+        asked = False
+
+        async def load() -> ThreadState:
+            nonlocal asked
+            last = self._last.get(claim.thread_id)
+            if not asked and last is not None and last.active is not None and last.active.token == claim.token:
+                asked = True
+                return last
+            return await self._backend.thread(claim.thread_id)
+
+        return load
+
+    async def change(
+        self, thread_id: str, now_ms: int, load: Load, decide: Callable[[ThreadState], Step | None]
+    ) -> tuple[ThreadState, Step] | None:
+        """Decide and write until it is written; the state after it, and the step. None when `decide` says so."""
+        step_id = secrets.token_hex(8)
+        sent: Step | None = None
+        tries = self.tries()
+
+        async def attempt() -> tuple[ThreadState, Step] | None:
+            nonlocal sent
+            thread = await load()
+            if sent is not None and thread.step == step_id:
+                return thread, sent
+            try:
+                step = decide(thread)
+            except Rejected as e:
+                if isinstance(e, StaleClaim):
+                    self._counters.count("stale_claims")
+                if tries.unsure:
+                    raise StepUnknown(f"no answer came to a step of thread {thread_id!r}, and then: {e}") from e
+                raise
+            if step is None:
+                return None
+            sent = step
+            return await self.write(thread, step, step_id, now_ms), step
+
+        return await tries(attempt)
+
+    async def write(self, thread: ThreadState, step: Step, step_id: str, now_ms: int) -> ThreadState:
+        """Write one step; the state after it. Raises Conflict, AppendUnknown."""
+        try:
+            named = replace(step, thread=replace(step.thread, step=step_id))
+            after = await self._backend.write(thread, named, now_ms)
+        except BaseException as e:
+            if isinstance(e, Conflict):
+                self._counters.count("conflicts")
+            self._last.pop(thread.thread_id, None)
+            raise
+        self._last[thread.thread_id] = after
+        self._last.move_to_end(thread.thread_id)
+        if len(self._last) > _REMEMBERED:
+            self._last.popitem(last=False)
+        return after
+
+    async def drop_stale(
+        self, thread: ThreadState, queued: Sequence[Dispatch], now_ms: int
+    ) -> tuple[ThreadState, list[Dispatch]]:
+        """Take what is superseded out of the queue; others may do so at the same time."""
+        step = decisions.supersede_stale(thread, queued[:AT_ONCE], now_ms)
+        if step is None:
+            return thread, []
+        try:
+            thread = await self.write(thread, step, secrets.token_hex(8), now_ms)
+        except Conflict:
+            return await self._backend.thread(thread.thread_id), []
+        self._counters.count("superseded", len(step.moves))
+        return thread, [move.after for move in step.moves if move.after is not None]

@@ -1,0 +1,387 @@
+"""One mailbox for every backend: reads a thread, decides a step, writes it if the thread is still the same.
+
+All that could differ between stores is in the backends; what a step means is in `bufstore.mailbox.decisions`, and how
+long it is tried is here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, Self
+
+from msgspec.structs import replace
+
+from bufstore.buffer.ports import AppendUnknown, Conflict
+from bufstore.errors import AlreadyExists, InvalidQuery, StaleClaim
+from bufstore.mailbox import decisions
+from bufstore.mailbox.config import MailboxConfig
+from bufstore.mailbox.counters import Counters, MailboxStatistics
+from bufstore.mailbox.decisions import Step, as_seen, is_stale
+from bufstore.mailbox.model import (
+    DEFAULT_PRIORITY,
+    Dispatch,
+    Interruption,
+    Status,
+    ThreadState,
+    check_dispatch,
+    check_ms,
+)
+from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
+from bufstore.mailbox.steps import AT_ONCE, Steps
+from bufstore.types import check_id
+
+
+class Mailbox:
+    """See `bufstore.mailbox.protocol.MailboxStore`. Made by the stores of each kind, which give it its backend."""
+
+    def __init__(self, backend: Backend, config: MailboxConfig | None = None) -> None:
+        self.config = config or MailboxConfig()
+        self.backend = backend
+        self.counters = Counters()
+        self._steps = Steps(backend, self.counters, self.config.timeout_s)
+
+    async def __aenter__(self) -> Self:
+        await self.backend.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        await self.backend.aclose()
+
+    def statistics(self) -> MailboxStatistics:
+        return self.counters.read()
+
+    async def enqueue(
+        self,
+        thread_id: str,
+        payload: bytes = b"",
+        *,
+        run_id: str | None = None,
+        priority: int = DEFAULT_PRIORITY,
+        available_at_ms: int | None = None,
+        dedupe_key: str | None = None,
+        max_attempts: int = 5,
+        dispatch_id: str | None = None,
+        maybe_delivered: bool = False,
+        now_ms: int | None = None,
+    ) -> Dispatch:
+        now = self._now(now_ms)
+        draft = Dispatch(
+            thread_id=thread_id,
+            dispatch_id=uuid.uuid4().hex if dispatch_id is None else dispatch_id,
+            run_id=run_id,
+            payload=payload,
+            priority=priority,
+            dedupe_key=dedupe_key,
+            available_at_ms=0 if available_at_ms is None else available_at_ms,
+            max_attempts=max_attempts,
+            maybe_delivered=maybe_delivered,
+            created_at_ms=now,
+            updated_at_ms=now,
+        )
+        check_dispatch(draft, payload_max=self.config.payload_max)
+        tries = self._steps.tries()
+
+        async def attempt() -> Dispatch:
+            try:
+                return await self.backend.add(draft, own_id=dispatch_id is not None, now_ms=now)
+            except KeyTaken as e:
+                found = await self._taken(draft, e, tries.unsure, now)
+                if found is None:
+                    raise Conflict("the key is free again") from None
+                return found
+
+        with self.counters.timed("enqueue"):
+            stored = await tries(attempt)
+        self.counters.count("enqueued")
+        return stored
+
+    async def _taken(self, draft: Dispatch, taken: KeyTaken, unsure: bool, now_ms: int) -> Dispatch | None:
+        """What stands in the way of `draft`, if that is itself; None if nothing does any more. Raises AlreadyExists."""
+        thread, found = await self.backend.find(draft.thread_id, taken.holder)
+        if unsure and found is not None and _same(found, draft):
+            return found
+        if not taken.same_id:
+            if found is None or found.status.finished:
+                return None
+            if found.status is Status.QUEUED and is_stale(found, thread):
+                await self._steps.drop_stale(thread, [found], now_ms)
+                return None
+        self.counters.count("duplicates")
+        what = f"id {draft.dispatch_id!r}" if taken.same_id else f"dedupe key {draft.dedupe_key!r}"
+        raise AlreadyExists(f"thread {draft.thread_id!r} has a dispatch with {what}: {taken.holder!r}")
+
+    async def claim(
+        self, thread_id: str, holder: str, *, lease_s: float | None = None, now_ms: int | None = None
+    ) -> Dispatch | None:
+        check_id(thread_id, "thread_id")
+        now = self._now(now_ms)
+
+        async def find() -> tuple[ThreadState, Dispatch | None]:
+            queue = await self.backend.queue(thread_id, now)
+            while queue.thread.active is None and queue.heads and is_stale(queue.heads[0], queue.thread):
+                await self._steps.drop_stale(queue.thread, queue.heads, now)
+                queue = await self.backend.queue(thread_id, now)
+            return queue.thread, queue.heads[0] if queue.heads else None
+
+        return await self._claim(thread_id, holder, lease_s, now, find)
+
+    async def claim_dispatch(
+        self, thread_id: str, dispatch_id: str, holder: str, *, lease_s: float | None = None, now_ms: int | None = None
+    ) -> Dispatch | None:
+        check_id(thread_id, "thread_id")
+        check_id(dispatch_id, "dispatch_id")
+
+        async def find() -> tuple[ThreadState, Dispatch | None]:
+            thread, found = await self.backend.find(thread_id, dispatch_id)
+            return thread, found if found is not None and found.status is Status.QUEUED else None
+
+        return await self._claim(thread_id, holder, lease_s, self._now(now_ms), find)
+
+    async def _claim(
+        self,
+        thread_id: str,
+        holder: str,
+        lease_s: float | None,
+        now: int,
+        find: Callable[[], Awaitable[tuple[ThreadState, Dispatch | None]]],
+    ) -> Dispatch | None:
+        check_id(holder, "holder")
+        until = now + round(1000 * (self.config.lease_s if lease_s is None else lease_s))
+        check_ms(until, "lease")
+        step_id = secrets.token_hex(8)
+
+        async def attempt() -> ThreadState | None:
+            thread, head = await find()
+            if thread.step == step_id:  # an earlier attempt, whose answer was lost
+                return thread
+            if thread.active is not None or head is None or is_stale(head, thread):
+                return None
+            return await self._steps.write(thread, decisions.claim(thread, head, holder, until, now), step_id, now)
+
+        with self.counters.timed("claim"):
+            after = await self._steps.tries()(attempt)
+        if after is None or after.active is None:
+            self.counters.count("claims_empty")
+            return None
+        claimed = after.active
+        self.counters.count("claimed")
+        self.counters.took("waited", max(0, now - max(claimed.created_at_ms, claimed.available_at_ms)) / 1000)
+        return claimed
+
+    async def ack(self, claim: Dispatch, *, now_ms: int | None = None) -> Dispatch:
+        now = self._now(now_ms)
+        try:
+            with self.counters.timed("ack"):
+                ended = await self._end(claim, now, lambda thread: decisions.ack(thread, claim, now))
+        except StaleClaim:
+            _, found = await self.backend.find(claim.thread_id, claim.dispatch_id)
+            if found is None or found.status is not Status.ACKED or found.ended_by != claim.token:
+                raise
+            return found
+        self.counters.count("acked")
+        if claim.claimed_at_ms is not None:
+            self.counters.took("worked", max(0, now - claim.claimed_at_ms) / 1000)
+        return ended
+
+    async def nack(
+        self, claim: Dispatch, *, retry_at_ms: int | None = None, error: str | None = None, now_ms: int | None = None
+    ) -> Dispatch:
+        now = self._now(now_ms)
+        retry_at = 0 if retry_at_ms is None else check_ms(retry_at_ms, "retry_at_ms")
+        ended = await self._end(claim, now, lambda thread: decisions.nack(thread, claim, retry_at, error, now))
+        self.counters.count("nacked" if ended.status is Status.QUEUED else _counted(ended))
+        return ended
+
+    async def dead_letter(self, claim: Dispatch, *, error: str | None = None, now_ms: int | None = None) -> Dispatch:
+        now = self._now(now_ms)
+        ended = await self._end(claim, now, lambda thread: decisions.dead_letter(thread, claim, error, now))
+        self.counters.count("dead_lettered")
+        return ended
+
+    async def extend_lease(
+        self, claim: Dispatch, *, lease_s: float | None = None, now_ms: int | None = None
+    ) -> Dispatch:
+        now = self._now(now_ms)
+        until = check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")
+        extended = await self._held(claim, now, lambda thread: decisions.extend(thread, claim, until, now))
+        self.counters.count("extended")
+        return extended
+
+    async def record_start(self, claim: Dispatch, instance_id: str, *, now_ms: int | None = None) -> Dispatch:
+        check_id(instance_id, "instance_id")
+        now = self._now(now_ms)
+        return await self._held(claim, now, lambda thread: decisions.start(thread, claim, instance_id, now))
+
+    async def record_result(
+        self,
+        claim: Dispatch,
+        run_status: str,
+        *,
+        termination: str | None = None,
+        result: bytes | None = None,
+        error: str | None = None,
+        now_ms: int | None = None,
+    ) -> Dispatch:
+        now = self._now(now_ms)
+        check_dispatch(replace(claim, payload=result or b""), payload_max=self.config.payload_max)
+        return await self._held(
+            claim, now, lambda thread: decisions.finish(thread, claim, run_status, termination, result, error, now)
+        )
+
+    async def cancel(self, thread_id: str, dispatch_id: str, *, now_ms: int | None = None) -> Dispatch | None:
+        check_id(thread_id, "thread_id")
+        check_id(dispatch_id, "dispatch_id")
+        now = self._now(now_ms)
+        found: Dispatch | None = None
+
+        async def load() -> ThreadState:
+            nonlocal found
+            thread, found = await self.backend.find(thread_id, dispatch_id)
+            return thread
+
+        done = await self._steps.change(thread_id, now, load, lambda thread: decisions.cancel(thread, found, now))
+        if done is None:
+            return None
+        self.counters.count("cancelled")
+        return done[1].moves[0].after
+
+    async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
+        check_id(thread_id, "thread_id")
+        now = self._now(now_ms)
+        done = await self._steps.change(thread_id, now, lambda: self.backend.thread(thread_id), decisions.interrupt)
+        assert done is not None
+        thread = done[0]
+        self.counters.count("interrupted")
+        superseded: list[Dispatch] = []
+        # The one write above has superseded them; this takes them out of the way, a part at a time.
+        current = thread
+        while queued := await self.backend.queued(thread_id, thread.epoch, AT_ONCE):
+            current, dropped = await self._steps.drop_stale(current, queued, now)
+            superseded += dropped
+        return Interruption(epoch=thread.epoch, active=thread.active, superseded=superseded)
+
+    async def current_epoch(self, thread_id: str) -> int:
+        return (await self.backend.thread(check_id(thread_id, "thread_id"))).epoch
+
+    async def supersede_claimed(self, thread_id: str, *, now_ms: int | None = None) -> Dispatch | None:
+        check_id(thread_id, "thread_id")
+        now = self._now(now_ms)
+        done = await self._steps.change(
+            thread_id, now, lambda: self.backend.thread(thread_id), lambda t: decisions.supersede_claimed(t, now)
+        )
+        if done is None:
+            return None
+        self.counters.count("superseded")
+        return done[1].moves[0].after
+
+    async def load_dispatch(self, thread_id: str, dispatch_id: str) -> Dispatch | None:
+        check_id(dispatch_id, "dispatch_id")
+        thread, found = await self.backend.find(check_id(thread_id, "thread_id"), dispatch_id)
+        return None if found is None else as_seen(found, thread)
+
+    async def list_dispatches(
+        self, thread_id: str, statuses: Collection[Status] | None = None, *, limit: int = 100, offset: int = 0
+    ) -> list[Dispatch]:
+        if limit < 0 or offset < 0:
+            raise InvalidQuery("limit and offset must not be negative")
+        thread, found = await self.backend.all_of(check_id(thread_id, "thread_id"))
+        shown = [as_seen(d, thread) for d in found] + ([thread.active] if thread.active is not None else [])
+        wanted = [d for d in shown if statuses is None or d.status in statuses]
+        return sorted(wanted, key=lambda d: d.order)[offset : offset + limit]
+
+    async def list_finished(self, *, limit: int = 100) -> list[Dispatch]:
+        return await self.backend.finished(limit)
+
+    async def count_by_status(self, thread_id: str | None = None) -> dict[Status, int]:
+        if thread_id is None:
+            return await self.backend.counts()
+        counts = dict.fromkeys(Status, 0)
+        for d in await self.list_dispatches(thread_id, limit=1 << 30):
+            counts[d.status] += 1
+        return counts
+
+    async def queued_thread_ids(self, *, limit: int = 1000) -> list[str]:
+        return sorted(await self.backend.queued_threads(limit))
+
+    async def reclaim_expired(self, *, limit: int = 1000, now_ms: int | None = None) -> list[Dispatch]:
+        now = self._now(now_ms)
+        reclaimed: list[Dispatch] = []
+        for thread in await self.backend.expiring(now, limit):
+            step = decisions.expire(thread, now)
+            if step is None:
+                continue
+            try:
+                await self._steps.write(thread, step, secrets.token_hex(8), now)
+            except (Conflict, AppendUnknown):
+                continue  # its holder, or another who reclaims, was faster; what is unknown comes with the next pass
+            after = step.moves[0].after
+            assert after is not None
+            reclaimed.append(after)
+            self.counters.count("reclaimed")
+            if after.status is not Status.QUEUED:
+                self.counters.count(_counted(after))
+        return reclaimed
+
+    async def purge_finished(self, finished_before_ms: int, *, limit: int = 1000) -> int:
+        purged = await self.backend.purge(check_ms(finished_before_ms, "finished_before_ms"), limit)
+        self.counters.count("purged", purged)
+        return purged
+
+    async def pull_signals(self, limit: int | None = None, timeout_s: float | None = None) -> Sequence[Signal]:
+        c = self.config
+        signals = await self.backend.signals(
+            limit or c.signal_batch_size,
+            c.signal_fetch_expires_s if timeout_s is None else timeout_s,
+            c.signal_ack_wait_s,
+        )
+        self.counters.count("signals", len(signals))
+        return signals
+
+    async def deliver_live(self, thread_id: str, payload: bytes, *, timeout_s: float | None = None) -> Live:
+        check_id(thread_id, "thread_id")
+        with self.counters.timed("live"):
+            live = await self.backend.deliver_live(thread_id, payload, timeout_s or self.config.live_timeout_s)
+        self.counters.count(f"live_{live.name.lower()}")
+        return live
+
+    async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
+        return await self.backend.listen_live(check_id(thread_id, "thread_id"), handler)
+
+    async def deliver(self, thread_id: str, payload: bytes, **enqueue: Any) -> Dispatch | None:
+        live = await self.deliver_live(thread_id, payload)
+        if live is Live.DELIVERED:
+            return None
+        return await self.enqueue(thread_id, payload, **enqueue, maybe_delivered=live is Live.UNKNOWN)
+
+    def _now(self, now_ms: int | None) -> int:
+        return self.backend.now_ms() if now_ms is None else check_ms(now_ms, "now_ms")
+
+    async def _end(self, claim: Dispatch, now_ms: int, decide: Callable[[ThreadState], Step]) -> Dispatch:
+        done = await self._steps.change(claim.thread_id, now_ms, self._steps.known(claim), decide)
+        assert done is not None
+        after = done[1].moves[0].after
+        assert after is not None
+        return after
+
+    async def _held(self, claim: Dispatch, now_ms: int, decide: Callable[[ThreadState], Step]) -> Dispatch:
+        done = await self._steps.change(claim.thread_id, now_ms, self._steps.known(claim), decide)
+        assert done is not None
+        assert done[0].active is not None
+        return done[0].active
+
+
+def _same(found: Dispatch, draft: Dispatch) -> bool:
+    return (found.dispatch_id, found.created_at_ms, found.payload) == (
+        draft.dispatch_id,
+        draft.created_at_ms,
+        draft.payload,
+    )
+
+
+def _counted(ended: Dispatch) -> str:
+    return "superseded" if ended.status is Status.SUPERSEDED else "dead_lettered"

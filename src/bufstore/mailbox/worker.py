@@ -1,0 +1,157 @@
+"""A worker: pulls signals, claims what there is in the thread, hands it to a function, and ends each claim.
+
+While the function runs, lease and signal are renewed. When the claim is lost (StaleClaim) or the thread interrupted,
+the function is cancelled: whatever it still does is not this worker's any more. A signal is answered when its thread
+has nothing left to claim, so that of a worker that dies another finishes the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Self
+
+from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim
+from bufstore.mailbox.model import Dispatch
+from bufstore.mailbox.ports import Signal
+from bufstore.mailbox.store import Mailbox
+
+_log = logging.getLogger(__name__)
+
+#: Does the work of a claimed dispatch. Returning acks it; raising hands it back, to be retried.
+Handler = Callable[[Dispatch], Awaitable[None]]
+
+
+def backoff_s(attempt: int, base_s: float, max_s: float) -> float:
+    """How long to wait after the `attempt`-th failure, from 1: doubled each time, up to `max_s`."""
+    return min(max_s, base_s * 2.0 ** min(attempt - 1, 60))
+
+
+class Worker:
+    """Works on a mailbox until it is closed. ``async with Worker(mailbox, "host 1", handle): …``"""
+
+    def __init__(self, mailbox: Mailbox, name: str, handler: Handler) -> None:
+        self._mailbox = mailbox
+        self._name = name
+        self._handler = handler
+        self._config = mailbox.config
+        self._pulling: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._closing = False
+        #: Why no signals could be pulled; None when they could.
+        self.trouble: str | None = None
+
+    async def __aenter__(self) -> Self:
+        self._pulling = asyncio.create_task(self._pull(), name="bufstore-mailbox-worker")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self, drain_s: float = 10.0) -> None:
+        """Take nothing new; let what runs end for `drain_s`, then cancel it: its claims are handed back."""
+        self._closing = True
+        if self._pulling is not None:
+            self._pulling.cancel()
+            await asyncio.gather(self._pulling, return_exceptions=True)
+            self._pulling = None
+        if self._running:
+            await asyncio.wait(self._running, timeout=drain_s)
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _pull(self) -> None:
+        failures = 0
+        room = asyncio.Semaphore(self._config.max_concurrent_handlers)
+        while True:
+            await room.acquire()
+            room.release()
+            free = self._config.max_concurrent_handlers - len(self._running)
+            try:
+                signals = await self._mailbox.pull_signals(max(1, min(free, self._config.signal_batch_size)))
+            except BufstoreError as e:
+                failures += 1
+                if self.trouble is None:
+                    _log.warning("no signals: %s", e, extra={"action": "mailbox_pull_failed"})
+                self.trouble = str(e)
+                await asyncio.sleep(backoff_s(failures, 0.1, 5.0))
+                continue
+            failures, self.trouble = 0, None
+            for signal in signals:
+                await room.acquire()
+                task = asyncio.create_task(self._thread(signal), name="bufstore-mailbox-thread")
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+                task.add_done_callback(lambda _: room.release())
+
+    async def _thread(self, signal: Signal) -> None:
+        """Work off a thread's queue, then answer its signal."""
+        try:
+            while not self._closing and (claim := await self._mailbox.claim(signal.thread_id, self._name)) is not None:
+                await self._work(claim, signal)
+            busy = self._closing or (await self._mailbox.backend.thread(signal.thread_id)).active is not None
+            if not busy:
+                await signal.ack()
+                return
+        except BufstoreError as e:
+            _log.info("thread %r: %s", signal.thread_id, e, extra={"action": "mailbox_step_failed"})
+        c = self._config
+        self._mailbox.counters.count("signals_nacked")
+        delay = backoff_s(signal.deliveries, c.signal_nack_base_delay_s, c.signal_nack_max_delay_s)
+        await signal.nack(0 if self._closing else delay)
+
+    async def _work(self, claim: Dispatch, signal: Signal) -> None:
+        task = asyncio.ensure_future(self._handler(claim))
+        renewing = asyncio.create_task(self._renew(claim, signal, task), name="bufstore-mailbox-renew")
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self._mailbox.nack(claim, error="the worker was stopped")
+            raise
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+        try:
+            await self._end(claim, task)
+        except StaleClaim as e:
+            _log.warning("%s", e, extra={"action": "mailbox_claim_lost"})
+
+    async def _end(self, claim: Dispatch, task: asyncio.Future[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if not task.cancelled() and error is None:
+            await self._mailbox.ack(claim)
+            return
+        text = "cancelled" if error is None else f"{type(error).__name__}: {error}"
+        _log.warning("dispatch %r failed: %s", claim.dispatch_id, text, extra={"action": "mailbox_handler_failed"})
+        c = self._config
+        delay = backoff_s(claim.attempts + 1, c.signal_nack_base_delay_s, c.signal_nack_max_delay_s)
+        retry_at = self._mailbox.backend.now_ms() + round(1000 * delay)
+        await self._mailbox.nack(claim, retry_at_ms=retry_at, error=text)
+
+    async def _renew(self, claim: Dispatch, signal: Signal, task: asyncio.Future[None]) -> None:
+        """Hold lease and signal while the work goes on; stop it when the claim is not ours any more."""
+        c = self._config
+        every = min(c.lease_s, c.signal_ack_wait_s) / 3
+        held_until = asyncio.get_running_loop().time() + c.lease_s
+        while True:
+            await asyncio.sleep(every)
+            try:
+                asked = asyncio.get_running_loop().time()
+                await self._mailbox.extend_lease(claim)
+                held_until = asked + c.lease_s
+                await signal.working()
+            except StaleClaim as e:
+                why = "interrupted" if isinstance(e, ClaimInterrupted) else "lost"
+                self._mailbox.counters.count(f"work_{why}")
+                task.cancel()
+                return
+            except BufstoreError as e:
+                _log.info("renewing failed: %s", e, extra={"action": "mailbox_renew_failed"})
+                if asyncio.get_running_loop().time() > held_until:
+                    # Nobody says so, but by now another may hold it.
+                    task.cancel()
+                    return

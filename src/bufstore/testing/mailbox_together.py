@@ -1,0 +1,444 @@
+"""What every `MailboxStore` does among several instances: keys, races, signals, live deliveries, sweeping."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from bufstore.errors import AlreadyExists, StaleClaim
+from bufstore.mailbox.config import MailboxConfig
+from bufstore.mailbox.model import Dispatch, Status
+from bufstore.mailbox.ports import Live, Signal
+from bufstore.mailbox.protocol import MailboxStore
+from bufstore.testing.basics import Capability, Check, fresh, raises, registrar
+from bufstore.testing.mailbox import Stores, claimed, ids, now
+
+CHECKS: list[Check] = []
+_check = registrar(CHECKS)
+
+
+async def _eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
+    async with asyncio.timeout(timeout_s):
+        while not (answer := await check()):  # noqa: ASYNC110 - nobody tells us
+            await asyncio.sleep(0.02)
+        return answer
+
+
+async def _won(*calls: Awaitable[Dispatch | None]) -> list[Dispatch]:
+    """What the calls made at once have got; being refused is no error here."""
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, (AlreadyExists, StaleClaim)):
+            raise outcome
+    return [o for o in outcomes if isinstance(o, Dispatch)]
+
+
+@_check()
+async def a_dedupe_key_is_taken_once_per_thread(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, other = fresh(), fresh()
+    first = await a.enqueue(thread_id, dedupe_key="key")
+    with raises(AlreadyExists) as caught:
+        await b.enqueue(thread_id, dedupe_key="key", priority=1)
+    assert first.dispatch_id in str(caught.value)
+    await b.enqueue(thread_id, dedupe_key="another")
+    await b.enqueue(other, dedupe_key="key")
+    assert len(await a.list_dispatches(thread_id)) == 2
+
+
+@_check()
+async def a_dedupe_key_is_free_when_its_dispatch_has_ended(stores: Stores) -> None:
+    a, b = stores[:2]
+
+    async def cancel(d: Dispatch) -> None:
+        await b.cancel(d.thread_id, d.dispatch_id)
+
+    async def ack(d: Dispatch) -> None:
+        await b.ack(await claimed(b, d.thread_id))
+
+    async def kill(d: Dispatch) -> None:
+        await b.dead_letter(await claimed(b, d.thread_id))
+
+    async def interrupt(d: Dispatch) -> None:
+        await b.interrupt(d.thread_id)
+
+    async def forget(d: Dispatch) -> None:
+        await ack(d)
+        await b.purge_finished(now() + 60_000)
+
+    for end in (cancel, ack, kill, interrupt, forget):
+        thread_id = fresh()
+        first = await a.enqueue(thread_id, dedupe_key="key")
+        await end(first)
+        second = await a.enqueue(thread_id, dedupe_key="key")
+        assert second.dispatch_id != first.dispatch_id
+        with raises(AlreadyExists):
+            await b.enqueue(thread_id, dedupe_key="key")
+        assert (await claimed(b, thread_id)).dispatch_id == second.dispatch_id
+
+
+@_check()
+async def a_dedupe_key_stays_taken_while_its_dispatch_is_claimed(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id = fresh()
+    await a.enqueue(thread_id, dedupe_key="key")
+    claim = await claimed(a, thread_id)
+    await b.interrupt(thread_id)
+    with raises(AlreadyExists):
+        await b.enqueue(thread_id, dedupe_key="key")
+    await a.ack(claim)
+    second = await b.enqueue(thread_id, dedupe_key="key")
+    # The first's removal does not free the second's key.
+    while await a.purge_finished(now() + 60_000):
+        pass
+    with raises(AlreadyExists):
+        await a.enqueue(thread_id, dedupe_key="key")
+    assert (await claimed(a, thread_id)).dispatch_id == second.dispatch_id
+
+
+@_check()
+async def of_many_with_one_dedupe_key_one_is_admitted(stores: Stores) -> None:
+    thread_id = fresh()
+    for _ in range(2):
+        calls = [stores[n % len(stores)].enqueue(thread_id, str(n).encode(), dedupe_key="key") for n in range(64)]
+        won = await _won(*calls)
+        assert len(won) == 1
+        assert ids(await stores[0].list_dispatches(thread_id, {Status.QUEUED})) == ids(won)
+        await stores[0].cancel(thread_id, won[0].dispatch_id)
+
+
+@_check()
+async def many_enqueue_into_one_thread_and_none_is_lost(stores: Stores) -> None:
+    thread_id = fresh()
+    calls = [stores[n % len(stores)].enqueue(thread_id, str(n).encode(), priority=n % 3) for n in range(64)]
+    put = await asyncio.gather(*calls)
+    listed = await stores[0].list_dispatches(thread_id)
+    assert sorted(ids(listed)) == sorted(ids(put))
+    assert sorted(d.payload for d in listed) == sorted(str(n).encode() for n in range(64))
+    order = []
+    while (claim := await stores[1].claim(thread_id, "worker")) is not None:
+        order.append(await stores[1].ack(claim))
+    assert ids(order) == ids(listed)
+
+
+@_check()
+async def of_many_claimers_one_wins(stores: Stores) -> None:
+    thread_id = fresh()
+    put = [await stores[0].enqueue(thread_id) for _ in range(8)]
+    won = await _won(*(stores[n % len(stores)].claim(thread_id, f"w{n}") for n in range(16)))
+    assert ids(won) == [put[0].dispatch_id]
+    await stores[0].ack(won[0])
+    # Also of different dispatches of the thread.
+    calls = (stores[n % len(stores)].claim_dispatch(thread_id, put[1 + n % 7].dispatch_id, f"w{n}") for n in range(14))
+    won = await _won(*calls)
+    assert len(won) == 1
+    assert (await stores[1].list_dispatches(thread_id, {Status.CLAIMED})) == won
+
+
+@_check()
+async def an_expired_claim_is_taken_back_once(stores: Stores) -> None:
+    thread_id, t = fresh(), now()
+    await stores[0].enqueue(thread_id, max_attempts=1, now_ms=t)
+    claim = await claimed(stores[0], thread_id, lease_s=1, now_ms=t)
+    found = await asyncio.gather(*(stores[n % len(stores)].reclaim_expired(now_ms=t + 2000) for n in range(8)))
+    mine = [d for part in found for d in part if d.thread_id == thread_id]
+    assert [(d.status, d.attempts) for d in mine] == [(Status.DEAD, 1)]
+    with raises(StaleClaim):
+        await stores[0].ack(claim)
+
+
+@_check()
+async def a_retry_waits_for_its_time_everywhere(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, t = fresh(), now()
+    d = await a.enqueue(thread_id, now_ms=t)
+    await a.nack(await claimed(a, thread_id, now_ms=t), retry_at_ms=t + 5000, now_ms=t)
+    assert await b.claim(thread_id, "worker", now_ms=t + 4999) is None
+    assert (await claimed(b, thread_id, now_ms=t + 5000)).dispatch_id == d.dispatch_id
+
+
+@_check()
+async def an_interrupt_and_enqueues_at_once_leave_each_on_one_side(stores: Stores) -> None:
+    a, b = stores[:2]
+    for _ in range(5):
+        thread_id = fresh()
+        outcomes = await asyncio.gather(
+            *(a.enqueue(thread_id) for _ in range(5)), b.interrupt(thread_id), *(b.enqueue(thread_id) for _ in range(5))
+        )
+        epoch = await a.current_epoch(thread_id)
+        after = [o for o in outcomes if isinstance(o, Dispatch) and o.epoch == epoch]
+        done = []
+        while (claim := await b.claim(thread_id, "worker")) is not None:
+            done.append(await b.ack(claim))
+        assert sorted(ids(done)) == sorted(ids(after))
+        assert len(await a.list_dispatches(thread_id, {Status.SUPERSEDED})) == 10 - len(after)
+
+
+@_check()
+async def steps_at_once_end_a_claim_once(stores: Stores) -> None:
+    for _ in range(5):
+        thread_id = fresh()
+        await stores[0].enqueue(thread_id)
+        claim = await claimed(stores[0], thread_id)
+        ended = await _won(
+            stores[0].nack(claim),
+            stores[1].dead_letter(claim),
+            stores[1].supersede_claimed(thread_id),
+            stores[0].nack(claim),
+        )
+        assert len(ended) == 1
+        assert await stores[1].list_dispatches(thread_id) == ended
+
+
+async def _signal(store: MailboxStore, thread_id: str, timeout_s: float = 5.0) -> Signal | None:
+    """The thread's signal, if it comes in time; others are acked."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        for signal in await store.pull_signals(timeout_s=min(0.2, timeout_s)):
+            if signal.thread_id == thread_id:
+                return signal
+            await signal.ack()
+    return None
+
+
+@_check()
+async def a_signal_comes_to_one_worker_wherever_it_is(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id = fresh("thread with . * > ")
+    for _ in range(5):
+        await a.enqueue(thread_id)
+    signal = await _signal(b, thread_id)
+    assert signal is not None
+    assert signal.deliveries == 1
+    # One for the thread, however much is in it.
+    assert await _signal(a, thread_id, 0.5) is None
+    while (claim := await b.claim(thread_id, "worker")) is not None:
+        await b.ack(claim)
+    await signal.ack()
+    assert await _signal(a, thread_id, 0.5) is None
+    await b.enqueue(thread_id)
+    assert await _signal(a, thread_id) is not None
+
+
+@_check()
+async def a_signal_that_is_handed_back_comes_again(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id = fresh()
+    await a.enqueue(thread_id)
+    signal = await _signal(a, thread_id)
+    assert signal is not None
+    began = time.monotonic()
+    await signal.nack(0.6)
+    # Not in a hot loop, and to others too.
+    assert await _signal(a, thread_id, 0.3) is None
+    again = await _signal(b, thread_id)
+    assert again is not None
+    assert time.monotonic() - began > 0.55
+    assert again.deliveries == 2
+    await again.ack()
+
+
+@_check()
+async def a_freed_thread_is_signalled(stores: Stores) -> None:
+    a, b = stores[:2]
+    t = now()
+
+    async def nack(claim: Dispatch) -> None:
+        await a.nack(claim)
+
+    async def kill(claim: Dispatch) -> None:
+        await a.dead_letter(claim)
+
+    async def supersede(claim: Dispatch) -> None:
+        await b.supersede_claimed(claim.thread_id)
+
+    async def reclaim(claim: Dispatch) -> None:
+        await b.reclaim_expired(now_ms=t + 120_000)
+
+    for free in (nack, kill, supersede, reclaim):
+        thread_id = fresh()
+        await a.enqueue(thread_id)
+        await a.enqueue(thread_id)
+        signal = await _signal(a, thread_id)
+        assert signal is not None
+        claim = await claimed(a, thread_id)
+        # A worker that found it busy and was wrong to take it for done.
+        await signal.ack()
+        await free(claim)
+        assert await _signal(b, thread_id) is not None, free
+
+
+@_check()
+async def what_becomes_due_is_signalled_by_the_sweeper(stores: Stores) -> None:
+    from bufstore.mailbox.sweeper import Sweeper
+
+    a, b = stores[:2]
+    thread_id, t = fresh(), int(a.backend.now_ms())  # type: ignore[attr-defined]
+    await a.enqueue(thread_id, available_at_ms=t + 700, now_ms=t)
+    assert await _signal(b, thread_id, 0.3) is None
+    sweepers = [Sweeper(a), Sweeper(b)]  # type: ignore[arg-type]
+
+    async def signalled() -> Signal | None:
+        for sweeper in sweepers:
+            await sweeper.sweep()
+        return await _signal(b, thread_id, 0.1)
+
+    signal = await _eventually(signalled)
+    assert (await claimed(b, thread_id)).thread_id == signal.thread_id
+
+
+@_check()
+async def a_worker_works_queues_off(stores: Stores) -> None:
+    from bufstore.mailbox.worker import Worker
+
+    a, b = stores[:2]
+    threads = [fresh() for _ in range(6)]
+    working: set[str] = set()
+    seen: list[tuple[str, bytes]] = []
+
+    async def handle(d: Dispatch) -> None:
+        assert d.thread_id not in working
+        working.add(d.thread_id)
+        await asyncio.sleep(0.002)
+        working.remove(d.thread_id)
+        if d.payload == b"2" and d.attempts == 0:
+            raise ValueError("not at the first time")
+        seen.append((d.thread_id, d.payload))
+
+    async def all_done() -> bool:
+        return len(seen) == 30
+
+    async with Worker(a, "a", handle), Worker(b, "b", handle):  # type: ignore[arg-type]
+        for n in range(5):
+            for thread_id in threads:
+                await a.enqueue(thread_id, str(n).encode())
+        from bufstore.mailbox.sweeper import Sweeper
+
+        sweeper = Sweeper(a)  # type: ignore[arg-type]
+
+        async def swept() -> bool:
+            await sweeper.sweep()
+            return await all_done()
+
+        await _eventually(swept)
+    assert sorted(seen) == sorted((t, str(n).encode()) for t in threads for n in range(5))
+
+
+@_check()
+async def a_worker_stops_when_it_is_interrupted_or_loses_its_claim(stores: Stores) -> None:
+    from bufstore.mailbox.worker import Worker
+
+    a, b = stores[:2]
+    for stop in ("interrupt", "supersede_claimed"):
+        thread_id = fresh()
+        begun, cancelled = asyncio.Event(), asyncio.Event()
+
+        async def handle(
+            d: Dispatch, thread_id: str = thread_id, begun: asyncio.Event = begun, ended: asyncio.Event = cancelled
+        ) -> None:
+            if d.thread_id == thread_id:
+                begun.set()
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    ended.set()
+
+        worker = Worker(a, "a", handle)  # type: ignore[arg-type]
+        worker._config = MailboxConfig(lease_s=0.6, signal_fetch_expires_s=0.1)
+        async with worker:
+            await b.enqueue(thread_id)
+            async with asyncio.timeout(15):
+                await begun.wait()
+                await getattr(b, stop)(thread_id)
+                await cancelled.wait()
+
+        async def ended(thread_id: str = thread_id) -> bool:
+            return [d.status for d in await b.list_dispatches(thread_id)] == [Status.SUPERSEDED]
+
+        await _eventually(ended)
+
+
+@_check(Capability.LIVE)
+async def a_live_delivery_reaches_who_listens(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, got = fresh("Ünïcode .*> "), []
+    everything = [b"", b"x", b"\0\xff" * 1000]
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+
+    assert await a.deliver_live(thread_id, b"nobody") is Live.NO_SUBSCRIBER
+    stop = await b.listen_live(thread_id, handle)
+    for payload in everything:
+        assert await a.deliver_live(thread_id, payload) is Live.DELIVERED
+    assert await a.deliver_live(fresh(), b"another thread") is Live.NO_SUBSCRIBER
+
+    async def arrived() -> bool:
+        return got == everything
+
+    await _eventually(arrived)
+    await stop()
+    await stop()
+    assert await a.deliver_live(thread_id, b"nobody") is Live.NO_SUBSCRIBER
+    assert got == everything
+    assert await a.list_dispatches(thread_id) == []
+
+
+@_check(Capability.LIVE)
+async def a_live_delivery_reaches_all_who_listen(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, got = fresh(), []
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+
+    stops = [await store.listen_live(thread_id, handle) for store in (a, b, b)]
+    assert await a.deliver_live(thread_id, b"x") is Live.DELIVERED
+
+    async def arrived() -> bool:
+        return got == [b"x"] * 3
+
+    await _eventually(arrived)
+    for stop in stops:
+        await stop()
+
+
+@_check()
+async def what_nobody_hears_is_enqueued(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id = fresh()
+    put = await a.deliver(thread_id, b"command", priority=1)
+    assert put is not None
+    assert (put.payload, put.priority, put.maybe_delivered) == (b"command", 1, False)
+    assert (await claimed(b, thread_id)).dispatch_id == put.dispatch_id
+
+
+@_check()
+async def counters_say_what_was_done(stores: Stores) -> None:
+    a = stores[0]
+    thread_id, t = fresh(), now()
+    before = a.statistics().counts
+    for n in range(4):
+        await a.enqueue(thread_id, dispatch_id=f"d{n}")
+    with raises(AlreadyExists):
+        await a.enqueue(thread_id, dispatch_id="d1")
+    claim = await claimed(a, thread_id)
+    await a.extend_lease(claim)
+    await a.ack(claim)
+    with raises(StaleClaim):
+        await a.nack(claim)
+    await a.nack(await claimed(a, thread_id))
+    await a.dead_letter(await claimed(a, thread_id))
+    await a.cancel(thread_id, "d3")
+    await a.interrupt(thread_id, now_ms=t)
+    assert await a.claim(thread_id, "worker") is None
+    counts = a.statistics().counts
+    done = {name: counts[name] - before.get(name, 0) for name in counts}
+    expected = {"enqueued": 4, "duplicates": 1, "claimed": 3, "extended": 1, "acked": 1, "stale_claims": 1, "nacked": 1}
+    expected |= {"dead_lettered": 1, "cancelled": 1, "interrupted": 1, "superseded": 1, "claims_empty": 1}
+    assert {name: done.get(name) for name in expected} == expected
+    timings = a.statistics().timings
+    assert {"enqueue", "claim", "ack", "waited", "worked"} <= set(timings)
+    assert all(0 <= timing.p50_ms <= timing.p99_ms <= timing.max_ms for timing in timings.values())

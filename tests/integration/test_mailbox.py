@@ -1,0 +1,365 @@
+"""The mailbox on all three stores: the suite, and what each store promises beyond it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from typing import Any
+
+import pytest
+
+from bufstore import AlreadyExists, Closed, ConfigDrift, ConfigError
+from bufstore.buffer.subjects import token
+from bufstore.embedded import Servers
+from bufstore.mailbox import Live, NatsMailboxNames, NatsMailboxStore, PostgresMailboxStore, Status, Sweeper, Worker
+from bufstore.mailbox.nats import NatsBackend
+from bufstore.mailbox.postgres import PostgresBackend
+from bufstore.notify.postgres import PostgresNotifier
+from bufstore.testing import MAILBOX_CHECKS, Capability, Check
+from helpers import eventually, fresh, query
+from mailboxes import KINDS, Mailboxes
+
+#: How many records the tests of much work with; 100 000 as an operator would ask for it.
+MANY = int(os.environ.get("BUFSTORE_MAILBOX_RECORDS", "1500"))
+
+
+@pytest.fixture(params=KINDS)
+def mailboxes(request: pytest.FixtureRequest, servers: Servers) -> Mailboxes:
+    return Mailboxes(request.param, servers)
+
+
+@pytest.fixture
+def on_nats(servers: Servers) -> Mailboxes:
+    return Mailboxes("nats", servers)
+
+
+@pytest.fixture
+def on_postgres(servers: Servers) -> Mailboxes:
+    return Mailboxes("postgres", servers)
+
+
+@pytest.mark.parametrize("check", MAILBOX_CHECKS, ids=str)
+async def test_it_keeps_the_mailbox_contract(check: Check, mailboxes: Mailboxes) -> None:
+    if Capability.LIVE in check.needs and mailboxes.kind == "postgres":
+        pytest.skip("Postgres has no live deliveries")
+    async with mailboxes.open() as stores:
+        await check(stores)
+
+
+async def test_a_closed_mailbox_says_so(mailboxes: Mailboxes) -> None:
+    store = mailboxes.store()
+    async with store:
+        await store.enqueue("t")
+    await store.aclose()
+    for call in (lambda: store.enqueue("t"), lambda: store.claim("t", "w"), lambda: store.load_dispatch("t", "d")):
+        with pytest.raises(Closed):
+            await call()
+
+
+async def test_an_instance_that_starts_again_finds_everything(mailboxes: Mailboxes) -> None:
+    thread_id, hot = fresh(), fresh()
+    async with mailboxes.open(1) as (store,):
+        first = await store.enqueue(thread_id, b"1", dedupe_key="k")
+        second = await store.enqueue(thread_id, b"2", available_at_ms=int(time.time() * 1000) + 3600_000)
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        for n in range(0, 200, 50):
+            await asyncio.gather(*(store.enqueue(hot, str(n + i).encode()) for i in range(50)))
+    async with mailboxes.open(1) as (store,):
+        assert [d.dispatch_id for d in await store.list_dispatches(thread_id)] == [
+            first.dispatch_id,
+            second.dispatch_id,
+        ]
+        with pytest.raises(AlreadyExists):
+            await store.enqueue(thread_id, dedupe_key="k")
+        assert (await store.ack(claim)).status is Status.ACKED
+        assert len(await store.list_dispatches(hot, limit=1000)) == 200
+        assert await store.queued_thread_ids() == sorted([thread_id, hot])
+        assert {s.thread_id for s in await store.pull_signals(timeout_s=2)} >= {hot}
+
+
+async def test_a_claim_costs_the_same_however_much_is_queued(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open(1) as (store,):
+        few, many = fresh(), fresh()
+
+        async def fill(thread_id: str, count: int) -> None:
+            for start in range(0, count, 500):
+                await asyncio.gather(*(store.enqueue(thread_id) for _ in range(min(500, count - start))))
+
+        async def median(thread_id: str) -> float:
+            took = []
+            for _ in range(40):
+                began = time.perf_counter()
+                claim = await store.claim(thread_id, "w")
+                took.append(time.perf_counter() - began)
+                assert claim is not None
+                await store.ack(claim)
+            return sorted(took)[len(took) // 2]
+
+        await fill(few, 100)
+        await fill(many, MANY)
+        # Other threads' records are no matter either.
+        await asyncio.gather(*(store.enqueue(fresh()) for _ in range(MANY // 10)))
+        small, large = await median(few), await median(many)
+        # Wide, because the machine may be busy: a scan of the queue would cost hundreds of times as much.
+        assert large < 5 * small + 0.01, (small, large)
+
+
+async def test_one_thread_with_a_claim_and_a_long_queue_is_recovered(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open() as (a, b):
+        thread_id, t = fresh(), int(time.time() * 1000)
+        count = min(MANY, 2000)
+        first = await a.enqueue(thread_id, now_ms=t)
+        for start in range(0, count, 500):
+            await asyncio.gather(*(a.enqueue(thread_id, now_ms=t) for _ in range(min(500, count - start))))
+        claim = await a.claim(thread_id, "lost", lease_s=1, now_ms=t)
+        assert claim is not None
+        assert claim.dispatch_id == first.dispatch_id
+        assert [d.dispatch_id for d in await b.reclaim_expired(now_ms=t + 5000)] == [first.dispatch_id]
+        again = await b.claim(thread_id, "w")
+        assert again is not None
+        assert again.dispatch_id == first.dispatch_id
+        assert len((await b.interrupt(thread_id)).superseded) == count
+
+
+async def test_eight_instances_share_a_thread_without_two_owners(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open(8) as stores:
+        thread_id = fresh()
+        put = [await stores[0].enqueue(thread_id) for _ in range(24)]
+        holders: list[str] = []
+        done: list[str] = []
+
+        async def work(store: Any, name: str) -> None:
+            while len(done) < len(put):
+                claim = await store.claim(thread_id, name)
+                if claim is None:
+                    await asyncio.sleep(0.002)
+                    continue
+                assert holders == []
+                holders.append(name)
+                await asyncio.sleep(0)
+                holders.remove(name)
+                done.append((await store.ack(claim)).dispatch_id)
+
+        await asyncio.gather(*(work(store, f"w{n}") for n, store in enumerate(stores)))
+        assert done == [d.dispatch_id for d in put]
+
+
+async def test_sweepers_take_turns_and_clean_up(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open(3, keep_finished_s=0.001) as stores:
+        thread_id, idle = fresh(), fresh()
+        await stores[0].enqueue(idle, dedupe_key="k", dispatch_id="own")
+        claim = await stores[0].claim(idle, "w")
+        assert claim is not None
+        await stores[0].ack(claim)
+        await stores[0].enqueue(thread_id)
+        assert await stores[0].claim(thread_id, "w", lease_s=0.001) is not None
+        sweepers = [Sweeper(store) for store in stores]
+        assert [await s.sweep() for s in sweepers].count(True) == 1
+        async with sweepers[0], sweepers[1], sweepers[2]:
+
+            async def clean() -> bool:
+                found = await stores[1].list_dispatches(thread_id)
+                gone = await stores[1].load_dispatch(idle, "own") is None
+                return gone and [d.status for d in found] == [Status.QUEUED]
+
+            await eventually(clean)
+        assert all(s.trouble is None for s in sweepers)
+
+
+async def test_a_sweeper_survives_its_failures_and_says_so(servers: Servers) -> None:
+    boxes = Mailboxes("memory", servers)
+    async with boxes.open(1, sweep_interval_s=0.01) as (store,):
+        real, failing = store.backend.sweeps, True
+
+        async def sweeps(interval_s: float) -> bool:
+            if failing:
+                raise RuntimeError("nobody thought of this")
+            return await real(interval_s)
+
+        store.backend.sweeps = sweeps  # type: ignore[method-assign]
+        async with Sweeper(store) as sweeper:
+
+            async def troubled() -> bool:
+                return sweeper.trouble is not None and "nobody thought" in sweeper.trouble
+
+            await eventually(troubled)
+            failing = False
+
+            async def well() -> bool:
+                return sweeper.trouble is None and sweeper.last_pass is not None
+
+            await eventually(well)
+            assert store.statistics().counts["sweep_failures"] >= 1
+
+
+async def test_nothing_grows_with_what_has_been(on_nats: Mailboxes, on_postgres: Mailboxes) -> None:
+    async with on_nats.open(1) as (store,):
+        for n in range(50):
+            thread_id = fresh()
+            await store.enqueue(thread_id, dedupe_key="k", dispatch_id="own", available_at_ms=1 + n % 2)
+            claim = await store.claim(thread_id, "w")
+            assert claim is not None
+            await store.ack(claim)
+        for signal in await store.pull_signals(limit=100, timeout_s=0):
+            await signal.ack()
+        assert await store.purge_finished(int(time.time() * 1000) + 60_000) == 50
+        backend = store.backend
+        assert isinstance(backend, NatsBackend)
+
+        async def empty() -> bool:
+            await store.backend.sweeps(0.001)
+            # The running slot's leases go when it is over: here it is.
+            await store.reclaim_expired(now_ms=int(time.time() * 1000) + 120_000)
+            left = await backend._stream.after(backend._keys.prefix + ">", 0, 5)
+            # The sweeper's turn; and of a thread an empty mark, which stays for some days.
+            return all(backend._keys.kind(m.subject) == "t" and not m.body for m in left if "sweep" not in m.subject)
+
+        await eventually(empty)
+    async with on_postgres.open(1) as (store,):
+        for _ in range(20):
+            thread_id = fresh()
+            await store.enqueue(thread_id)
+            claim = await store.claim(thread_id, "w")
+            assert claim is not None
+            await store.ack(claim)
+        assert await store.purge_finished(int(time.time() * 1000) + 60_000) == 20
+        for table in ("mailbox_threads", "mailbox_dispatches"):
+            assert await query(
+                on_postgres.servers.postgres.dsn, f"SELECT count(*) FROM {on_postgres.name}.{table}"
+            ) == [(0,)]
+
+
+async def test_tokens_go_on_when_the_bucket_was_made_again(on_nats: Mailboxes) -> None:
+    tokens = []
+    for _ in range(2):
+        async with on_nats.open(1) as (store,):
+            await store.enqueue("t")
+            claim = await store.claim("t", "w")
+            assert claim is not None
+            tokens.append(claim.token)
+            assert isinstance(store.backend, NatsBackend)
+            await store.backend._stream.api(f"STREAM.DELETE.KV_{on_nats.name}")
+        await asyncio.sleep(1.1)  # the numbers of a bucket begin with the second in which it was made
+    assert tokens[0] < tokens[1]
+
+
+async def test_a_signal_is_removed_when_it_was_answered_and_no_sooner(on_nats: Mailboxes) -> None:
+    async with on_nats.open() as (a, b):
+        await a.enqueue("one")
+        (signal,) = await a.pull_signals(timeout_s=5)
+        for store in (a, b):
+            assert isinstance(store.backend, NatsBackend)
+            await store.backend._signals.forget_answered()
+        await signal.nack(0)
+        (signal,) = await b.pull_signals(timeout_s=5)
+        assert signal.thread_id == "one"
+        await signal.ack()
+
+        async def gone() -> bool:
+            assert isinstance(a.backend, NatsBackend)
+            await a.backend._signals.forget_answered()
+            subject = a.backend._keys.of("s", token("one"))
+            return not await a.backend._stream.last([subject], 5)
+
+        await eventually(gone)
+
+
+async def test_a_deleted_signal_consumer_is_made_again(on_nats: Mailboxes) -> None:
+    async with on_nats.open(1) as (store,):
+        await store.enqueue("one")
+        assert isinstance(store.backend, NatsBackend)
+        await store.backend._stream.api(f"CONSUMER.DELETE.KV_{on_nats.name}.dispatch-worker")
+
+        async def signalled() -> bool:
+            return [s.thread_id for s in await store.pull_signals(timeout_s=0.2)] == ["one"]
+
+        await eventually(signalled)
+
+
+async def test_instances_with_other_names_are_refused(on_nats: Mailboxes) -> None:
+    async with on_nats.open(1):
+        for other in ({"consumer": "other"}, {"live_subject": "other"}, {"replicas": 3}, {"max_bytes": 1 << 20}):
+            names = NatsMailboxNames(**({"bucket": on_nats.name, "max_bytes": 256 << 20} | other))
+            with pytest.raises(ConfigDrift) as caught:
+                async with NatsMailboxStore(on_nats.servers.nats.url, names=names):
+                    pass
+            assert on_nats.name in str(caught.value)
+        with pytest.raises(ConfigDrift, match="ack_wait"):
+            async with on_nats.store(signal_ack_wait_s=7.0):
+                pass
+
+
+async def test_a_mailbox_in_a_schema_of_any_name(servers: Servers) -> None:
+    schema = f'it\'s "{secrets.token_hex(3)}" $1 %s'
+    async with PostgresMailboxStore(servers.postgres.dsn, schema=schema, pool_size=2) as store:
+        await store.enqueue("t")
+        claim = await store.claim("t", "w")
+        assert claim is not None
+        await store.ack(claim)
+    with pytest.raises(ConfigError):
+        PostgresMailboxStore(servers.postgres.dsn, schema="pg_x")
+
+
+async def test_a_notifier_wakes_a_worker_elsewhere(on_postgres: Mailboxes) -> None:
+    dsn, prefix = on_postgres.servers.postgres.dsn, f"bufstore-{on_postgres.name}"
+    notifiers = [await PostgresNotifier.open(dsn, prefix=prefix) for _ in range(2)]
+    stores = [PostgresMailboxStore(dsn, schema=on_postgres.name, pool_size=2, notifier=n) for n in notifiers]
+    async with stores[0] as a, stores[1] as b:
+        waiting = asyncio.create_task(b.pull_signals(timeout_s=60))
+
+        async def listens() -> bool:
+            return isinstance(b.backend, PostgresBackend) and b.backend._listening is not None
+
+        await eventually(listens)
+        began = time.monotonic()
+        await a.enqueue("t")
+        assert [s.thread_id for s in await waiting] == ["t"]
+        # The next poll of its own would have been after a minute; and whoever has work does not listen.
+        assert time.monotonic() - began < 30
+        assert not await listens()
+    for notifier in notifiers:
+        await notifier.aclose()
+
+
+async def test_a_live_delivery_without_an_answer_is_enqueued_and_marked(on_nats: Mailboxes) -> None:
+    async with on_nats.open(1) as (store,):
+        assert isinstance(store.backend, NatsBackend)
+        client = store.backend._connection.client()
+
+        async def silent(msg: Any) -> None:
+            pass
+
+        await client.subscribe(f"dispatch-live.{on_nats.name}.{token('t')}", cb=silent)
+        await client.flush()
+        assert await store.deliver_live("t", b"x", timeout_s=0.2) is Live.UNKNOWN
+    async with on_nats.open(1, live_timeout_s=0.2) as (store,):
+        assert isinstance(store.backend, NatsBackend)
+        client = store.backend._connection.client()
+        await client.subscribe(f"dispatch-live.{on_nats.name}.{token('t')}", cb=silent)
+        await client.flush()
+        put = await store.deliver("t", b"x")
+        assert put is not None
+        assert put.maybe_delivered
+        assert await store.load_dispatch("t", put.dispatch_id) == put
+
+
+async def test_a_worker_that_is_closed_hands_its_work_back(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open(1, signal_nack_base_delay_s=0.05) as (store,):
+        thread_id, begun = fresh(), asyncio.Event()
+
+        async def handle(_: Any) -> None:
+            begun.set()
+            await asyncio.sleep(60)
+
+        worker = Worker(store, "w", handle)
+        async with worker:
+            await store.enqueue(thread_id)
+            async with asyncio.timeout(10):
+                await begun.wait()
+            await worker.aclose(drain_s=0)
+        (back,) = await store.list_dispatches(thread_id)
+        assert (back.status, back.last_error) == (Status.QUEUED, "the worker was stopped")
+        assert await store.claim(thread_id, "another") is not None

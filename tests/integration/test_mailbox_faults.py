@@ -1,0 +1,370 @@
+"""Mailboxes when processes die, clocks are wrong and servers stop: no dispatch is lost, none is in two hands."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import sys
+from collections import Counter, defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bufstore import BufstoreError, LogUnavailable, StaleClaim, StepUnknown, StoreUnavailable
+from bufstore.buffer.ports import AppendUnknown
+from bufstore.embedded import Servers
+from bufstore.mailbox import Dispatch, Status, Sweeper
+from bufstore.mailbox.store import Mailbox
+from helpers import eventually, fresh
+from mailboxes import Mailboxes
+
+DURABLE = ("nats", "postgres")
+_PROCESS = Path(__file__).parent.parent / "mailbox_process.py"
+
+Event = list[Any]
+
+
+def check_exclusivity(events: list[Event], dispatches: dict[str, list[Dispatch]]) -> None:
+    """Fail when a history shows two holders that both passed the fence, or an order of claims that cannot be.
+
+    Events are ``[claim | ack | stale, thread, dispatch, token, …]`` as the processes saw them, in any order between
+    them.
+    """
+    claims = [tuple(e[1:4]) for e in events if e[0] == "claim"]
+    assert len({(t, token) for t, _, token in claims}) == len(claims), "one token was given twice"
+    acked: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for e in events:
+        if e[0] == "ack":
+            assert e[4] == "acked"
+            acked[e[1], e[2]].add(e[3])
+    assert all(len(tokens) == 1 for tokens in acked.values()), "two claims of a dispatch were acknowledged"
+    latest: dict[tuple[str, str], int] = {}
+    for thread_id, dispatch_id, token in claims:
+        latest[thread_id, dispatch_id] = max(token, latest.get((thread_id, dispatch_id), 0))
+    for thread_id, found in dispatches.items():
+        for d in found:
+            key = (thread_id, d.dispatch_id)
+            if d.status is Status.ACKED and key in acked:
+                # What the store says ended it is what was told so, and no claim came after it.
+                assert acked[key] == {d.ended_by}
+                assert latest.get(key, 0) <= d.ended_by
+    # Of one thread, a claim that came later was of a dispatch that was not before it acknowledged by an earlier token.
+    for thread_id in {c[0] for c in claims}:
+        ordered = sorted((token, d) for t, d, token in claims if t == thread_id)
+        finished: set[str] = set()
+        for token, dispatch_id in ordered:
+            assert dispatch_id not in finished, "a dispatch was claimed after its ack"
+            if token in acked.get((thread_id, dispatch_id), set()):
+                finished.add(dispatch_id)
+
+
+def test_the_exclusivity_checker_finds_what_must_not_be() -> None:
+    done = Dispatch(thread_id="t", dispatch_id="d", status=Status.ACKED, ended_by=5)
+    good = [["claim", "t", "d", 3, "a"], ["claim", "t", "d", 5, "b"], ["ack", "t", "d", 5, "acked"]]
+    check_exclusivity(good, {"t": [done]})
+    for wrong in (
+        [*good, ["ack", "t", "d", 3, "acked"]],
+        [*good, ["claim", "t", "d", 5, "c"]],
+        [*good, ["claim", "t", "d", 9, "c"]],
+    ):
+        with pytest.raises(AssertionError):
+            check_exclusivity(wrong, {"t": [done]})
+    with pytest.raises(AssertionError):
+        check_exclusivity(good, {"t": [replace(done, ended_by=3)]})
+
+
+class _Workers:
+    """Processes that work on the threads of one deployment."""
+
+    def __init__(self, boxes: Mailboxes, threads: list[str]) -> None:
+        servers = boxes.servers
+        where = (
+            {"nats": servers.nats.url, "bucket": boxes.name}
+            if boxes.kind == "nats"
+            else {"postgres": servers.postgres.dsn, "schema": boxes.name}
+        )
+        self._options = where | {"threads": threads}
+        self.events: list[Event] = []
+        self._running: list[tuple[asyncio.subprocess.Process, asyncio.Task[None]]] = []
+
+    async def start(self, name: str, **options: Any) -> asyncio.subprocess.Process:
+        arguments = json.dumps(self._options | {"name": name} | options)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(_PROCESS), arguments, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        reader = asyncio.create_task(self._read(process.stdout))
+        self._running.append((process, reader))
+        return process
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        async for line in lines:
+            with suppress(json.JSONDecodeError):  # its last line, cut by the kill
+                self.events.append(json.loads(line))
+
+    async def stop(self) -> None:
+        for process, reader in self._running:
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            await process.wait()
+            await reader
+
+
+@pytest.mark.parametrize("kind", DURABLE)
+async def test_processes_killed_paused_and_with_wrong_clocks_lose_and_double_nothing(
+    kind: str, servers: Servers
+) -> None:
+    boxes = Mailboxes(kind, servers)
+    threads = [fresh() for _ in range(4)]
+    workers = _Workers(boxes, threads)
+    async with boxes.open(1) as (store,):
+        for thread_id in threads:
+            await asyncio.gather(*(store.enqueue(thread_id, max_attempts=100) for _ in range(60)))
+        try:
+            first = await workers.start("first")
+            await workers.start("ahead", skew_ms=700)
+            paused = await workers.start("behind", skew_ms=-700)
+
+            async def acked(n: int) -> bool:
+                return sum(e[0] == "ack" for e in workers.events) >= n
+
+            await eventually(lambda: acked(20), 60)
+            # Killed in the middle of claims; another one paused past its lease, and back.
+            first.kill()
+            paused.send_signal(signal.SIGSTOP)
+            await workers.start("second")
+            before = sum(e[0] == "ack" for e in workers.events)
+            await eventually(lambda: acked(min(before + 40, 200)), 60)
+            paused.send_signal(signal.SIGCONT)
+
+            async def all_done() -> bool:
+                counts = Counter()
+                for thread_id in threads:
+                    counts.update(await store.count_by_status(thread_id))
+                return counts[Status.ACKED] == 240
+
+            await eventually(all_done, 90)
+        finally:
+            await workers.stop()
+        dispatches = {t: await store.list_dispatches(t, limit=1000) for t in threads}
+        check_exclusivity(workers.events, dispatches)
+        assert sum(e[0] == "claim" for e in workers.events) >= 240 - 1
+
+
+@pytest.mark.parametrize("kind", DURABLE)
+async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind: str, own_servers: Servers) -> None:
+    boxes = Mailboxes(kind, own_servers)
+    server = own_servers.nats if kind == "nats" else own_servers.postgres
+    thread_id = fresh()
+    put: list[str] = []
+    acked: list[tuple[str, int]] = []
+    stop = asyncio.Event()
+    tasks: list[asyncio.Task[None]] = []
+
+    async def produce(store: Mailbox) -> None:
+        for n in range(10**6):
+            if stop.is_set():
+                return
+            key = f"d{n}"
+            while True:
+                try:
+                    await store.enqueue(thread_id, dispatch_id=key, max_attempts=100)
+                except (StepUnknown, LogUnavailable, StoreUnavailable):
+                    found = None
+                    with suppress(BufstoreError):
+                        found = await store.load_dispatch(thread_id, key)
+                    if found is None:
+                        await asyncio.sleep(0.05)
+                        continue
+                put.append(key)
+                break
+            await asyncio.sleep(0.005)
+
+    async def consume(store: Mailbox, name: str) -> None:
+        while not tasks[0].done() or len({d for d, _ in acked}) < len(put):  # what is being enqueued counts, too
+            try:
+                claim = await store.claim(thread_id, name, lease_s=3)
+                if claim is None:
+                    await store.reclaim_expired()
+                    await asyncio.sleep(0.01)
+                    continue
+                while True:
+                    try:
+                        await store.ack(claim)
+                        acked.append((claim.dispatch_id, claim.token))
+                        break
+                    except (StepUnknown, LogUnavailable, StoreUnavailable):
+                        await asyncio.sleep(0.05)  # an ack may be repeated
+            except StaleClaim:
+                continue
+            except BufstoreError:
+                await asyncio.sleep(0.05)
+
+    async with boxes.open(3, timeout_s=2.0) as stores:
+        tasks += [
+            asyncio.create_task(produce(stores[0])),
+            asyncio.create_task(consume(stores[1], "a")),
+            asyncio.create_task(consume(stores[2], "b")),
+        ]
+        try:
+            for kill in (False, True):
+                await asyncio.sleep(0.5)
+                await asyncio.to_thread(server.kill if kill else server.stop)
+                await asyncio.sleep(0.3)
+                await asyncio.to_thread(server.start)
+                goal = len(acked) + 10
+
+                async def goes_on(goal: int = goal) -> bool:
+                    return len(acked) >= goal or all(t.done() for t in tasks)
+
+                await eventually(goes_on, 60)
+            stop.set()
+            async with asyncio.timeout(60):
+                await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(put) > 10
+        assert Counter(d for d, _ in acked) == Counter(put)
+        found = await stores[0].list_dispatches(thread_id, limit=1 << 20)
+        assert {d.dispatch_id: d.ended_by for d in found} == dict(acked)
+
+
+@pytest.mark.parametrize("kind", DURABLE)
+async def test_what_has_ended_does_not_come_back_when_the_server_is_killed(kind: str, own_servers: Servers) -> None:
+    """A killed nats-server brings back messages whose replacements are gone; the mailbox must not care."""
+    boxes = Mailboxes(kind, own_servers)
+    server = own_servers.nats if kind == "nats" else own_servers.postgres
+    async with boxes.open(2) as (store, other):
+        done, back, stopped, forgotten = fresh(), fresh(), fresh(), fresh()
+        for thread_id in (done, stopped, forgotten):
+            for n in range(5):
+                await store.enqueue(thread_id, priority=(128, 3)[n % 2])
+            while (claim := await store.claim(thread_id, "w")) is not None:
+                await store.ack(claim)
+        await store.enqueue(back)
+        claim = await store.claim(back, "w")
+        assert claim is not None
+        await store.nack(claim)
+        held = await store.enqueue(stopped)
+        claim = await store.claim(stopped, "w")
+        assert claim is not None
+        await asyncio.sleep(2.5)  # what marks a removal stays for a second or two
+        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(server.start)
+
+        async def answers() -> bool:
+            with suppress(BufstoreError):
+                return await other.current_epoch(done) == 0
+            return False
+
+        await eventually(answers, 30)
+        for instance in (store, other):
+            assert await instance.claim(done, "w") is None
+            assert {d.status for d in await instance.list_dispatches(done)} == {Status.ACKED}
+        again = await other.claim(back, "w")
+        assert again is not None
+        assert again.attempts == 1
+        await other.ack(again)
+        assert await store.claim(back, "w") is None
+        # An interrupt supersedes neither what has ended nor what is claimed.
+        assert (await other.interrupt(stopped)).superseded == []
+        assert (await store.ack(claim)).dispatch_id == held.dispatch_id
+        assert Counter(d.status for d in await other.list_dispatches(stopped)) == {Status.ACKED: 6}
+        assert (await other.interrupt(forgotten)).superseded == []
+        after = await store.enqueue(forgotten)
+        claim = await other.claim(forgotten, "w")
+        assert claim is not None
+        assert claim.dispatch_id == after.dispatch_id
+
+
+@pytest.mark.parametrize("kind", ("memory", *DURABLE))
+async def test_a_step_whose_answer_is_lost_is_done_once(kind: str, servers: Servers) -> None:
+    boxes = Mailboxes(kind, servers)
+    rng = random.Random(7)
+    async with boxes.open(1) as (store,):
+        write, add = store.backend.write, store.backend.add
+        lost = Counter()
+
+        def losing(call: Any, name: str) -> Any:
+            async def maybe(*args: Any, **options: Any) -> Any:
+                before = rng.random()
+                if before < 0.3:
+                    lost["before " + name] += 1
+                    raise AppendUnknown("lost on its way there")
+                result = await call(*args, **options)
+                if before < 0.6:
+                    lost["after " + name] += 1
+                    raise AppendUnknown("lost on its way back")
+                return result
+
+            return maybe
+
+        store.backend.write = losing(write, "write")  # type: ignore[method-assign]
+        store.backend.add = losing(add, "add")  # type: ignore[method-assign]
+        for n in range(20):
+            thread_id = fresh()
+            put = await store.enqueue(thread_id, dispatch_id=f"own {n}" if n % 2 else None, dedupe_key="k")
+            claim = await store.claim(thread_id, "w")
+            assert claim is not None
+            assert (await store.record_start(claim, "i")).instance_id == "i"
+            assert (await store.extend_lease(claim)).token == claim.token
+            ended = await store.ack(claim)
+            assert await store.list_dispatches(thread_id) == [ended]
+            assert (ended.dispatch_id, ended.attempts, ended.status) == (put.dispatch_id, 0, Status.ACKED)
+        assert len(lost) == 4
+
+
+async def test_an_unknown_step_is_called_unknown(servers: Servers) -> None:
+    async with Mailboxes("memory", servers).open(1, timeout_s=0.2) as (store,):
+        await store.enqueue("t")
+        claim = await store.claim("t", "w")
+        assert claim is not None
+
+        async def write(*_: Any) -> Any:
+            raise AppendUnknown("lost")
+
+        store.backend.write = write  # type: ignore[method-assign]
+        with pytest.raises(StepUnknown):
+            await store.nack(claim)
+
+
+@pytest.mark.parametrize("kind", DURABLE)
+async def test_a_sweeper_goes_on_after_an_outage(kind: str, own_servers: Servers) -> None:
+    boxes = Mailboxes(kind, own_servers)
+    server = own_servers.nats if kind == "nats" else own_servers.postgres
+    async with boxes.open(1, sweep_interval_s=1.0, timeout_s=0.5) as (store,), Sweeper(store) as sweeper:
+        await asyncio.to_thread(server.stop)
+
+        async def troubled() -> bool:
+            return sweeper.trouble is not None
+
+        await eventually(troubled, 30)
+        await asyncio.to_thread(server.start)
+
+        async def claimed() -> bool:
+            with suppress(BufstoreError):
+                await store.enqueue("t")
+                return await store.claim("t", "w", lease_s=0.1) is not None
+            return False
+
+        await eventually(claimed, 30)
+
+        async def taken_back() -> bool:
+            with suppress(BufstoreError):
+                return not await store.list_dispatches("t", {Status.CLAIMED})
+            return False
+
+        await eventually(taken_back, 40)
+
+        async def well() -> bool:
+            return sweeper.trouble is None
+
+        await eventually(well, 30)

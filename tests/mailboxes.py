@@ -1,0 +1,50 @@
+"""Mailboxes of each kind, for the tests: a deployment of its own, and any number of instances of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from bufstore.embedded import Servers
+from bufstore.mailbox import (
+    MailboxConfig,
+    MemoryMailbox,
+    MemoryMailboxStore,
+    NatsMailboxNames,
+    NatsMailboxStore,
+    PostgresMailboxStore,
+)
+from bufstore.mailbox.store import Mailbox
+
+KINDS = ("memory", "nats", "postgres")
+
+
+class Mailboxes:
+    """One deployment of a kind."""
+
+    def __init__(self, kind: str, servers: Servers) -> None:
+        self.kind = kind
+        self.servers = servers
+        self.name = f"m{secrets.token_hex(5)}"
+        self._shared = MemoryMailbox()
+
+    @property
+    def names(self) -> NatsMailboxNames:
+        return NatsMailboxNames(bucket=self.name, max_bytes=256 << 20)
+
+    def store(self, **config: Any) -> Mailbox:
+        """An instance, to be opened."""
+        settings = MailboxConfig(**({"sweep_interval_s": 1.0, "timeout_s": 10.0} | config))
+        if self.kind == "memory":
+            return MemoryMailboxStore(self._shared, config=settings)
+        if self.kind == "nats":
+            return NatsMailboxStore(self.servers.nats.url, names=self.names, config=settings)
+        return PostgresMailboxStore(self.servers.postgres.dsn, schema=self.name, pool_size=3, config=settings)
+
+    @asynccontextmanager
+    async def open(self, count: int = 2, **config: Any) -> AsyncIterator[list[Mailbox]]:
+        """So many instances."""
+        async with AsyncExitStack() as stack:
+            yield [await stack.enter_async_context(self.store(**config)) for _ in range(count)]

@@ -1,0 +1,181 @@
+"""The life of a dispatch as a table: random lives of a thread, and what must hold after every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from bufstore.errors import ClaimInterrupted, ConfigError, InvalidRecord, StaleClaim
+from bufstore.mailbox import decisions
+from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
+from bufstore.mailbox.decisions import TRANSITIONS, Event, Step
+from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState, check_invariants
+from bufstore.mailbox.worker import backoff_s
+
+STEPS = (
+    "enqueue",
+    "claim",
+    "ack",
+    "nack",
+    "dead_letter",
+    "expire",
+    "cancel",
+    "supersede",
+    "interrupt",
+    "extend",
+    "start",
+)
+
+
+class _Model:
+    """A thread on which steps are done one by one, as a backend would store them."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.thread = ThreadState(thread_id="t")
+        self.queue: list[Dispatch] = []
+        self.ended: list[Dispatch] = []
+        self.claims: list[Dispatch] = []
+        self.now = 1000
+
+    def apply(self, step: Step | None) -> None:
+        if step is None:
+            return
+        self.number += 1
+        active = step.thread.active
+        if active is not None and active.token == OWN:
+            active = replace(active, token=self.number)
+            self.claims.append(active)
+        epoch = self.number if step.thread.epoch == OWN else step.thread.epoch
+        self.thread = replace(step.thread, active=active, epoch=epoch, version=self.number)
+        for move in step.moves:
+            if move.before is not None:
+                self.queue.remove(move.before)
+            if move.after is not None:
+                (self.ended if move.after.status.finished else self.queue).append(move.after)
+
+    def do(self, what: str, n: int) -> None:
+        self.now += n
+        free = self.thread.active is None
+        claim = self.claims[n % len(self.claims)] if self.claims else None
+        queued = [d for d in self.queue if not decisions.is_stale(d, self.thread)]
+        if what == "enqueue":
+            self.number += 1
+            fields: dict[str, Any] = {"epoch": self.thread.epoch, "position": self.number, "max_attempts": 1 + n % 3}
+            self.queue.append(Dispatch(thread_id="t", dispatch_id=str(self.number), **fields))
+        elif what == "claim" and free and queued:
+            head = min(queued, key=lambda d: d.order)
+            self.apply(decisions.claim(self.thread, head, "w", self.now + 50, self.now))
+        elif what == "expire":
+            self.apply(decisions.expire(self.thread, self.now))
+        elif what == "cancel" and self.queue:
+            self.apply(decisions.cancel(self.thread, self.queue[n % len(self.queue)], self.now))
+        elif what == "supersede":
+            self.apply(decisions.supersede_stale(self.thread, self.queue, self.now))
+            if n % 2:
+                self.apply(decisions.supersede_claimed(self.thread, self.now))
+        elif what == "interrupt":
+            self.apply(decisions.interrupt(self.thread))
+        elif claim is not None:
+            self.end(what, claim)
+
+    def end(self, what: str, claim: Dispatch) -> None:
+        active = self.thread.active
+        steps = {
+            "ack": lambda: decisions.ack(self.thread, claim, self.now),
+            "nack": lambda: decisions.nack(self.thread, claim, self.now + 5, "error", self.now),
+            "dead_letter": lambda: decisions.dead_letter(self.thread, claim, None, self.now),
+            "extend": lambda: decisions.extend(self.thread, claim, self.now + 70, self.now),
+            "start": lambda: decisions.start(self.thread, claim, "i", self.now),
+        }
+        if what not in steps:
+            return
+        if active is None or active.token != claim.token:
+            with pytest.raises(StaleClaim):
+                steps[what]()
+        elif what in ("extend", "start") and decisions.is_stale(active, self.thread):
+            with pytest.raises(ClaimInterrupted):
+                steps[what]()
+        else:
+            self.apply(steps[what]())
+
+
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 40)), max_size=60))
+def test_whatever_happens_the_invariants_hold(steps: list[tuple[str, int]]) -> None:
+    model = _Model()
+    for what, n in steps:
+        before = {d.dispatch_id: d for d in model.ended}
+        enqueued = len(model.queue) + len(model.ended) + (model.thread.active is not None)
+        model.do(what, n)
+        active = [model.thread.active] if model.thread.active is not None else []
+        everything = [*model.queue, *model.ended, *active]
+        for d in everything:
+            check_invariants(d)
+        # None is lost, none is doubled, and what has ended stays as it is.
+        assert len(everything) == enqueued + (what == "enqueue")
+        assert len({d.dispatch_id for d in everything}) == len(everything)
+        assert before.items() <= {d.dispatch_id: d for d in model.ended}.items()
+        assert {d.status for d in model.queue} <= {Status.QUEUED}
+        assert {d.status for d in active} <= {Status.CLAIMED}
+        # Tokens only grow.
+        tokens = [c.token for c in model.claims]
+        assert tokens == sorted(set(tokens))
+
+
+def test_the_table_says_what_leads_where() -> None:
+    assert {status for status, _ in TRANSITIONS} == {Status.QUEUED, Status.CLAIMED}
+    assert {event for _, event in TRANSITIONS} == set(Event)
+    assert all(after is not status for (status, _), afters in TRANSITIONS.items() for after in afters)
+    reached = {after for afters in TRANSITIONS.values() for after in afters}
+    assert reached == set(Status)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"status": Status.CLAIMED},
+        {"token": 5},
+        {"lease_until_ms": 5},
+        {"claimed_by": "w"},
+        {"completed_at_ms": 5},
+        {"status": Status.ACKED},
+        {"status": Status.ACKED, "completed_at_ms": 5, "token": 3},
+        {"attempts": 5},
+        {"attempts": 6, "status": Status.DEAD, "completed_at_ms": 5},
+    ],
+)
+def test_a_record_that_breaks_an_invariant_is_not_stored(wrong: dict[str, Any]) -> None:
+    right = Dispatch(thread_id="t", dispatch_id="d")
+    assert check_invariants(right) is right
+    with pytest.raises(InvalidRecord):
+        check_invariants(replace(right, **wrong))
+
+
+def test_backoff_doubles_up_to_its_cap() -> None:
+    assert [backoff_s(n, 0.5, 30) for n in (1, 2, 3, 6, 7, 8, 10_000)] == [0.5, 1, 2, 16, 30, 30, 30]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lease_s": 0},
+        {"timeout_s": float("inf")},
+        {"signal_nack_max_delay_s": 0.1},
+        {"signal_fetch_expires_s": 60.0},
+        {"payload_max": 1 << 20},
+        {"max_concurrent_handlers": -1},
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        MailboxConfig(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"bucket": "a.b"}, {"consumer": ""}, {"live_subject": "a*"}, {"replicas": 6}])
+def test_names_that_nats_cannot_have_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        NatsMailboxNames(**wrong)
