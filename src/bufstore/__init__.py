@@ -65,7 +65,7 @@ from bufstore.threads.queries import (
     Visibility,
 )
 from bufstore.threads.repairing import repair
-from bufstore.types import Consistency, Message, Receipt
+from bufstore.types import Consistency, Message, Receipt, SourceMark
 
 __all__ = [
     "AlreadyExists",
@@ -117,6 +117,7 @@ __all__ = [
     "RunPage",
     "RunQuery",
     "RunStatus",
+    "SourceMark",
     "StaleClaim",
     "Statistics",
     "StepUnknown",

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from bufstore.errors import InvalidId
+from bufstore.errors import InvalidId, InvalidRecord
 
 #: One message of a conversation: any value built of None, bool, int (64 bit), float, str, bytes, list and dict.
 #: Usually a dict with ``role`` and ``content``; every field, known or not, comes back as it was given.
@@ -29,6 +29,19 @@ class Consistency(enum.Enum):
     STRONG = "strong"
     #: Postgres as it is: a past state, cheapest.
     EVENTUAL = "eventual"
+
+
+class SourceMark(msgspec.Struct, frozen=True):
+    """Who numbers a write, and its number: see `BufferedThreadStore.checkpoint`.
+
+    A source's numbers grow per thread, in the order in which they are to take effect: a batch's number, and within it
+    the row's. Whatever is not above the highest one that the thread has from the source is a repeat.
+    """
+
+    #: E.g. the name of a streaming query. At most 8 sources of a thread are remembered, those that wrote to it last.
+    name: str
+    #: 0 … 2⁶³ - 1.
+    number: int
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
@@ -67,3 +80,14 @@ def check_id(value: object, what: str) -> str:
     if "\0" in value:
         raise InvalidId(f"{what} {value!r} has a NUL character")
     return value
+
+
+def check_source(source: object, key: str | None = None) -> None:
+    """Raise InvalidId or InvalidRecord unless `source` is a SourceMark, and the only sign that tells a repeat."""
+    if not isinstance(source, SourceMark):
+        raise InvalidRecord(f"source must be a SourceMark, not {type(source).__name__}")
+    if key is not None:
+        raise InvalidRecord("a write has an idempotency key or a source, not both")
+    check_id(source.name, "the source's name")
+    if type(source.number) is not int or not 0 <= source.number < 1 << 63:
+        raise InvalidRecord(f"a source's number is an int from 0 to 2**63 - 1, not {source.number!r}")

@@ -122,9 +122,10 @@ class Instance:
         self._runs = 0
         world.instances.append(self)
 
-    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory]:
+    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory, bool]:
         state, last = await self.reads.joined(thread_id)
-        return last, state.row, MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+        memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+        return last, state.row, memory, not state.partial
 
     def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
         payload = decode_payload(entry.entry.payload)

@@ -23,6 +23,7 @@ from typing import Generic
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer import ring as rings
+from bufstore.buffer import sources
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, Entry, encode, entry_id
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
@@ -53,7 +54,7 @@ _PAUSE_MAX_S = 0.2
 
 
 class _NeedRow(Exception):
-    """An idempotency key can only be judged by what Postgres remembers of the thread."""
+    """A key or a source's number can only be judged by what Postgres remembers of the thread."""
 
 
 class _Doubtful(Exception):
@@ -124,12 +125,19 @@ class Appender(Generic[M]):
         self._tips.drop(thread_id)
 
     async def append(
-        self, thread_id: str, prepare: Prepare[M], *, key: str | None = None, content: bytes = b""
+        self,
+        thread_id: str,
+        prepare: Prepare[M],
+        *,
+        key: str | None = None,
+        content: bytes = b"",
+        mark: bytes | None = None,
     ) -> Receipt:
         """Append the entry that `prepare` makes of the thread's tip; its receipt, once it is durable.
 
         `prepare` is called again when another writer was faster. `key` and `content`: an idempotency key, and
-        what it stands for. Raises what `prepare` raises, and the errors of `ThreadRunStore.checkpoint`.
+        what it stands for. `mark`: an item of `bufstore.buffer.sources`. Raises what `prepare` raises, and the errors
+        of `ThreadRunStore.checkpoint`.
         """
         if self._closed:
             raise Closed("the store is closed")
@@ -137,7 +145,7 @@ class Appender(Generic[M]):
         item = rings.item_of(id_) if key is None else rings.item(key, content)
         done: asyncio.Future[Receipt] = self._loop.create_future()
         deadline = self._loop.time() + self._config.append_timeout_s
-        write = Write(prepare, item, key is not None, id_, done, deadline)
+        write = Write(prepare, item, key is not None, mark, id_, done, deadline)
         if write.keyed and (thread_id, write.item) in self._unresolved:
             found = await self._find_unresolved(thread_id, key or "", write)
             if found is not None:
@@ -255,7 +263,11 @@ class Appender(Generic[M]):
             # very unit may still fail. So such writes wait for the next round.
             first = not unit.writes
             known = rings.find(tip.ring, write.item) if write.keyed else None
-            if write.keyed and known is None and not tip.ring_complete:
+            unsure = write.keyed and known is None and not tip.ring_complete
+            if write.mark is not None:
+                known = known or (sources.holds(tip.sources or b"", write.mark) or None)
+                unsure = unsure or (known is None and tip.sources is None)
+            if unsure:
                 if first:
                     raise _NeedRow
                 break
@@ -281,6 +293,7 @@ class Appender(Generic[M]):
                     write.done.set_exception(e)
                 continue
             ring = rings.add(tip.ring, write.item)
+            marks = tip.sources if write.mark is None else sources.add(tip.sources or b"", write.mark)
             entry = Entry(
                 id=write.id,
                 prev_id=tip.id,
@@ -290,6 +303,7 @@ class Appender(Generic[M]):
                 self_contained=draft.self_contained,
                 ring=ring,
                 ring_complete=tip.ring_complete or rings.full(ring),
+                sources=marks,
                 payload=draft.payload,
             )
             try:
@@ -306,7 +320,8 @@ class Appender(Generic[M]):
                 draft.undo()
                 break
             lane.queue.popleft()
-            tip = Tip(-1, write.id, Base.CHAINED, 0, draft.version, ring, draft.memory, False, entry.ring_complete)
+            complete = entry.ring_complete
+            tip = Tip(-1, write.id, Base.CHAINED, 0, draft.version, ring, draft.memory, False, complete, marks)
             unit.add(write, draft, messages, tip)
         return unit if unit.writes else None
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence, Set
 import msgspec
 
 from bufstore.buffer import ring as rings
+from bufstore.buffer import sources as sources_
 from bufstore.buffer.entry import Base, Malformed, StoredEntry
 
 
@@ -32,6 +33,8 @@ class Row(msgspec.Struct, frozen=True):
     broken_since: int | None = None
     #: A tombstone: nothing of the thread is left but this row.
     gone: bool = False
+    #: The highest numbers of the thread's sources.
+    sources: bytes = b""
 
 
 class Parked(msgspec.Struct, frozen=True):
@@ -100,11 +103,11 @@ def plan(
             return Plan(row=row, apply=apply, park=park, gap_before=seq)
         if e.id in poison:
             park.append(Parked(item, "cannot be applied", row.applied_id))
-            row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken)
+            row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken, sources=_sources(row, item))
             continue
         if not chained and not e.self_contained:
             park.append(Parked(item, "its predecessor is not applied", row.applied_id))
-            row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken)
+            row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken, sources=_sources(row, item))
             continue
         apply.append(item)
         row = Row(
@@ -113,5 +116,11 @@ def plan(
             version=e.version,
             ring=rings.merge(row.ring, e.ring),
             broken_since=None if e.self_contained else row.broken_since,
+            sources=_sources(row, item),
         )
     return Plan(row=row, apply=apply, park=park)
+
+
+def _sources(row: Row, stored: StoredEntry) -> bytes:
+    # Of a parked entry, too: its source has done its part, and the entry waits in quarantine.
+    return sources_.merge(row.sources, stored.entry.sources or b"")

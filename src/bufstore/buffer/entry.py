@@ -13,6 +13,7 @@ import enum
 import zlib
 from binascii import a2b_base64, b2a_base64
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -20,7 +21,8 @@ from bufstore.errors import MalformedEntry
 
 HEADER = "Bufstore-Entry"
 VERSION = 1
-#: Headers of one message never exceed this many bytes: ring (16 x 12 bytes in base64), numbers, batch headers.
+#: Headers of one message never exceed this many bytes: ring (16 x 12 bytes in base64), sources (8 x 16), numbers,
+#: batch headers.
 HEADER_BYTES_MAX = 1024
 
 
@@ -55,6 +57,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     ring: bytes
     #: False while keys of before may be missing in the ring, because the writer did not ask Postgres.
     ring_complete: bool = True
+    #: The highest numbers of the thread's sources (see `bufstore.buffer.sources`); None: none, or the writer did not
+    #: know them.
+    sources: bytes | None = None
     payload: bytes
 
 
@@ -71,6 +76,12 @@ class _Meta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     chunk: int
     chunks: int
     ring_complete: bool = True
+
+
+class _MetaWithSources(_Meta, array_like=True, frozen=True, gc=False):
+    """The same of an entry that has something to say of sources."""
+
+    sources: bytes | None = None
 
 
 class StoredMessage(msgspec.Struct, frozen=True, gc=False):
@@ -93,7 +104,7 @@ class StoredEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 _meta_encoder = msgspec.msgpack.Encoder()
-_meta_decoder = msgspec.msgpack.Decoder(_Meta)
+_meta_decoder = msgspec.msgpack.Decoder(_MetaWithSources)
 _BASES = dict(enumerate(Base))
 
 
@@ -112,7 +123,7 @@ def encode(entry: Entry, message_bytes_max: int) -> list[tuple[str, bytes]]:
 
 
 def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
-    meta = _Meta(
+    fields: tuple[Any, ...] = (
         entry.id,
         entry.prev_id,
         entry.base,
@@ -124,6 +135,7 @@ def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
         chunks,
         entry.ring_complete,
     )
+    meta = _MetaWithSources(*[*fields, entry.sources]) if entry.sources else _Meta(*fields)
     text = b2a_base64(_meta_encoder.encode(meta), newline=False)
     return f"{VERSION}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}"
 
@@ -161,6 +173,7 @@ def decode(message: StoredMessage) -> tuple[Entry, int, int]:
         self_contained=meta.self_contained,
         ring=meta.ring,
         ring_complete=meta.ring_complete,
+        sources=meta.sources,
         payload=message.body,
     )
     return entry, meta.chunk, meta.chunks

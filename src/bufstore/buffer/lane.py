@@ -21,6 +21,8 @@ class Write(Generic[M]):
     prepare: Prepare[M]
     item: bytes
     keyed: bool
+    #: The source that numbers it, and its number (`bufstore.buffer.sources`).
+    mark: bytes | None
     id: int
     done: asyncio.Future[Receipt]
     #: When the caller gives up.

@@ -88,6 +88,7 @@ def plan_replay(row: Row, parked: Sequence[ParkedEntry], *, refused: Mapping[int
                 version=e.version,
                 ring=rings.merge(row.ring, e.ring),
                 broken_since=row.broken_since,
+                sources=row.sources,  # an entry's are the row's since it was parked
             )
     return ReplayPlan(row=row, apply=apply, outcomes=outcomes)
 

@@ -40,6 +40,8 @@ class Tip(Generic[M]):
     #: True when the thread's chain is broken: only a self-contained entry can be applied.
     broken: bool = False
     ring_complete: bool = True
+    #: The highest numbers of the thread's sources; None while they are not known.
+    sources: bytes | None = None
     #: Where a read must have got to see what this tip stands for, when that is not `seq`.
     flushed_seq: int = 0
 
@@ -69,7 +71,17 @@ def tip_of_message(last: StoredMessage) -> Tip[M]:
         entry, _, _ = decode(last)
     except MalformedEntry:
         return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True, ring_complete=False)
-    return Tip(last.seq, entry.id, Base.CHAINED, 0, entry.version, entry.ring, None, ring_complete=entry.ring_complete)
+    return Tip(
+        last.seq,
+        entry.id,
+        Base.CHAINED,
+        0,
+        entry.version,
+        entry.ring,
+        None,
+        ring_complete=entry.ring_complete,
+        sources=entry.sources,
+    )
 
 
 def tip_of_row(row: Row, seen: int, memory: M | None) -> Tip[M]:
@@ -83,6 +95,7 @@ def tip_of_row(row: Row, seen: int, memory: M | None) -> Tip[M]:
         ring=row.ring,
         memory=memory,
         broken=row.broken_since is not None,
+        sources=row.sources,
         flushed_seq=row.flushed_seq,
     )
 

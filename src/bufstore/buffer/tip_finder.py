@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol
 
 from bufstore.buffer import ring as rings
+from bufstore.buffer import sources
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
 from bufstore.buffer.lookups import Lookups
@@ -19,9 +20,10 @@ from bufstore.config import BufferConfig
 class Writer(Protocol[M]):
     """What the appender asks of the domain besides `prepare`."""
 
-    async def load_base(self, thread_id: str) -> tuple[int, Row, M]:
+    async def load_base(self, thread_id: str) -> tuple[int, Row, M, bool]:
         """The thread's content: the position of its last entry in the log (0: none there), its row as it will be
-        once the tail is flushed, and what to remember of its content.
+        once the tail is flushed, what to remember of its content, and whether the row is all that Postgres knows (and
+        not what the log alone tells while Postgres is away).
 
         Raises StoreUnavailable when Postgres is needed and does not answer.
         """
@@ -74,16 +76,17 @@ class TipFinder(Generic[M]):
     async def of_content(self, thread_id: str) -> Tip[M]:
         """The tip with the thread's content, from Postgres and the tail."""
         seen = await self._seen_lately()
-        seq, row, memory = await self._writer.load_base(thread_id)
+        seq, row, memory, whole = await self._writer.load_base(thread_id)
         if not seq:
             return tip_of_row(row, seen, memory)
         broken = row.broken_since is not None
-        tip = Tip(seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, memory, broken)
+        known = row.sources if whole else row.sources or None
+        tip = Tip(seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, memory, broken, whole, known)
         self._tips.put(thread_id, tip)
         return tip
 
     async def of_row(self, thread_id: str) -> Tip[M]:
-        """The tip with all keys that are remembered: those of its chain in the log, and those that Postgres knows."""
+        """The tip with all keys and sources that are remembered: of its chain in the log, and what Postgres knows."""
         seen = await self._seen_lately()
         row = await self._load_row(thread_id)
         known = self._tips.get(thread_id)
@@ -91,6 +94,7 @@ class TipFinder(Generic[M]):
         if not tip.seq:
             return tip_of_row(row, seen, None)
         tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
+        tip.sources = sources.merge(row.sources, tip.sources or b"")
         return tip
 
     async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
@@ -121,7 +125,8 @@ class TipFinder(Generic[M]):
                 return tip_of_message(messages[-1])
             e = item.entry
             self._writer.observe(memory, item)
-            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, ring_complete=e.ring_complete)
+            known = tip.sources if e.sources is None else e.sources
+            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, False, e.ring_complete, known)
         if tip.seq != messages[-1].seq:
             return tip_of_message(messages[-1])  # of a large entry only the end is left
         self._tips.put(thread_id, tip)

@@ -90,14 +90,16 @@ class MemoryLedger:
         return decision
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
-        found = sorted(t for t, r in self._rows.items() if r.gone and r.flushed_seq < below and t > after)
+        found = sorted(
+            t for t, r in self._rows.items() if r.gone and not r.sources and r.flushed_seq < below and t > after
+        )
         return [(self._rows[t].flushed_seq, t) for t in found[:limit]]
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
         parked = {e.thread_id for e in self.parked.entries.values()}
         for seq, thread_id in tombstones:
             row = self._rows.get(thread_id, Row())
-            if row.gone and row.flushed_seq == seq and thread_id not in parked:
+            if row.gone and row.flushed_seq == seq and thread_id not in parked and not row.sources:
                 del self._rows[thread_id]
 
     async def quarantined(self) -> int:

@@ -76,7 +76,7 @@ class PostgresParked:
             with flush_errors():
                 async with connection.transaction():
                     locked = await self._run(connection, "lock_thread", thread_id)
-                    row = Row(*locked[0][:6]) if locked else Row()
+                    row = Row(*locked[0][:7]) if locked else Row()
                     found = await self._run(
                         connection, "parked_of_thread", thread_id, start, _REPLAY_ENTRIES, _REPLAY_BYTES
                     )
@@ -135,6 +135,7 @@ def row_columns(rows: dict[str, Row]) -> tuple[columns.Array, ...]:
         columns.blobs([r.ring for r in rows.values()]),
         columns.longs(r.broken_since or 0 for r in rows.values()),
         columns.ints(r.gone for r in rows.values()),
+        columns.blobs([r.sources for r in rows.values()]),
     )
 
 

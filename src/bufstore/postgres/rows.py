@@ -42,7 +42,7 @@ def thread_rows(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadRows | N
     """What ``load_rows.sql`` has read; None when Postgres knows nothing of the thread."""
     first, *messages = sorted(rows, key=itemgetter(0))
     latest_run, version = first[1:3]
-    watermark = Row(*first[9:]) if first[9] is not None else None
+    watermark = Row(*[*first[9:14], False, first[14]]) if first[9] is not None else None
     if version is None and watermark is None:
         return None
     return ThreadRows(

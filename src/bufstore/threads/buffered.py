@@ -15,6 +15,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from bufstore.buffer import sources
 from bufstore.buffer.appender import Appender
 from bufstore.buffer.audit import Verification
 from bufstore.buffer.flush_waiter import FlushWaiter
@@ -70,7 +71,7 @@ from bufstore.threads.read import ThreadReads
 from bufstore.threads.wrapping import ledger_for, link_for, reader_for
 from bufstore.threads.write import Call, save_of
 from bufstore.threads.writer import ThreadWriter
-from bufstore.types import Consistency, Message, Quarantined, Receipt, check_id
+from bufstore.types import Consistency, Message, Quarantined, Receipt, SourceMark, check_id, check_source
 
 _log = logging.getLogger(__name__)
 
@@ -200,17 +201,30 @@ class BufferedThreadStore:
     # --- writes -----------------------------------------------------------------------------------------------
 
     async def checkpoint(
-        self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None
+        self,
+        thread_id: str,
+        messages: Sequence[Message],
+        run: Run,
+        *,
+        idempotency_key: str | None = None,
+        source: SourceMark | None = None,
     ) -> Receipt:
         """See `ThreadRunStore.checkpoint`. Also raises LogFull, LogUnavailable (nothing stored) and OutcomeUnknown.
 
-        Needs Postgres only with an idempotency key on a thread that the log does not know: then StoreUnavailable.
+        `source`: for pipelines that may do their work again. A write whose number the thread has from this source
+        already is not done again, however much later it comes; the receipt says ``repeated``. Not together with a key.
+
+        Needs Postgres only with a key or source on a thread that the log does not know: then StoreUnavailable.
         """
-        call = self._call(thread_id, messages, run, idempotency_key)
+        call = self._call(thread_id, messages, run, idempotency_key, source)
         if run.parent_thread_id is not None or not self._writer.claimed(run):
             await self._admit(run)
         return await self._appender.append(
-            thread_id, call.whole_list, key=idempotency_key, content=_content("whole", call, idempotency_key)
+            thread_id,
+            call.whole_list,
+            key=idempotency_key,
+            content=_content("whole", call, idempotency_key),
+            mark=_mark(source),
         )
 
     async def checkpoint_append(
@@ -221,12 +235,13 @@ class BufferedThreadStore:
         *,
         expected_version: int | None = None,
         idempotency_key: str | None = None,
+        source: SourceMark | None = None,
     ) -> Receipt:
-        """See `ThreadRunStore.checkpoint_append`. Also raises what `checkpoint` does, and ThreadQuarantined.
+        """See `ThreadRunStore.checkpoint_append`, and `checkpoint` for `source`. Also raises ThreadQuarantined.
 
         Needs Postgres when this process has not written to the thread lately: then StoreUnavailable.
         """
-        call = self._call(thread_id, delta, run, idempotency_key)
+        call = self._call(thread_id, delta, run, idempotency_key, source)
         if len(call.ids) > 1 and call.repeats_an_id():
             raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
         if run.parent_thread_id is not None or not self._writer.claimed(run):
@@ -236,6 +251,7 @@ class BufferedThreadStore:
             call.appending(expected_version),
             key=idempotency_key,
             content=_content("append", call, idempotency_key),
+            mark=_mark(source),
         )
 
     async def create_run(self, run: Run) -> Receipt:
@@ -272,12 +288,16 @@ class BufferedThreadStore:
         """See `ThreadRunStore.delete_thread`."""
         return await self._lineage.change(lineage.deletion(thread_id, children))
 
-    def _call(self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> Call:
+    def _call(
+        self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None, source: SourceMark | None
+    ) -> Call:
         """Check and encode everything before any I/O; afterwards the caller may change his objects."""
         check_id(thread_id, "thread_id")
         check_run(run, thread_id)
         if key is not None:
             check_id(key, "idempotency_key")
+        if source is not None:
+            check_source(source, key)
         encoded = encode_messages(messages)
         return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run), save_of(run))
 
@@ -487,6 +507,10 @@ class BufferedThreadStore:
             self._log.ends(filters, self._config.read_timeout_s), self._ledger.cursors()
         )
         return {p: max(0, end - (cursors[p].seq if p in cursors else 0)) for p, end in enumerate(ends)}
+
+
+def _mark(source: SourceMark | None) -> bytes | None:
+    return sources.item(source.name, source.number) if source is not None else None
 
 
 def _content(kind: str, call: Call, key: str | None) -> bytes:

@@ -27,10 +27,11 @@ class ThreadWriter:
         self._config = config
         self._claimed_runs: OrderedDict[str, str] = OrderedDict()
 
-    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory]:
+    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory, bool]:
         """See `bufstore.buffer.appender.Writer`."""
         state, last = await self._reads.joined(thread_id)
-        return last, state.row, MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+        memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+        return last, state.row, memory, not state.partial
 
     def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
         """See `bufstore.buffer.appender.Writer`."""

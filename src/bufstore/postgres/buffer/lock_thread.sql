@@ -1,3 +1,3 @@
 -- The thread's row, so that neither a flush nor another replay changes it meanwhile.
-SELECT flushed_seq, applied_id, version, ring, broken_since, gone, set_config('lock_timeout', '5s', true)
+SELECT flushed_seq, applied_id, version, ring, broken_since, gone, sources, set_config('lock_timeout', '5s', true)
 FROM {schema}.buffer_threads WHERE thread_id = $1::text FOR UPDATE

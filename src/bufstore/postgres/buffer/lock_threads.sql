@@ -1,2 +1,2 @@
-SELECT thread_id, flushed_seq, applied_id, version, ring, broken_since, gone
+SELECT thread_id, flushed_seq, applied_id, version, ring, broken_since, gone, sources
 FROM {schema}.buffer_threads WHERE thread_id = ANY ($1::text[]) ORDER BY thread_id FOR UPDATE

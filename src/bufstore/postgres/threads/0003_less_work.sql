@@ -22,7 +22,8 @@ CREATE FUNCTION {schema}.thread_row_v1(
     OUT applied_id bigint,
     OUT known_version bigint,
     OUT ring bytea,
-    OUT broken_since bigint
+    OUT broken_since bigint,
+    OUT sources bytea
 ) LANGUAGE plpgsql STABLE SET enable_seqscan = off AS $body$
 #variable_conflict use_column
 BEGIN
@@ -31,8 +32,8 @@ BEGIN
     FROM {schema}.threads AS t WHERE t.thread_id = p_thread;
     SELECT r.record INTO record FROM {schema}.runs AS r WHERE r.run_id = thread_row_v1.latest_run_id;
     IF p_watermark THEN
-        SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since
-        INTO flushed_seq, applied_id, known_version, ring, broken_since
+        SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.sources
+        INTO flushed_seq, applied_id, known_version, ring, broken_since, sources
         FROM {schema}.buffer_threads AS b WHERE b.thread_id = p_thread;
     END IF;
 END

@@ -1,0 +1,121 @@
+"""Writes that a source numbers: once, whoever repeats them, however much later, on real servers and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from bufstore import BufferConfig, BufferedThreadStore, InvalidRecord, MemoryThreadStore, Run, SourceMark
+from bufstore.memory import MemoryNats
+from conftest import Deployment
+
+Opener = Callable[..., AbstractAsyncContextManager[BufferedThreadStore]]
+
+
+def run_of(thread_id: str) -> Run:
+    return Run(run_id=f"run-{thread_id}", thread_id=thread_id)
+
+
+@pytest.fixture(params=["memory", "servers"])
+def opened(request: pytest.FixtureRequest) -> Opener:
+    """Opens an instance; all of them share log and store."""
+    if request.param == "servers":
+        deployment: Deployment = request.getfixturevalue("deployment")
+        return deployment.store
+    nats, inner = MemoryNats(), MemoryThreadStore()
+
+    @asynccontextmanager
+    async def in_memory(**options: Any) -> AsyncIterator[BufferedThreadStore]:
+        config = BufferConfig(**({"flush_interval_s": 0.05, "lease_s": 4} | options))
+        async with await BufferedThreadStore.open(inner, nats=nats, config=config) as store:
+            yield store
+
+    return in_memory
+
+
+async def test_a_number_is_written_once_and_its_repeat_gets_a_receipt(opened: Opener) -> None:
+    async with opened() as store:
+        first = await store.checkpoint_append("t", ["a"], run_of("t"), source=SourceMark("q", 1))
+        again = await store.checkpoint_append("t", ["a"], run_of("t"), source=SourceMark("q", 1))
+        assert not first.repeated
+        assert again.repeated
+        assert (again.thread_seq, again.version) == (first.thread_seq, first.version)
+        await store.checkpoint_append("t", ["b"], run_of("t"), source=SourceMark("q", 5))
+        late = await store.checkpoint("t", ["x"], run_of("t"), source=SourceMark("q", 4))
+        assert late.repeated, "below the highest number is a repeat as well"
+        assert not (await store.checkpoint_append("t", ["c"], run_of("t"), source=SourceMark("other", 1))).repeated
+        assert await store.load_messages("t") == ["a", "b", "c"]
+
+
+async def test_a_repeat_is_known_in_another_process_long_after_the_key_ring_has_forgotten(opened: Opener) -> None:
+    async with opened() as store:
+        await store.checkpoint("t", ["first"], run_of("t"), source=SourceMark("q", 7))
+        for n in range(40):
+            await store.checkpoint_append("t", [n], run_of("t"))
+        await store.force_flush_all()
+    async with opened() as store:
+        assert (await store.checkpoint("t", ["first"], run_of("t"), source=SourceMark("q", 7))).repeated
+        assert not (await store.checkpoint_append("t", ["next"], run_of("t"), source=SourceMark("q", 8))).repeated
+        assert (await store.load_messages("t") or [])[-1] == "next"
+
+
+async def test_a_repeat_is_known_when_only_the_store_remembers(opened: Opener) -> None:
+    async with opened() as store:
+        await store.checkpoint("t", ["first"], run_of("t"), source=SourceMark("q", 7))
+        partition = store._subjects.partition("t")
+        behind = next(f"u{n}" for n in range(1000) if store._subjects.partition(f"u{n}") == partition)
+        last = await store.checkpoint(behind, ["x"], run_of(behind))
+        await store.force_flush_all()
+        await store._log.purge(partition, last.thread_seq)  # as retention does, later
+    async with opened() as store:
+        assert (await store.checkpoint("t", ["first"], run_of("t"), source=SourceMark("q", 7))).repeated
+        assert (await store.checkpoint_append("t", ["x"], run_of("t"), source=SourceMark("q", 6))).repeated
+        await store.checkpoint_append("t", ["second"], run_of("t"), source=SourceMark("q", 8))
+        assert await store.load_messages("t") == ["first", "second"]
+
+
+async def test_a_repeated_batch_does_not_bring_a_deleted_thread_back(opened: Opener) -> None:
+    async with opened() as store:
+        await store.checkpoint("t", ["first"], run_of("t"), source=SourceMark("q", 1))
+        await store.delete_thread("t")
+        await store.force_flush_all()
+    async with opened() as store:
+        assert (await store.checkpoint("t", ["first"], run_of("t"), source=SourceMark("q", 1))).repeated
+        assert await store.load_messages("t") is None
+        assert not (await store.checkpoint("t", ["new"], run_of("t"), source=SourceMark("q", 2))).repeated
+        assert await store.load_messages("t") == ["new"]
+
+
+async def test_key_and_source_together_are_refused_before_anything_is_written(opened: Opener) -> None:
+    async with opened() as store:
+        with pytest.raises(InvalidRecord):
+            await store.checkpoint("t", ["a"], run_of("t"), idempotency_key="k", source=SourceMark("q", 1))
+        assert await store.load_messages("t") is None
+
+
+async def test_batches_repeated_by_several_processes_at_once_take_effect_once(opened: Opener) -> None:
+    chance = random.Random(5)
+    threads = [f"t{n}" for n in range(6)]
+    batches = [[(chance.choice(threads), f"{b}.{row}") for row in range(12)] for b in range(6)]
+    async with opened() as one, opened() as two:
+        stores = [one, two]
+
+        async def sink(number: int, store: BufferedThreadStore) -> None:
+            for row, (thread_id, text) in enumerate(batches[number]):
+                mark = SourceMark("query", number << 32 | row)
+                await store.checkpoint_append(thread_id, [text], run_of(thread_id), source=mark)
+
+        for number in range(len(batches)):
+            # The same batch by two executors at once, and again before the next one.
+            await asyncio.gather(*(sink(number, store) for store in stores))
+            await sink(number, chance.choice(stores))
+            if chance.random() < 0.5:
+                await one.force_flush_all()
+        for thread_id in threads:
+            wanted = [text for batch in batches for t, text in batch if t == thread_id]
+            assert (await two.load_messages(thread_id) or []) == wanted
