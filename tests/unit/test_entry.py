@@ -164,7 +164,7 @@ def test_a_sealed_header_that_makes_no_sense_is_malformed(meta: Any) -> None:
 
 
 def test_later_fields_are_skipped() -> None:
-    header = decode(sealed([1, 2, 0, 3, 4, True, b"", 0, 1, True, {"new": "field"}]))[0]
+    header = decode(sealed([1, 2, 0, 3, 4, True, b"", 0, 1, True, None, {"new": "field"}]))[0]
     assert (header.id, header.prev_id, header.seen, header.version) == (1, 2, 3, 4)
 
 
