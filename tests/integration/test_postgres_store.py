@@ -668,17 +668,17 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
         await rows(
             store,
             'CREATE TABLE IF NOT EXISTS {schema}.buffer_threads (thread_id text COLLATE "C" PRIMARY KEY, '
-            "flushed_seq bigint, applied_id bigint, version bigint, ring bytea, broken_since bigint)",
+            "flushed_seq bigint, applied_id bigint, version bigint, ring bytea, broken_since bigint, sources bytea)",
         )
         known, only_thread, only_watermark = fresh(), fresh(), fresh()
         for thread_id in (known, only_thread):
             await store.checkpoint(thread_id, [1, 2], run_of(thread_id))
         for thread_id in (known, only_watermark):
-            row = [thread_id, 7, 8, 2, b"ring", None]
-            await rows(store, "INSERT INTO {schema}.buffer_threads VALUES (%s, %s, %s, %s, %s, %s)", row)
+            row = [thread_id, 7, 8, 2, b"ring", None, b"sources"]
+            await rows(store, "INSERT INTO {schema}.buffer_threads VALUES (%s, %s, %s, %s, %s, %s, %s)", row)
         both = await store.load_rows(known, with_watermark=True)
         assert both is not None
-        assert both.watermark == Row(7, 8, 2, b"ring", None)
+        assert both.watermark == Row(7, 8, 2, b"ring", None, sources=b"sources")
         assert len(both.messages) == 2
         thread = await store.load_rows(only_thread, with_watermark=True)
         assert thread is not None
