@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import nats
 import pytest
 
 from bufstore import (
@@ -356,3 +357,27 @@ async def test_force_flush_ends_under_steady_writes_and_covers_what_was_there_wh
         finally:
             stop.set()
             await writing
+
+
+async def test_what_anybody_sends_to_our_inboxes_ends_no_connection(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        thread_id = fresh()
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.force_flush_all()
+        connection = store._link.connection  # type: ignore[attr-defined]
+        client = connection.client()
+        assert store._flusher is not None
+        feed = next(iter(store._flusher._shares.values())).feed
+        stranger = await nats.connect(deployment.servers.nats.url)
+        try:
+            for inbox in (f"{connection._inbox}.1", f"{store._log._inbox}.1", feed._inbox):  # type: ignore[attr-defined]
+                for reply in ("", "a.b", "a.b.c.d.e.f.g.h.i"):
+                    await stranger.publish(inbox, b"\xff{", reply=reply, headers={"Nats-Sequence": "x"})
+            await stranger.flush()
+        finally:
+            await stranger.close()
+        for n in range(1, 30):
+            await store.checkpoint_append(thread_id, [said(n)], run_of(thread_id))
+        await store.force_flush_all()
+        assert await store.load_messages(thread_id) == [said(n) for n in range(30)]
+        assert connection.client() is client

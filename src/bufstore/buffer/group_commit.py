@@ -225,8 +225,7 @@ class GroupCommit:
         units = group
         while units:
             messages = [message for unit in units for message in unit.messages]
-            self._last = len(messages)
-            (batched, begun), self._choice, self._begun = self._shape(units), None, None
+            batched, begun = self._shape(units, len(messages))
             if not batched:
                 await self._store_each(units)
                 return
@@ -245,6 +244,7 @@ class GroupCommit:
                 _end(units, e)
                 return
             self._shapes.took(len(messages), True, self._now() - began)
+            self._last = len(messages)
             self._go_on(group)
             # The first line that matters, the publish ack: only now is the group on the log's disk, and only now
             # do its writers return. Returning earlier would acknowledge what a crash can still lose.
@@ -254,15 +254,19 @@ class GroupCommit:
                 _end_one(unit, seq)
             return
 
-    def _shape(self, units: list[Unit]) -> tuple[bool, BegunBatch | None]:
+    def _shape(self, units: list[Unit], messages: int) -> tuple[bool, BegunBatch | None]:
         """Whether they are to be a batch, and what has been sent of it."""
         if self._begun is not None and self._begun[0] is units[0]:
-            return True, self._begun[1]
-        if self._last == 1:
+            (_, begun), self._begun, self._choice = self._begun, None, None
+            return True, begun
+        if messages == 1:
             return False, None
-        if self._last > len(units):  # units of several messages would each be a batch of their own
+        if messages > len(units):  # units of several messages would each be a batch of their own
             return True, None
-        return self._shapes.batched(self._last) if self._choice is None else self._choice, None
+        if self._ahead is units and self._choice is not None:
+            choice, self._choice = self._choice, None
+            return choice, None
+        return self._shapes.batched(messages), None
 
     def _now(self) -> float:
         assert self._loop is not None
@@ -274,6 +278,7 @@ class GroupCommit:
         def ended(number: int, outcome: int | Exception) -> None:
             _end_one(single[number], outcome)
 
+        self._last = len(units)
         if len(units) == 1:
             await self._store_one(units[0])
             return

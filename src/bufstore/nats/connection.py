@@ -430,9 +430,14 @@ class ListeningClient(Client):
         if sid not in self._subs:  # unsubscribed: what was on its way still comes
             del self._listeners[sid]
             return
-        more = heard(subject.decode("utf-8", "replace"), reply.decode("utf-8", "replace"), data, headers or b"")
-        if more is not None:
-            await more
+        try:
+            more = heard(subject.decode("utf-8", "replace"), reply.decode("utf-8", "replace"), data, headers or b"")
+            if more is not None:
+                await more
+        except Exception as e:
+            # Anybody may send anything to an inbox: it must not end the task that reads. What was ours is missed, and
+            # whoever waits for it notices.
+            _log.warning("a message that is none: %s", type(e).__name__, extra={"action": "nats_message"})
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
