@@ -521,6 +521,23 @@ def test_a_keyed_write_to_a_thread_only_postgres_can_judge_waits_for_nobody_when
     test(main)
 
 
+def test_what_the_log_alone_tells_of_keys_is_not_taken_for_all_of_them() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"], key="k", run_id="keyed")
+        await world.flush_and_purge()
+        world.store_is_up = False
+        await Instance(world).checkpoint(["a", "b"])  # cold: from here on the log knows the content
+        other = Instance(world)
+        await other.append(["c"])
+        with pytest.raises(StoreUnavailable):
+            await other.append(["a"], key="k", run_id="keyed")
+        world.store_is_up = True
+        assert (await other.append(["a"], key="k", run_id="keyed")).repeated
+        assert world.runs()["keyed"] == 0
+
+    test(main)
+
+
 def test_while_postgres_is_down_an_append_that_needs_it_does_not_hold_up_a_checkpoint() -> None:
     async def main(world: World, one: Instance) -> None:
         world.store_is_up = False
