@@ -108,10 +108,10 @@ class MemoryBackend:
         thread = self._thread(dispatch.thread_id)
         known = shared.dispatches[dispatch.thread_id]
         active = [thread.active] if thread.active is not None else []
-        if any(d.dispatch_id == dispatch.dispatch_id for d in [*known.values(), *active]):
+        if dispatch.dispatch_id in known or any(d.dispatch_id == dispatch.dispatch_id for d in active):
             raise KeyTaken(dispatch.dispatch_id, same_id=True)
-        for d in [*known.values(), *active]:
-            if dispatch.dedupe_key is not None and d.dedupe_key == dispatch.dedupe_key and not d.status.finished:
+        for d in [*known.values(), *active] if dispatch.dedupe_key is not None else ():
+            if d.dedupe_key == dispatch.dedupe_key and not d.status.finished:
                 raise KeyTaken(d.dispatch_id, same_id=False)
         stored = replace(dispatch, epoch=thread.epoch, position=shared.number())
         known[stored.dispatch_id] = stored

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -23,6 +25,9 @@ _REMEMBERED = 4096
 #: So many superseded dispatches are taken out of a queue in one write.
 AT_ONCE = 100
 
+#: What may be over with the next attempt.
+_PASSING = (Conflict, AppendUnknown, LogUnavailable)
+
 T = TypeVar("T")
 Load = Callable[[], Awaitable[ThreadState]]
 
@@ -37,19 +42,19 @@ class Tries:
 
     async def __call__(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The first result. Raises LogUnavailable (nothing was done), StepUnknown, and what is no use to repeat."""
+        began = time.monotonic()
         try:
+            # Almost always the first attempt does it, and what tries again costs more than the attempt.
+            with suppress(*_PASSING):
+                return await self._once(attempt)
             async for again in AsyncRetrying(
                 wait=wait_random_exponential(multiplier=0.002, max=0.2),
-                stop=stop_after_delay(self._timeout_s),
-                retry=retry_if_exception_type((Conflict, AppendUnknown, LogUnavailable)),
+                stop=stop_after_delay(max(0.0, self._timeout_s - (time.monotonic() - began))),
+                retry=retry_if_exception_type(_PASSING),
                 reraise=True,
             ):
                 with again:
-                    try:
-                        return await attempt()
-                    except AppendUnknown:
-                        self.unsure = True
-                        raise
+                    return await self._once(attempt)
         except Conflict as e:
             if not self.unsure:
                 raise LogUnavailable("others change the thread all the time; nothing was done") from e
@@ -61,6 +66,13 @@ class Tries:
                 raise StepUnknown(f"no answer came to the step, and now: {e}") from e
             raise
         raise AssertionError("tenacity raises or returns")
+
+    async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await attempt()
+        except AppendUnknown:
+            self.unsure = True
+            raise
 
 
 class Steps:
