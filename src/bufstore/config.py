@@ -25,7 +25,7 @@ _ADDRESS = re.compile(r"(?!.*://)[^\s?#,\\\x00-\x1f\x7f]+")
 _SUBJECT = re.compile(r"[^\s.*>\x00-\x1f\x7f]+(\.[^\s.*>\x00-\x1f\x7f]+)*\.?")
 
 
-class _Secretive:
+class Secretive:
     """A repr that shows no secret: fields marked ``secret`` are masked, passwords in URLs too."""
 
     def __repr__(self) -> str:
@@ -69,7 +69,7 @@ def split_url(url: str) -> tuple[str, str | None, str | None]:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class NatsConfig(_Secretive):
+class NatsConfig(Secretive):
     """How to reach NATS. Set by the operator.
 
     At most one way to sign in: `credentials` (a .creds file's path, or its contents), `user` + `password`,

@@ -1,0 +1,83 @@
+"""Rows of a job as checkpoints: which columns there are, and what a row says. No Spark in here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bufstore.errors import ConfigError, InvalidRecord
+from bufstore.threads.model import Run, RunStatus
+from bufstore.types import Message
+
+#: Column → the types it may have (Spark's simple strings), and whether it must be there.
+COLUMNS: Mapping[str, tuple[Sequence[str], bool]] = {
+    "thread_id": (("string",), True),
+    "run_id": (("string",), True),
+    #: The whole list, or what is appended: each message as JSON. One of the two columns; in a row, the one that is not null.
+    "messages": (("array<string>",), False),
+    "delta": (("array<string>",), False),
+    #: The order of a thread's rows within a batch. Without it, rows of one thread go in the order of their contents.
+    "position": (("bigint", "int", "timestamp", "timestamp_ntz"), False),
+    "agent_id": (("string",), False),
+    "status": (("string",), False),
+    "parent_thread_id": (("string",), False),
+    #: Any other fields of the run, as a JSON object.
+    "run": (("string",), False),
+}
+#: So many rows of one thread a batch may have: the lower bits of a source's number.
+ROWS_MAX = 1 << 24
+
+
+def check_columns(found: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError, naming the column, unless these names and types can become checkpoints."""
+    types = dict(found)
+    for name, (wanted, needed) in COLUMNS.items():
+        if name not in types:
+            if needed:
+                raise ConfigError(f"column {name} is missing: {wanted[0]}")
+        elif types[name] not in wanted:
+            raise ConfigError(f"column {name} is {types[name]}, and must be {' or '.join(wanted)}")
+    if unknown := types.keys() - COLUMNS.keys():
+        raise ConfigError(f"column {min(unknown)} is none of a checkpoint: {', '.join(COLUMNS)}")
+    if "messages" not in types and "delta" not in types:
+        raise ConfigError("column messages or delta is missing: array<string>, each message as JSON")
+
+
+class Write(msgspec.Struct, frozen=True):
+    """What one row asks for."""
+
+    thread_id: str
+    whole: bool
+    messages: list[Message]
+    run: Run
+
+
+def write_of(row: Mapping[str, Any]) -> Write:
+    """The checkpoint of a row. Raises InvalidRecord, which says why there is none; ids are checked by the store."""
+    whole, delta = row.get("messages"), row.get("delta")
+    if (whole is None) == (delta is None):
+        raise InvalidRecord("messages and delta: one of them, and not both")
+    texts = whole if whole is not None else delta
+    assert texts is not None
+    try:
+        messages = [msgspec.json.decode(text) for text in texts]
+        fields = dict(msgspec.json.decode(row["run"])) if row.get("run") is not None else {}
+        for name in ("agent_id", "parent_thread_id"):
+            if row.get(name) is not None:
+                fields[name] = row[name]
+        if row.get("status") is not None:
+            fields["status"] = RunStatus(row["status"])
+        fields |= {"run_id": row["run_id"], "thread_id": row["thread_id"]}
+        run = msgspec.convert(fields, Run)
+    except (msgspec.MsgspecError, TypeError, ValueError) as e:
+        raise InvalidRecord(f"a row of thread {row['thread_id']!r} cannot be read: {e}") from e
+    return Write(row["thread_id"], whole is not None, messages, run)
+
+
+def number_of(batch_id: int, rank: int) -> int:
+    """The source's number of a thread's row: its batch, and its place among the thread's rows in it."""
+    if not 0 <= rank < ROWS_MAX:
+        raise InvalidRecord(f"a batch has more than {ROWS_MAX} rows of one thread")
+    return batch_id << 24 | rank

@@ -1,0 +1,5 @@
+-- Takes the name for the query, or says who has it. A batch that is repeated finds itself.
+INSERT INTO {schema}.spark_sources AS s (app_id, query_id, batch_id) VALUES ($1::text, $2::text, $3::bigint)
+ON CONFLICT (app_id) DO UPDATE SET
+    batch_id = CASE WHEN s.query_id = excluded.query_id THEN greatest(s.batch_id, excluded.batch_id) ELSE s.batch_id END
+RETURNING query_id, batch_id
