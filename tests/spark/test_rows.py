@@ -68,6 +68,6 @@ def test_a_configuration_shows_no_secret() -> None:
     config = SinkConfig(app_id="q", nats="nats://me:hush@h:4222", postgres="postgresql://me:hush@h/db")
     assert "hush" not in repr(config)
     with pytest.raises(ConfigError):
-        SinkConfig(app_id="q")
+        SinkConfig(app_id="q", nats="nats://h:0", postgres="postgresql://h/db")
     with pytest.raises(ConfigError):
-        SinkConfig(app_id="q", postgres="postgresql://h/db", in_flight=0)
+        SinkConfig(app_id="q", nats="nats://h:4222", postgres="postgresql://h/db", in_flight=0)

@@ -19,10 +19,7 @@ from bufstore.cli.running import configure_logs, reporting_errors
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.embedded import Servers
 from bufstore.errors import ConfigError
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import StreamMissing
-from bufstore.nats.setup import WITHDRAWN
-from bufstore.nats.stream import NatsStream
+from bufstore.nats.finding import find_log
 from bufstore.postgres.migrate import check_schema
 from bufstore.postgres.pool import check_conninfo
 from bufstore.postgres.store import PostgresThreadStore
@@ -93,36 +90,8 @@ class Target:
         return PostgresThreadStore(conninfo, schema=self.schema, pool_size=pool_size)
 
     async def find_log(self) -> LogConfig | None:
-        """The configuration of the log as it stands on the server; None if there is no log.
-
-        So nobody has to repeat the operator's numbers of partitions and replicas on the command line.
-        """
-        connection = Connection(self.nats, self.session)
-        await connection.open()
-        try:
-            found = await NatsStream(connection, self.nats.api, self.stream, 1).api(f"STREAM.INFO.{self.stream}")
-        except StreamMissing:
-            return None
-        finally:
-            await connection.aclose()
-        return _log_config(found["config"], self.bucket)
-
-
-def _log_config(found: dict[str, Any], bucket: str) -> LogConfig:
-    metadata = found.get("metadata") or {}
-    if "bufstore.partitions" not in metadata:
-        raise ConfigError(f"stream {found['name']!r} was not made by bufstore")
-    placement = found.get("placement") or {}
-    return LogConfig(
-        stream=found["name"],
-        bucket=bucket,
-        subject=found["subjects"][0].partition(".")[0].removesuffix(WITHDRAWN),
-        partitions=int(metadata["bufstore.partitions"]),
-        replicas=found["num_replicas"],
-        placement_tags=tuple(placement.get("tags") or ()),
-        placement_cluster=placement.get("cluster") or None,
-        max_bytes=found["max_bytes"],
-    )
+        """The configuration of the log as it stands on the server; None if there is no log."""
+        return await find_log(self.nats, self.stream, self.bucket, self.session)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Where a job's checkpoints go."""
+"""Where a job's checkpoints are, and how its sink works."""
 
 from __future__ import annotations
 
@@ -6,24 +6,58 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from bufstore.config import LogConfig, Secretive
+from bufstore.config import LogConfig, NatsConfig, Secretive, as_nats_config
 from bufstore.errors import ConfigError
+from bufstore.nats.finding import find_log
 from bufstore.postgres.migrate import check_schema
 from bufstore.types import check_id
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SinkConfig(Secretive):
-    """Set by the data engineer who writes the job. Goes to the executors as it is; its repr shows no secret."""
+class Deployment(Secretive):
+    """The log and the database of one deployment. Set by the data engineer who writes the job.
 
-    #: Names the source in every thread that it writes to. One streaming query, for as long as its checkpoint folder lives.
-    app_id: str
-    nats: Sequence[str] = field(default=("nats://127.0.0.1:4222",), metadata={"url": True})
-    postgres: str = field(default="", metadata={"secret": True})
+    Goes to the executors as it is; its repr shows no secret. What the log is like (partitions, replicas) is read from
+    the server.
+    """
+
+    #: One URL or several, or a NatsConfig; without an SSLContext, which cannot travel: name a ``tls://`` URL.
+    nats: str | Sequence[str] | NatsConfig = field(metadata={"secret": True})
+    postgres: str = field(metadata={"secret": True})
     schema: str = "bufstore"
-    log: LogConfig = field(default_factory=LogConfig)
-    #: What a row that cannot become a checkpoint does: "fail" ends the batch (all others are stored), "skip" counts it.
-    bad_rows: Literal["fail", "skip"] = "fail"
+    stream: str = LogConfig.stream
+    bucket: str = LogConfig.bucket
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nats", as_nats_config(self.nats))
+        if self.server.tls is not None:
+            raise ConfigError("an SSLContext cannot go to Spark's executors: use a tls:// URL and their system's CAs")
+        LogConfig(stream=self.stream, bucket=self.bucket)
+        check_schema(self.schema)
+
+    @property
+    def server(self) -> NatsConfig:
+        """How to reach NATS."""
+        assert isinstance(self.nats, NatsConfig)
+        return self.nats
+
+    async def find_log(self) -> LogConfig:
+        """The log as it stands on the server. Raises ConfigError when there is none, LogUnavailable."""
+        found = await find_log(self.server, self.stream, self.bucket, "bufstore-spark")
+        if found is None:
+            raise ConfigError(f"there is no log {self.stream!r} on this server: open a BufferedThreadStore on it first")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class SinkConfig(Deployment):
+    """A sink of one streaming query (or backfill). Set by the data engineer who writes the job."""
+
+    #: Names the source in every thread that it writes to. One query, for as long as its checkpoint folder lives.
+    app_id: str
+    #: What a row that cannot become a checkpoint does: "fail" ends the batch (when all other threads are written),
+    #: "quarantine" puts it into the table ``spark_quarantine`` and goes on.
+    bad_rows: Literal["fail", "quarantine"] = "fail"
     #: Tasks that write at the same time; None: Spark's shuffle partitions.
     tasks: int | None = None
     #: Checkpoints on their way per task.
@@ -31,13 +65,9 @@ class SinkConfig(Secretive):
     append_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_id(self.app_id, "app_id")
-        check_schema(self.schema)
-        if isinstance(self.nats, str):
-            object.__setattr__(self, "nats", (self.nats,))
-        if not self.postgres:
-            raise ConfigError("SinkConfig.postgres is needed: threads that the log does not know are looked up there")
-        if self.bad_rows not in ("fail", "skip"):
-            raise ConfigError("SinkConfig.bad_rows is 'fail' or 'skip'")
+        if self.bad_rows not in ("fail", "quarantine"):
+            raise ConfigError("SinkConfig.bad_rows is 'fail' or 'quarantine'")
         if self.in_flight < 1 or (self.tasks is not None and self.tasks < 1):
             raise ConfigError("SinkConfig.in_flight and tasks must be positive")

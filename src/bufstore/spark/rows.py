@@ -15,7 +15,7 @@ from bufstore.types import Message
 COLUMNS: Mapping[str, tuple[Sequence[str], bool]] = {
     "thread_id": (("string",), True),
     "run_id": (("string",), True),
-    #: The whole list, or what is appended: each message as JSON. One of the two columns; in a row, the one that is not null.
+    #: The whole list, or what is appended: each message as JSON. In a row, the one of the two that is not null.
     "messages": (("array<string>",), False),
     "delta": (("array<string>",), False),
     #: The order of a thread's rows within a batch. Without it, rows of one thread go in the order of their contents.
@@ -63,7 +63,7 @@ def write_of(row: Mapping[str, Any]) -> Write:
     assert texts is not None
     try:
         messages = [msgspec.json.decode(text) for text in texts]
-        fields = dict(msgspec.json.decode(row["run"])) if row.get("run") is not None else {}
+        fields = msgspec.json.decode(row["run"], type=dict[str, Any]) if row.get("run") is not None else {}
         for name in ("agent_id", "parent_thread_id"):
             if row.get(name) is not None:
                 fields[name] = row[name]

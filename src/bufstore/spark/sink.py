@@ -3,8 +3,9 @@
 A batch may be done again, in part or whole, at any time: a task that failed after it wrote, a copy that speculation
 started, a driver that was killed before Spark noted the batch. So each row carries a number (its batch, and its place
 among its thread's rows in it), and the store knows for each thread how far this source has come
-(`bufstore.buffer.sources`); there is no window of time. For that a row must get the same number again: the batch is the
-same rows (Spark's part, with a source that can be replayed), and they are sorted by what they hold.
+(`bufstore.buffer.sources`, docs/adr/0014); there is no window of time. For that a row must get the same number again:
+the batch is the same rows (Spark's part, with a source that can be replayed; a sum over the rows tells when it is not),
+and they are sorted by what they hold.
 
 One task owns a thread in a batch, so its rows go in order and nobody competes for it.
 """
@@ -12,29 +13,27 @@ One task owns a thread in a batch, so its rows go in order and nobody competes f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from psycopg import AsyncConnection
-
 from bufstore.errors import ConfigError, InvalidRecord
-from bufstore.postgres import columns
-from bufstore.postgres.migrate import migrate, queries
-from bufstore.postgres.pool import new_pool
 from bufstore.spark.config import SinkConfig
+from bufstore.spark.ledger import Holder, SparkLedger
 from bufstore.spark.rows import COLUMNS, check_columns
-from bufstore.spark.worker import write_rows
+from bufstore.spark.writing import Outcome, write_rows
 
 if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame
 
-_FOLDER = files("bufstore.spark") / "sql"
-_OUTCOME = "written bigint, repeated bigint, bad array<string>"
-_SHOWN = 10
-_TIMEOUT_S = 30.0
+_log = logging.getLogger(__name__)
+
+_OUTCOME = "written bigint, repeated bigint, bad bigint, behind bigint, reasons array<string>, fingerprint bigint"
+_FINGERPRINT = "bufstore_fingerprint"
+_MASK = (1 << 63) - 1
 
 
 def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
@@ -43,7 +42,7 @@ def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
 
 
 class CheckpointSink:
-    """Holds the configuration and nothing else: it goes to wherever Spark runs it."""
+    """Holds the configuration and nothing else: it goes to wherever Spark runs it (on Connect, the server)."""
 
     def __init__(self, config: SinkConfig) -> None:
         self.config = config
@@ -54,78 +53,121 @@ class CheckpointSink:
     def __call__(self, df: DataFrame, batch_id: int) -> None:
         """Write a batch; on return all of it is durable in the log.
 
-        Raises ConfigError for a column that is missing or of another type, or when another query has the app id;
-        InvalidRecord for rows that cannot become checkpoints (``bad_rows="fail"``), when all others are written.
+        Raises ConfigError for a column that is missing or of another type, when another query has the app id, or when
+        the batch came before with other rows; InvalidRecord for rows that cannot become checkpoints
+        (``bad_rows="fail"``), when all other threads are written.
         """
         check_columns(df.dtypes)
-        asyncio.run(self._begin(_query_id(df), batch_id))
+        query_id = _query_id(df)
+        holder = asyncio.run(_begin(self.config, query_id, batch_id))
+        with _described(df, f"bufstore: batch {batch_id} of {self.config.app_id}"):
+            outcome, fingerprint = self._write(df, batch_id)
+        _log.info("batch %d of %s: %s", batch_id, self.config.app_id, outcome, extra={"action": "spark_batch"})
+        if holder.batch_id == batch_id and holder.fingerprint not in (None, fingerprint):
+            raise ConfigError(
+                f"batch {batch_id} of app id {self.config.app_id!r} was done before, with other rows: what is new in it "
+                "is taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
+                "checkpoint folder has the app id of an old one: give it one of its own."
+            )
+        if outcome.bad and self.config.bad_rows == "fail":
+            raise InvalidRecord(
+                f"{outcome.bad} rows of batch {batch_id} cannot become checkpoints ({outcome.behind} rows behind them "
+                "in their threads wait, all others are written); mend them at the source keeping their order, or set "
+                f"bad_rows='quarantine': {'; '.join(outcome.reasons)}"
+            )
+        asyncio.run(_done(self.config, batch_id, outcome, fingerprint))
+
+    def _write(self, df: DataFrame, batch_id: int) -> tuple[Outcome, int]:
+        from pyspark.sql import functions as F
+
         config = self.config
-        session = df.sparkSession
-        tasks = config.tasks or int(session.conf.get("spark.sql.shuffle.partitions") or 1)
+        tasks = config.tasks or int(df.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
         # The place of a row must be the same in a repeat: by position where there is one, then by everything it holds.
         order = [name for name in COLUMNS if name in df.columns]
         order.sort(key=lambda name: (name != "thread_id", name != "position"))
-        sorted_ = df.repartition(tasks, "thread_id").sortWithinPartitions(*order)
-        outcomes = sorted_.mapInArrow(partial(_task, config, batch_id), _OUTCOME).collect()
-        bad = [what for outcome in outcomes for what in outcome["bad"]]
-        if bad and config.bad_rows == "fail":
-            raise InvalidRecord(
-                f"{len(bad)} rows of batch {batch_id} cannot become checkpoints, the others are written: "
-                f"{'; '.join(bad[:_SHOWN])}"
-            )
-
-    async def _begin(self, query_id: str, batch_id: int) -> None:
-        config = self.config
-        pool = new_pool(config.postgres, size=1)
-        await pool.open(wait=False)
-        try:
-            async with pool.lend(_TIMEOUT_S) as connection:
-                await migrate(connection, config.schema, _FOLDER, "spark")
-                holder, last = await _taken(connection, config, query_id, batch_id)
-        finally:
-            await pool.close()
-        if holder != query_id or batch_id < last:
-            raise ConfigError(
-                f"app id {config.app_id!r} has written batch {last} of query {holder or '(unknown)'}, and this is batch "
-                f"{batch_id} of query {query_id or '(unknown)'}: its rows would be taken for repeats. Either go on with "
-                "the checkpoint folder of that query, or give this one an app id of its own."
-            )
+        owned = df.repartition(tasks, "thread_id").sortWithinPartitions(*order)
+        summed = owned.withColumn(_FINGERPRINT, F.xxhash64(*order))
+        whole, fingerprint = Outcome(), 0
+        for found in summed.mapInArrow(partial(_task, config, batch_id), _OUTCOME).collect():
+            written, repeated, bad, behind, reasons, part = found
+            whole.add(Outcome(written, repeated, bad, behind, reasons))
+            fingerprint = (fingerprint + part) & _MASK
+        return whole, fingerprint
 
 
-async def _taken(
-    connection: AsyncConnection[Any], config: SinkConfig, query_id: str, batch_id: int
-) -> tuple[str, int]:
-    cursor = columns.Cursor(connection)
-    sql = queries(_FOLDER, config.schema)["begin"]
-    await cursor.execute(sql, [config.app_id, query_id, batch_id], binary=True)
-    row = await cursor.fetchone()
-    assert row is not None
-    return row[0], row[1]
+async def _begin(config: SinkConfig, query_id: str, batch_id: int) -> Holder:
+    ledger = SparkLedger(config.postgres, config.schema)
+    await ledger.open()
+    try:
+        await ledger.setup()
+        holder = await ledger.begin(config.app_id, query_id, batch_id)
+    finally:
+        await ledger.aclose()
+    if holder.query_id != query_id or batch_id < holder.batch_id:
+        raise ConfigError(
+            f"app id {config.app_id!r} has written batch {holder.batch_id} of query "
+            f"{holder.query_id or '(unknown)'}, and this is batch {batch_id} of query {query_id or '(unknown)'}: its rows "
+            "would be taken for repeats. Either go on with the checkpoint folder of that query, or give this one an app "
+            "id of its own."
+        )
+    return holder
+
+
+async def _done(config: SinkConfig, batch_id: int, outcome: Outcome, fingerprint: int) -> None:
+    ledger = SparkLedger(config.postgres, config.schema)
+    await ledger.open()
+    try:
+        rows = outcome.written + outcome.repeated + outcome.bad
+        await ledger.done(config.app_id, batch_id, fingerprint, rows, outcome.repeated, outcome.bad)
+    finally:
+        await ledger.aclose()
+
+
+@contextmanager
+def _described(df: DataFrame, what: str) -> Iterator[None]:
+    """Name the jobs inside the block in Spark's UI, where there is one to tell."""
+    context = _context(df)
+    if context is None:
+        yield
+        return
+    before = context.getLocalProperty("spark.job.description")
+    context.setJobDescription(what)
+    try:
+        yield
+    finally:
+        context.setLocalProperty("spark.job.description", before)
 
 
 def _query_id(df: DataFrame) -> str:
-    """Spark's id of the streaming query; empty on Connect, which does not tell."""
+    """Spark's id of the streaming query; empty on Connect, which does not tell, and outside of a query."""
+    context = _context(df)
+    return (context.getLocalProperty("sql.streaming.queryId") or "") if context is not None else ""
+
+
+def _context(df: DataFrame) -> Any:
+    from pyspark.errors import PySparkException
+
     try:
-        return df.sparkSession.sparkContext.getLocalProperty("sql.streaming.queryId") or ""
-    except Exception:  # Connect's session has no context, and says so with errors of its own
-        return ""
+        return df.sparkSession.sparkContext
+    except PySparkException:  # Connect's session has none
+        return None
 
 
 def _task(config: SinkConfig, batch_id: int, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
-    rows: list[dict[str, Any]] = []
-    for batch in batches:
-        rows += batch.to_pylist()
-    written, repeated, bad = write_rows(config, batch_id, rows) if rows else (0, 0, _NONE)
-    yield pyarrow.RecordBatch.from_arrays(
-        [
-            pyarrow.array([written], pyarrow.int64()),
-            pyarrow.array([repeated], pyarrow.int64()),
-            pyarrow.array([list(bad)], pyarrow.list_(pyarrow.string())),
-        ],
-        names=["written", "repeated", "bad"],
+    fingerprint = 0
+
+    def parts() -> Iterator[list[dict[str, Any]]]:
+        nonlocal fingerprint
+        for batch in batches:
+            fingerprint = (fingerprint + sum(batch.column(_FINGERPRINT).to_pylist())) & _MASK
+            yield batch.drop_columns([_FINGERPRINT]).to_pylist()
+
+    found = write_rows(config, batch_id, parts())
+    values = [found.written, found.repeated, found.bad, found.behind, found.reasons, fingerprint]
+    schema = pyarrow.schema(
+        [(name, pyarrow.int64()) for name in ("written", "repeated", "bad", "behind")]
+        + [("reasons", pyarrow.list_(pyarrow.string())), ("fingerprint", pyarrow.int64())]
     )
-
-
-_NONE: Sequence[str] = ()
+    yield pyarrow.RecordBatch.from_pylist([dict(zip(schema.names, values, strict=True))], schema)

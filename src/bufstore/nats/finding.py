@@ -1,0 +1,47 @@
+"""The log's configuration as it stands on the server, for whoever comes to a log that others have made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bufstore.config import LogConfig, NatsConfig
+from bufstore.errors import ConfigError
+from bufstore.nats.connection import Connection
+from bufstore.nats.errors import StreamMissing
+from bufstore.nats.setup import WITHDRAWN
+from bufstore.nats.stream import NatsStream
+
+
+async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> LogConfig | None:
+    """The configuration of the log; None if there is none. `name`: by which NATS knows the connection.
+
+    So nobody has to repeat the operator's numbers of partitions and replicas. Raises ConfigError for a stream that
+    bufstore has not made, LogUnavailable.
+    """
+    connection = Connection(nats, name)
+    await connection.open()
+    try:
+        found = await NatsStream(connection, nats.api, stream, 1).api(f"STREAM.INFO.{stream}")
+    except StreamMissing:
+        return None
+    finally:
+        await connection.aclose()
+    return log_config(found["config"], bucket)
+
+
+def log_config(found: dict[str, Any], bucket: str) -> LogConfig:
+    """What a stream's own configuration says. Raises ConfigError when bufstore has not made it."""
+    metadata = found.get("metadata") or {}
+    if "bufstore.partitions" not in metadata:
+        raise ConfigError(f"stream {found['name']!r} was not made by bufstore")
+    placement = found.get("placement") or {}
+    return LogConfig(
+        stream=found["name"],
+        bucket=bucket,
+        subject=found["subjects"][0].partition(".")[0].removesuffix(WITHDRAWN),
+        partitions=int(metadata["bufstore.partitions"]),
+        replicas=found["num_replicas"],
+        placement_tags=tuple(placement.get("tags") or ()),
+        placement_cluster=placement.get("cluster") or None,
+        max_bytes=found["max_bytes"],
+    )
