@@ -261,6 +261,14 @@ class LogRolledBack(BufstoreError):
         self.reason = reason
 
 
+class DataLoss(BufstoreError):
+    """A reader of the log (a Spark job, an archive) finds that messages it has not read are gone.
+
+    They are in Postgres if they were purged after their flush; the reader goes on without them with
+    ``failOnDataLoss=false``, or from another position.
+    """
+
+
 class MalformedEntry(BufstoreError):
     """These bytes are not an entry of a version that this release can read."""
 

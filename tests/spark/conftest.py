@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from bufstore.spark import session
+from bufstore.spark import SinkConfig, session
+from conftest import Deployment
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +30,17 @@ def spark() -> Iterator[Any]:
         found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()
+
+
+@pytest.fixture
+def config(deployment: Deployment) -> SinkConfig:
+    """A sink into the test's deployment."""
+    servers = deployment.servers
+    return SinkConfig(
+        app_id="query",
+        nats=servers.nats.url,
+        postgres=servers.postgres.dsn,
+        schema=deployment.name,
+        stream=deployment.log.stream,
+        bucket=deployment.log.bucket,
+    )

@@ -3,79 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bufstore import Consistency
 from bufstore.spark import SinkConfig, checkpoint_sink
 from conftest import Deployment
 from helpers import fresh
-
-SCHEMA = "thread_id string, run_id string, delta array<string>, position bigint"
-
-
-@pytest.fixture
-def config(deployment: Deployment) -> SinkConfig:
-    servers = deployment.servers
-    return SinkConfig(
-        app_id="query",
-        nats=servers.nats.url,
-        postgres=servers.postgres.dsn,
-        schema=deployment.name,
-        stream=deployment.log.stream,
-        bucket=deployment.log.bucket,
-    )
-
-
-async def prepared(deployment: Deployment) -> None:
-    """The log exists."""
-    async with deployment.store():
-        pass
-
-
-def put(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(exist_ok=True)
-    file = folder / name
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    # Spark takes files in the order of their times.
-    os.utime(file, (1e9 + len(list(folder.iterdir())),) * 2)
-
-
-def rows_of(threads: list[str], steps: range) -> list[dict[str, Any]]:
-    return [
-        {"thread_id": t, "run_id": f"run-{t}", "delta": [json.dumps({"n": n, "thread": t})], "position": n}
-        for n in steps
-        for t in threads
-    ]
-
-
-def stream(spark: Any, folder: Path, checkpoints: Path, write: Callable[[Any, int], None]) -> Any:
-    """A query over all files there are, a file a batch, to its end."""
-    df = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).json(str(folder))
-    return (
-        df.writeStream.foreachBatch(write)
-        .option("checkpointLocation", str(checkpoints))
-        .trigger(availableNow=True)
-        .start()
-    )
-
-
-async def ended(query: Any) -> None:
-    assert await asyncio.to_thread(query.awaitTermination, 90)
-
-
-async def held(deployment: Deployment, threads: list[str]) -> dict[str, list[Any]]:
-    async with deployment.store() as store:
-        await store.force_flush_all()
-        return {
-            t: [m["n"] for m in await store.load_messages(t, consistency=Consistency.EVENTUAL) or []] for t in threads
-        }
+from spark.jobs import ended, frame, held, prepared, put, rows_of, stream, uncommit
 
 
 async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
@@ -87,9 +24,7 @@ async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
         put(tmp_path / "in", f"{batch}.json", rows_of(threads, range(4 * batch, 4 * batch + 4)))
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
     assert await held(deployment, threads) == {t: list(range(12)) for t in threads}
-    # As after a kill between the sink and Spark's own note: the last batch comes again, with the same id.
-    (tmp_path / "ck" / "commits" / "2").unlink()
-    (tmp_path / "ck" / "commits" / ".2.crc").unlink(missing_ok=True)
+    uncommit(tmp_path / "ck", 2)
     put(tmp_path / "in", "3.json", rows_of(threads, range(12, 14)))
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
     assert await held(deployment, threads) == {t: list(range(14)) for t in threads}
@@ -115,7 +50,7 @@ async def test_tasks_that_fail_after_they_wrote_are_done_again_without_effect(
 ) -> None:
     await prepared(deployment)
     threads = [fresh() for _ in range(5)]
-    df = spark.createDataFrame([tuple(r.values()) for r in rows_of(threads, range(6))], SCHEMA)
+    df = frame(spark, rows_of(threads, range(6)))
 
     def failing_once(batches: Any) -> Any:
         from pyspark import TaskContext
@@ -141,8 +76,8 @@ async def test_bad_rows_end_the_batch_and_the_others_are_written(
     await prepared(deployment)
     good, bad = fresh(), fresh()
     rows = [*rows_of([good], range(3)), {"thread_id": bad, "run_id": "r", "delta": ["{"], "position": 0}]
-    df = spark.createDataFrame([tuple(r.values()) for r in rows], SCHEMA)
-    with pytest.raises(Exception, match="1 rows of batch 0"):
+    df = frame(spark, rows)
+    with pytest.raises(Exception, match="1 rows cannot become"):
         await asyncio.to_thread(checkpoint_sink(config), df, 0)
     assert await held(deployment, [good]) == {good: [0, 1, 2]}
     await asyncio.to_thread(checkpoint_sink(replace(config, bad_rows="quarantine")), df, 0)

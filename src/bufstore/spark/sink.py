@@ -12,24 +12,19 @@ One task owns a thread in a batch, so its rows go in order and nobody competes f
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bufstore.errors import ConfigError, InvalidRecord
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.ledger import Holder, SparkLedger
+from bufstore.spark.fence import begin, end
 from bufstore.spark.rows import COLUMNS, check_columns
 from bufstore.spark.writing import Outcome, write_rows
 
 if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame
-
-_log = logging.getLogger(__name__)
 
 _OUTCOME = "written bigint, repeated bigint, bad bigint, behind bigint, reasons array<string>, fingerprint bigint"
 _FINGERPRINT = "bufstore_fingerprint"
@@ -58,24 +53,10 @@ class CheckpointSink:
         (``bad_rows="fail"``), when all other threads are written.
         """
         check_columns(df.dtypes)
-        query_id = _query_id(df)
-        holder = asyncio.run(_begin(self.config, query_id, batch_id))
+        holder = begin(self.config, _query_id(df), batch_id)
         with _described(df, f"bufstore: batch {batch_id} of {self.config.app_id}"):
             outcome, fingerprint = self._write(df, batch_id)
-        _log.info("batch %d of %s: %s", batch_id, self.config.app_id, outcome, extra={"action": "spark_batch"})
-        if holder.batch_id == batch_id and holder.fingerprint not in (None, fingerprint):
-            raise ConfigError(
-                f"batch {batch_id} of app id {self.config.app_id!r} was done before, with other rows: what is new in it "
-                "is taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
-                "checkpoint folder has the app id of an old one: give it one of its own."
-            )
-        if outcome.bad and self.config.bad_rows == "fail":
-            raise InvalidRecord(
-                f"{outcome.bad} rows of batch {batch_id} cannot become checkpoints ({outcome.behind} rows behind them "
-                "in their threads wait, all others are written); mend them at the source keeping their order, or set "
-                f"bad_rows='quarantine': {'; '.join(outcome.reasons)}"
-            )
-        asyncio.run(_done(self.config, batch_id, outcome, fingerprint))
+        end(self.config, holder, batch_id, outcome, fingerprint)
 
     def _write(self, df: DataFrame, batch_id: int) -> tuple[Outcome, int]:
         from pyspark.sql import functions as F
@@ -93,34 +74,6 @@ class CheckpointSink:
             whole.add(Outcome(written, repeated, bad, behind, reasons))
             fingerprint = (fingerprint + part) & _MASK
         return whole, fingerprint
-
-
-async def _begin(config: SinkConfig, query_id: str, batch_id: int) -> Holder:
-    ledger = SparkLedger(config.postgres, config.schema)
-    await ledger.open()
-    try:
-        await ledger.setup()
-        holder = await ledger.begin(config.app_id, query_id, batch_id)
-    finally:
-        await ledger.aclose()
-    if holder.query_id != query_id or batch_id < holder.batch_id:
-        raise ConfigError(
-            f"app id {config.app_id!r} has written batch {holder.batch_id} of query "
-            f"{holder.query_id or '(unknown)'}, and this is batch {batch_id} of query {query_id or '(unknown)'}: its rows "
-            "would be taken for repeats. Either go on with the checkpoint folder of that query, or give this one an app "
-            "id of its own."
-        )
-    return holder
-
-
-async def _done(config: SinkConfig, batch_id: int, outcome: Outcome, fingerprint: int) -> None:
-    ledger = SparkLedger(config.postgres, config.schema)
-    await ledger.open()
-    try:
-        rows = outcome.written + outcome.repeated + outcome.bad
-        await ledger.done(config.app_id, batch_id, fingerprint, rows, outcome.repeated, outcome.bad)
-    finally:
-        await ledger.aclose()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, Rejected
+from bufstore.errors import BufstoreError, LogFull, Rejected
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.ledger import SparkLedger
@@ -92,6 +92,8 @@ async def _write(
             async with room:
                 try:
                     await _write_row(store, config, batch_id, rank, row, outcome)
+                except LogFull:
+                    raise  # no fault of the row
                 except Rejected as e:
                     outcome.refuse(row, e)
                     if config.bad_rows == "fail":

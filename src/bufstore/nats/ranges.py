@@ -1,0 +1,267 @@
+"""Reading a range of the log beside everybody else: no acks, no durable consumer, the same answer each time.
+
+For jobs that read what others write (`bufstore.spark`). Each read has an ephemeral consumer of its own, so the
+flusher's are never touched. What is delivered is told by the stream's own sequence; the end of a range is the
+position, or that nothing is left, never a silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import msgspec
+import nats.errors
+
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import LogConfig, NatsConfig
+from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.nats.connection import Connection
+from bufstore.nats.errors import StreamMissing
+from bufstore.nats.finding import log_config
+from bufstore.nats.headers import added, entry_header, status_of
+from bufstore.nats.setup import epoch_of
+from bufstore.nats.stream import NatsStream
+
+_PULL = 4096
+_PULL_BYTES = 8 << 20
+_EXPIRES_S = 30
+_HEARTBEAT_S = 1.5
+#: Without a heartbeat for this long the connection is taken for dead.
+_SILENCE_S = 10.0
+#: A consumer whose reader is gone removes itself.
+_INACTIVE_S = 60
+
+
+class Read(msgspec.Struct, frozen=True, gc=False):
+    """A message of the log, and when the server stored it."""
+
+    message: StoredMessage
+    stored_at_ns: int
+    #: Bytes of the body, also where it was not asked for.
+    size: int
+
+
+class Log(msgspec.Struct, frozen=True):
+    """What the log is like at a moment."""
+
+    config: LogConfig
+    #: When the stream was made: tells it from another one of its name.
+    created: str
+    epoch: int
+    #: The first position that is (or will be) there, and the one behind the last.
+    first: int
+    end: int
+    messages: int
+
+    @property
+    def subjects(self) -> Subjects:
+        """The log's subjects."""
+        return Subjects(self.config.subject, self.config.partitions)
+
+
+class LogReader:
+    """Reads one log. Raises LogUnavailable, and ConfigError for a stream that is none of ours."""
+
+    def __init__(self, config: NatsConfig, stream: str, bucket: str = LogConfig.bucket) -> None:
+        self._api = config.api
+        self._name = stream
+        self._bucket = bucket
+        self._connection = Connection(config, "bufstore-reader")
+        # As if of several replicas: single messages are asked of the leader, who alone knows what was purged.
+        self._stream = NatsStream(self._connection, config.api, stream, 2)
+
+    async def open(self) -> None:
+        """Connect."""
+        await self._connection.open()
+
+    async def aclose(self) -> None:
+        """Close the connection."""
+        await self._connection.aclose()
+
+    async def look(self) -> Log:
+        """The log as it is now. Raises ConfigError when there is none."""
+        await self._connection.wait_up(_SILENCE_S)
+        try:
+            info = await self._stream.api(f"STREAM.INFO.{self._name}")
+        except StreamMissing:
+            raise ConfigError(f"there is no log {self._name!r} on this server") from None
+        state, config = info["state"], info["config"]
+        found = log_config(config, self._bucket)
+        first = int(state["first_seq"]) or int(config.get("first_seq", 1))
+        end = max(int(state["last_seq"]) + 1, first)
+        return Log(found, info["created"], epoch_of(config), first, end, int(state["messages"]))
+
+    async def whole_from(self, log: Log) -> int:
+        """From where on nothing was purged: partitions are purged one by one, each up to a place of its own."""
+        firsts = await asyncio.gather(
+            *(self._first(log.subjects.of_partition(p), log.end) for p in range(log.config.partitions))
+        )
+        return max([log.first, *(first for first in firsts if first < log.end)])
+
+    async def _first(self, filter_: str, end: int) -> int:
+        found = await self._stream.after(filter_, 0, _SILENCE_S, limit=1)
+        return found[0].seq if found else end
+
+    async def at_time(self, time_ns: int, log: Log) -> int:
+        """The position of the first message that was stored at this time or later; the log's end if none was."""
+        found = self.read(0, log.end, [log.subjects.all], headers_only=True, at_once=1, since_ns=time_ns)
+        async with contextlib.aclosing(found):
+            async for part in found:
+                return part[0].message.seq
+        return log.end
+
+    async def read(
+        self,
+        start: int,
+        end: int,
+        filters: Sequence[str],
+        *,
+        headers_only: bool = False,
+        at_once: int = _PULL,
+        since_ns: int | None = None,
+    ) -> AsyncGenerator[list[Read]]:
+        """The messages of these subjects from `start` to before `end`, in order, some at a time.
+
+        `headers_only`: without bodies. `since_ns`: from the first that was stored then or later, instead of `start`.
+        """
+        if start >= end:
+            return
+        client = await self._connection.wait_up(_SILENCE_S)
+        name = f"range-{secrets.token_hex(8)}"
+        config: dict[str, Any] = {
+            "name": name,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": max(start, 1),
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "inactive_threshold": _INACTIVE_S * 1_000_000_000,
+            "mem_storage": True,
+            "num_replicas": 1,
+            "headers_only": headers_only,
+            "filter_subjects": list(filters),
+        }
+        if since_ns is not None:
+            del config["opt_start_seq"]
+            config |= {"deliver_policy": "by_start_time", "opt_start_time": _rfc3339(since_ns)}
+        created = await self._stream.api(
+            f"CONSUMER.CREATE.{self._name}.{name}", {"stream_name": self._name, "config": config, "action": "create"}
+        )
+        if not created["num_pending"]:
+            return
+        inbox = _Inbox(end)
+        subscription = await client.listen(reply := client.new_inbox(), inbox.heard)
+        pull = {
+            "batch": at_once,
+            "max_bytes": max(_PULL_BYTES, 2 * client.max_payload),
+            "expires": _EXPIRES_S * 1_000_000_000,
+            "idle_heartbeat": int(_HEARTBEAT_S * 1_000_000_000),
+        }
+        verb = f"{self._api}.CONSUMER.MSG.NEXT.{self._name}.{name}"
+        try:
+            while not inbox.done:
+                # The next is asked for before the last is worked on; so at most two are in memory.
+                if inbox.wanted <= at_once // 4:
+                    room = min(at_once, end - inbox.position(start))
+                    inbox.wanted += room
+                    await client.publish(verb, json.dumps(pull | {"batch": room}).encode(), reply=reply)
+                if part := await inbox.take(lambda: client.is_connected):
+                    yield part
+            if part := inbox.rest():
+                yield part
+        except nats.errors.Error as e:
+            raise LogUnavailable(f"reading the log failed: {type(e).__name__}") from None
+        finally:
+            with contextlib.suppress(nats.errors.Error, LogUnavailable):
+                await subscription.unsubscribe()
+                await self._stream.api(f"CONSUMER.DELETE.{self._name}.{name}", timeout_s=1.0)
+
+
+class _Inbox:
+    """What a consumer has sent."""
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+        self._arrived: list[Read] = []
+        self._counter = 0
+        self._last = 0
+        self._something = asyncio.Event()
+        self._trouble: str | None = None
+        self.done = False
+        #: Messages asked for that have not come.
+        self.wanted = 0
+
+    def position(self, start: int) -> int:
+        """Where the reader stands."""
+        return max(self._last + 1, start)
+
+    def heard(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        """A message, or a status."""
+        self._something.set()
+        if not reply:
+            self._status(headers)
+            return
+        words = reply.split(".")
+        # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>.<consumer seq>.<time>.<pending>, and from 2.16 on with
+        # domain and account hash before the stream.
+        at = 2 if len(words) < 11 else 4
+        seq, counter, stored_at, pending = (int(word) for word in words[at + 3 : at + 7])
+        if counter != self._counter + 1:
+            self._trouble = f"delivery {self._counter + 1} is missing"
+        self._counter = counter
+        self._last = seq
+        self.wanted -= 1
+        if seq < self._end:
+            size = added(headers, b"Nats-Msg-Size")
+            message = StoredMessage(subject, seq, entry_header(headers), data)
+            self._arrived.append(Read(message, stored_at, int(size) if size is not None else len(data)))
+        if seq >= self._end - 1 or not pending:
+            self.done = True
+
+    def _status(self, headers: bytes) -> None:
+        status, description = status_of(headers)
+        if status == "408" or (status == "409" and ("Bytes" in description or "Batch" in description)):
+            # The request ended before its count was full: what is left of it does not come.
+            self.wanted -= int(added(headers, b"Nats-Pending-Messages") or 0)
+        elif status not in ("", "100"):
+            self._trouble = f"the consumer ended: {status} {description}"
+
+    async def take(self, alive: Any) -> list[Read]:
+        """What has arrived, once something has. Raises LogUnavailable when the server falls silent."""
+        self._something.clear()
+        if not self._arrived and not self.done and self._trouble is None:
+            try:
+                async with asyncio.timeout(_SILENCE_S):
+                    await self._something.wait()
+            except TimeoutError:
+                self._trouble = "no heartbeat"
+        if self._trouble is None and not self.done and not alive():
+            self._trouble = "the connection was lost"
+        if self._trouble is not None:
+            raise LogUnavailable(f"reading the log failed: {self._trouble}")
+        return self.rest()
+
+    def rest(self) -> list[Read]:
+        """What has arrived since the last call."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+
+def _rfc3339(time_ns: int) -> str:
+    from datetime import UTC, datetime
+
+    seconds, ns = divmod(time_ns, 1_000_000_000)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{ns:09d}Z"
+
+
+def filters_of(log: Log, threads: Sequence[str] = (), partitions: Sequence[int] = ()) -> list[str]:
+    """The subjects of these threads or partitions; of everything when none is named."""
+    subjects = log.subjects
+    if threads:
+        return [subjects.of(thread_id) for thread_id in threads]
+    return [subjects.of_partition(p) for p in partitions] if partitions else [subjects.all]

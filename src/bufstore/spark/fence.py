@@ -1,0 +1,88 @@
+"""Before and after a batch: who may write under an app id, and whether a batch that comes again is the same one.
+
+Marks tell a row's repeat by its number (docs/adr/0014). What they cannot tell is other rows under old numbers: a query
+with a new checkpoint folder begins at batch 0 again, and a source that cannot be replayed gives other rows for a batch.
+Both would be swallowed in silence; both are found here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from bufstore.errors import ConfigError, InvalidRecord
+from bufstore.spark.config import SinkConfig
+from bufstore.spark.ledger import Holder, SparkLedger
+from bufstore.spark.writing import Outcome
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def begin(config: SinkConfig, query_id: str, batch_id: int) -> Holder:
+    """Take the app id for a batch. Raises ConfigError, with both ways out, when another query has it."""
+
+    async def taking(ledger: SparkLedger) -> Holder:
+        await ledger.setup()
+        return await ledger.begin(config.app_id, query_id, batch_id)
+
+    holder = _with_ledger(config, taking)
+    if holder.query_id != query_id or batch_id < holder.batch_id:
+        raise ConfigError(
+            f"app id {config.app_id!r} has written batch {holder.batch_id} of query "
+            f"{holder.query_id or '(unknown)'}, and this is batch {batch_id} of query {query_id or '(unknown)'}: its "
+            "rows would be taken for repeats. Either go on with the checkpoint folder of that query, or give this one "
+            "an app id of its own."
+        )
+    return holder
+
+
+def end(config: SinkConfig, holder: Holder, batch_id: int, outcome: Outcome, fingerprint: int) -> None:
+    """Judge what became of a batch, and note that it is done.
+
+    Raises ConfigError when it came before with other rows, InvalidRecord for bad rows that fail it.
+    """
+    _log.info("batch %d of %s: %s", batch_id, config.app_id, outcome, extra={"action": "spark_batch"})
+    if holder.batch_id == batch_id and holder.fingerprint not in (None, fingerprint):
+        raise ConfigError(
+            f"batch {batch_id} of app id {config.app_id!r} was done before, with other rows: what is new in it is "
+            "taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
+            "checkpoint folder has the app id of an old one: give it one of its own."
+        )
+    check_bad(config, outcome)
+    rows = outcome.written + outcome.repeated + outcome.bad
+
+    async def noting(ledger: SparkLedger) -> None:
+        await ledger.done(config.app_id, batch_id, fingerprint, rows, outcome.repeated, outcome.bad)
+
+    _with_ledger(config, noting)
+
+
+def check_bad(config: SinkConfig, outcome: Outcome) -> None:
+    """Raise InvalidRecord for bad rows, when they fail the batch."""
+    if outcome.bad and config.bad_rows == "fail":
+        raise InvalidRecord(
+            f"{outcome.bad} rows cannot become checkpoints ({outcome.behind} rows behind them in their threads wait, "
+            "all others are written); mend them at the source keeping their order, or set bad rows to 'quarantine': "
+            f"{'; '.join(outcome.reasons)}"
+        )
+
+
+def setup(config: SinkConfig) -> None:
+    """Make the tables."""
+    _with_ledger(config, SparkLedger.setup)
+
+
+def _with_ledger(config: SinkConfig, work: Callable[[SparkLedger], Awaitable[T]]) -> T:
+    async def working() -> T:
+        ledger = SparkLedger(config.postgres, config.schema)
+        await ledger.open()
+        try:
+            return await work(ledger)
+        finally:
+            await ledger.aclose()
+
+    return asyncio.run(working())

@@ -1,0 +1,88 @@
+"""Where a reader of the log stands, and what it reads next: decisions, without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bufstore.errors import ConfigError, DataLoss
+
+
+class Offset(msgspec.Struct, frozen=True, kw_only=True):
+    """A place in the log. Written to Spark's checkpoint folder; its fields keep their order and meaning."""
+
+    #: When the stream was made: a stream that was made anew is another one, whatever its name.
+    created: str
+    #: The position that is read next.
+    position: int
+    #: Up to here messages may be missing: they were purged before the reader began.
+    whole_from: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """For Spark, which compares the text of two offsets."""
+        return {"created": self.created, "position": self.position, "whole_from": self.whole_from}
+
+
+def offset_of(found: Mapping[str, Any]) -> Offset:
+    """The offset that Spark gives back. Raises ConfigError for what is none."""
+    try:
+        return msgspec.convert(found, Offset)
+    except msgspec.ValidationError:
+        raise ConfigError(f"the checkpoint folder holds no offset of a log: {found!r}") from None
+
+
+class Range(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of the log that one task reads: entries whose last message lies from `start` to before `end`."""
+
+    start: int
+    end: int
+    whole_from: int
+
+
+def begin_at(wanted: str, first: int, end: int) -> int:
+    """The position that an option names: "earliest", "latest" or a number. Raises ConfigError, DataLoss."""
+    if wanted == "earliest":
+        return first
+    if wanted == "latest":
+        return end
+    try:
+        position = int(wanted)
+    except ValueError:
+        raise ConfigError(f"a position is 'earliest', 'latest' or a number, not {wanted!r}") from None
+    if position < 0:
+        raise ConfigError("a position is not negative")
+    return position
+
+
+def check(start: Offset, created: str, first: int, end: int) -> None:
+    """Raise DataLoss unless everything from `start` on is still in the log, as far as its ends tell."""
+    if start.created != created:
+        raise DataLoss(
+            f"the stream was made anew ({created}, the reader began on that of {start.created}): entries that "
+            "were not read may be gone with the old one"
+        )
+    if start.position > end:
+        raise DataLoss(f"the log ends before position {end}, the reader has come to {start.position}: it went back")
+    if first > max(start.position, start.whole_from):
+        raise DataLoss(f"the log begins at position {first}, the reader has come to {start.position} only")
+
+
+def split(start: int, end: int, parts: int, whole_from: int) -> list[Range]:
+    """`start` to `end` in at most `parts` ranges of about the same length, none of them empty."""
+    size = max(1, -(-(end - start) // max(parts, 1)))
+    return [Range(start=at, end=min(at + size, end), whole_from=whole_from) for at in range(start, end, size)]
+
+
+def missing(positions: Sequence[int], part: Range, at: int) -> int | None:
+    """The first position from `at` on that is not there although nothing was purged before the reader began.
+
+    `positions`: those that came, in order; with the range's end as last one all of it is looked at.
+    """
+    expected = max(at, part.whole_from)
+    for position in positions:
+        if position > expected:
+            return expected
+        expected = max(expected, position + 1)
+    return None

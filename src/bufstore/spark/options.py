@@ -1,0 +1,183 @@
+"""The options of the log as a source, as strings that Spark hands over. No Spark in here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import msgspec
+
+from bufstore.config import LogConfig, NatsConfig, Secretive
+from bufstore.errors import ConfigError
+from bufstore.spark.records import ENTRY_COLUMNS, MESSAGE_COLUMNS
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ReadOptions(Secretive):
+    """What a job wants to read. Set by the data engineer who writes the job; its repr shows no secret."""
+
+    nats: NatsConfig = field(metadata={"secret": True})
+    stream: str = LogConfig.stream
+    #: "entries": what was written, decoded. "messages": what the server holds, byte for byte.
+    form: str = "entries"
+    columns: Sequence[str] = tuple(ENTRY_COLUMNS)
+    starting_position: str | None = None
+    starting_timestamp_ns: int | None = None
+    ending_position: str | None = None
+    ending_timestamp_ns: int | None = None
+    max_messages: int | None = None
+    max_bytes: int | None = None
+    #: Tasks that read at the same time.
+    tasks: int = os.cpu_count() or 2
+    fail_on_data_loss: bool = True
+    threads: Sequence[str] = ()
+    partitions: Sequence[int] = ()
+
+
+#: Option (Spark's are not case-sensitive) → what it says. Where the log is; nothing of it shows in a plan.
+CONNECTION = {
+    "nats": "URL of a server, or several with commas",
+    "credentialsFile": "a .creds file, on every machine that runs tasks: its contents do not travel in the job",
+    "user": "NATS user",
+    "password": "NATS password",
+    "token": "NATS token",
+    "domain": "JetStream domain",
+    "stream": f"the log (default {LogConfig.stream})",
+}
+#: What is read.
+NAMES = {
+    "form": "entries (decoded) or messages (byte for byte)",
+    "columns": "those that are needed, with commas: what is not asked for is not decoded",
+    "startingPosition": "earliest, latest or a position (default: earliest for a batch, latest for a stream)",
+    "startingTimestamp": "ISO 8601; instead of startingPosition",
+    "endingPosition": "latest or a position that is not read any more (batch only)",
+    "endingTimestamp": "ISO 8601; instead of endingPosition",
+    "maxMessagesPerTrigger": "messages of a micro-batch",
+    "maxBytesPerTrigger": "bytes of bodies in a micro-batch (at least one message)",
+    "numPartitions": "tasks that read at the same time (default: the driver's cores)",
+    "failOnDataLoss": "whether messages that are gone unread fail the query (default true)",
+    "threads": "only these, as a JSON list of ids",
+    "partitions": "only these partitions of the log, with commas",
+}
+#: Spark's own, which it hands over as well.
+_SPARKS = ("path", "checkpointLocation")
+
+
+def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """The options by our spelling. Raises ConfigError for one that is neither of `names` nor of CONNECTION."""
+    known = {name.lower(): name for name in (*CONNECTION, *names, *_SPARKS)}
+    for name in given:
+        if name.lower() not in known:
+            raise ConfigError(f"there is no option {name}: {', '.join((*CONNECTION, *names))}")
+    return {known[name.lower()]: value for name, value in given.items() if known[name.lower()] not in _SPARKS}
+
+
+def connection(found: Mapping[str, str]) -> NatsConfig:
+    """How to reach NATS. Raises ConfigError."""
+    if "nats" not in found:
+        raise ConfigError("option nats is missing: the URL of a NATS server")
+    return NatsConfig(
+        servers=tuple(_words(found, "nats")),
+        credentials=found.get("credentialsFile"),
+        user=found.get("user"),
+        password=found.get("password"),
+        token=found.get("token"),
+        domain=found.get("domain"),
+    )
+
+
+def read_options(given: Mapping[str, str]) -> ReadOptions:
+    """The options. Raises ConfigError, naming the option."""
+    found = named(given, NAMES)
+    form = found.get("form", "entries")
+    if form not in ("entries", "messages"):
+        raise ConfigError("option form is entries or messages")
+    all_columns = ENTRY_COLUMNS if form == "entries" else MESSAGE_COLUMNS
+    columns = _words(found, "columns") or list(all_columns)
+    if unknown := set(columns) - all_columns.keys():
+        raise ConfigError(f"option columns: there is no {min(unknown)} in form={form}: {', '.join(all_columns)}")
+    for side in ("starting", "ending"):
+        if f"{side}Position" in found and f"{side}Timestamp" in found:
+            raise ConfigError(f"options {side}Position and {side}Timestamp exclude each other")
+    if "threads" in found and "partitions" in found:
+        raise ConfigError("options threads and partitions exclude each other")
+    if found.get("endingPosition") == "earliest":
+        raise ConfigError("option endingPosition is latest or a position")
+    return ReadOptions(
+        nats=connection(found),
+        stream=LogConfig(stream=found.get("stream", LogConfig.stream)).stream,
+        form=form,
+        columns=tuple(columns),
+        starting_position=_position(found, "startingPosition"),
+        starting_timestamp_ns=_timestamp(found, "startingTimestamp"),
+        ending_position=_position(found, "endingPosition"),
+        ending_timestamp_ns=_timestamp(found, "endingTimestamp"),
+        max_messages=_count(found, "maxMessagesPerTrigger"),
+        max_bytes=_count(found, "maxBytesPerTrigger"),
+        tasks=_count(found, "numPartitions") or ReadOptions.tasks,
+        fail_on_data_loss=_truth(found, "failOnDataLoss", default=True),
+        threads=_threads(found),
+        partitions=[_number("partitions", word) for word in _words(found, "partitions")],
+    )
+
+
+def _words(found: Mapping[str, str], name: str) -> list[str]:
+    return [word.strip() for word in found.get(name, "").split(",") if word.strip()]
+
+
+def _position(found: Mapping[str, str], name: str) -> str | None:
+    value = found.get(name)
+    if value is not None and value not in ("earliest", "latest"):
+        _number(name, value)
+    return value
+
+
+def _number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"option {name}: {text!r} is no number of at least 0")
+    return int(text)
+
+
+def _count(found: Mapping[str, str], name: str) -> int | None:
+    if name not in found:
+        return None
+    number = _number(name, found[name])
+    if not number:
+        raise ConfigError(f"option {name} must be positive")
+    return number
+
+
+def _truth(found: Mapping[str, str], name: str, *, default: bool) -> bool:
+    value = found.get(name, str(default)).lower()
+    if value not in ("true", "false"):
+        raise ConfigError(f"option {name} is true or false")
+    return value == "true"
+
+
+def _timestamp(found: Mapping[str, str], name: str) -> int | None:
+    if name not in found:
+        return None
+    try:
+        when = datetime.fromisoformat(found[name])
+    except ValueError:
+        raise ConfigError(f"option {name}: {found[name]!r} is no time as in 2026-11-21T08:00:00Z") from None
+    if when.tzinfo is None:
+        raise ConfigError(f"option {name}: a time with its offset is needed, as in 2026-11-21T08:00:00Z")
+    since = when - _EPOCH
+    return (since.days * 86400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
+
+
+def _threads(found: Mapping[str, str]) -> list[str]:
+    if "threads" not in found:
+        return []
+    try:
+        threads = msgspec.json.decode(found["threads"], type=list[str])
+    except msgspec.MsgspecError:
+        threads = []
+    if not threads:
+        raise ConfigError('option threads is a JSON list of ids, as in ["a", "b"]')
+    return threads

@@ -1,0 +1,136 @@
+"""Reading a range of the log in a Python worker: messages from the server, entries of them, rows of those."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+
+import pyarrow
+
+from bufstore.buffer.entry import Assembler, Malformed, decode
+from bufstore.errors import DataLoss, MalformedEntry
+from bufstore.nats.ranges import Log, LogReader, Read, filters_of
+from bufstore.spark.offsets import Range, missing
+from bufstore.spark.options import ReadOptions
+from bufstore.spark.records import Item, entry_rows, message_rows
+from bufstore.spark.worker import loop
+
+
+async def reader_of(options: ReadOptions) -> LogReader:
+    """A reader of the log, kept in this process."""
+
+    async def open_() -> LogReader:
+        reader = LogReader(options.nats, options.stream)
+        await reader.open()
+        return reader
+
+    c = options.nats
+    return await loop().opened((c.servers, c.credentials, c.user, c.token, c.domain, options.stream), open_)
+
+
+async def look(options: ReadOptions) -> Log:
+    """The log as it is now."""
+    return await (await reader_of(options)).look()
+
+
+async def whole_from(options: ReadOptions, log: Log) -> int:
+    """From where on nothing was purged."""
+    return await (await reader_of(options)).whole_from(log)
+
+
+async def at_time(options: ReadOptions, log: Log, time_ns: int) -> int:
+    """The position of the first message that was stored then or later."""
+    return await (await reader_of(options)).at_time(time_ns, log)
+
+
+async def within_bytes(options: ReadOptions, log: Log, start: int, end: int) -> int:
+    """How far one gets from `start` with so many bytes of bodies; at least over one message."""
+    assert options.max_bytes is not None
+    reader, left, at = await reader_of(options), options.max_bytes, None
+    filters = filters_of(log, options.threads, options.partitions)
+    async with aclosing(reader.read(start, end, filters, headers_only=True)) as parts:
+        async for part in parts:
+            for read in part:
+                left -= read.size
+                if left < 0 and at is not None:
+                    return at
+                at = read.message.seq + 1
+    return end
+
+
+async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.RecordBatch]:
+    """The rows of a range. Raises DataLoss when some of it was purged since the reader began."""
+    reader = await reader_of(options)
+    log = await reader.look()
+    filters = filters_of(log, options.threads, options.partitions)
+    entries = _Entries(log, part) if options.form == "entries" else None
+    barrier = f"{log.config.subject}.barrier.0"
+    expected, hole = part.start, None
+    async with aclosing(reader.read(part.start, part.end, filters)) as found:
+        async for reads in found:
+            if hole is None:
+                hole = missing([r.message.seq for r in reads], part, expected)
+            expected = reads[-1].message.seq + 1
+            reads = [r for r in reads if r.message.subject != barrier]
+            if entries is None:
+                yield message_rows(options.columns, reads)
+                continue
+            if reads and entries.fresh:
+                entries.begin([r async for r in _before(reader, reads[0], filters)])
+            yield entry_rows(options.columns, list(entries.of(reads)))
+    if hole is None:
+        hole = missing([part.end], part, expected)
+    looked_at_all = not (options.threads or options.partitions)
+    # A replicated log also has holes where a barrier stood; those of a purge lie before the first that was not purged.
+    if options.fail_on_data_loss and looked_at_all and hole is not None and hole < await reader.whole_from(log):
+        raise DataLoss(f"position {hole} was purged before it was read; the log is kept whole for less long than this")
+
+
+async def _before(reader: LogReader, first: Read, filters: Sequence[str]) -> AsyncIterator[Read]:
+    """The messages of the same entry before this one: an oversize entry's stand side by side."""
+    try:
+        _, chunk, _ = decode(first.message)
+    except MalformedEntry:
+        return
+    seq = first.message.seq
+    async with aclosing(reader.read(seq - chunk, seq, filters)) as found:
+        async for reads in found:
+            for read in reads:
+                yield read
+
+
+class _Entries:
+    """The entries of a range: those whose last message lies in it."""
+
+    def __init__(self, log: Log, part: Range) -> None:
+        self._subjects = log.subjects
+        self._part = part
+        self._assembler = Assembler()
+        self.fresh = True
+
+    def begin(self, before: Sequence[Read]) -> None:
+        """What stands before the range and belongs to its first entry."""
+        self.fresh = False
+        for read in before:
+            list(self._items(read))
+
+    def of(self, reads: Sequence[Read]) -> Iterator[Item]:
+        """What is complete with these messages."""
+        for read in reads:
+            for item in self._items(read):
+                cut = isinstance(item.what, Malformed) and "without its start" in item.what.cause
+                # The rest of an entry whose beginning was purged after its flush is no entry any more.
+                if not (cut and item.what.seq < self._part.whole_from):
+                    yield item
+
+    def _items(self, read: Read) -> Iterator[Item]:
+        message = read.message
+        partition = int(word) if (word := message.subject.split(".")[1]).isdigit() else -1
+        try:
+            thread_id = self._subjects.thread_id(message.subject)
+        except MalformedEntry as e:
+            none = Malformed(message.subject, message.seq, (message,), str(e))
+            yield Item(none, read.stored_at_ns, partition)
+            return
+        for what in self._assembler.feed(message, thread_id):
+            yield Item(what, read.stored_at_ns, partition)

@@ -1,0 +1,175 @@
+"""What a reader of the log gets: columns of entries (decoded) or of messages (byte for byte). No Spark in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow
+
+from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.nats.ranges import Read
+from bufstore.threads.model import decode_message, decode_metadata, decode_run
+from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload
+
+#: Of an entry, in order. An entry that cannot be decoded has a cause and its body, and null where nothing is known.
+ENTRY_COLUMNS: Mapping[str, str] = {
+    #: Where it stands in the log: its (last) message's sequence.
+    "position": "bigint",
+    "stored_at": "timestamp",
+    "thread_id": "string",
+    "partition": "int",
+    "entry_id": "bigint",
+    "prev_id": "bigint",
+    #: checkpoint, edit or removal.
+    "kind": "string",
+    #: Messages of the thread after it, and how many of those before it stay.
+    "version": "bigint",
+    "keep": "bigint",
+    #: What follows them, each as JSON.
+    "messages": "array<string>",
+    "run_id": "string",
+    #: As JSON.
+    "run": "string",
+    "metadata": "string",
+    "state": "string",
+    #: Of a checkpoint its run's; of an edit the new one ("" for none).
+    "parent_thread_id": "string",
+    #: Of its payload.
+    "bytes": "bigint",
+    #: Why it could not be decoded.
+    "cause": "string",
+    "body": "binary",
+}
+MESSAGE_COLUMNS: Mapping[str, str] = {
+    "position": "bigint",
+    "stored_at": "timestamp",
+    "subject": "string",
+    "header": "string",
+    "body": "binary",
+}
+_ARROW: Mapping[str, Any] = {
+    "bigint": pyarrow.int64(),
+    "int": pyarrow.int32(),
+    "string": pyarrow.string(),
+    "binary": pyarrow.binary(),
+    "timestamp": pyarrow.timestamp("us", tz="UTC"),
+    "array<string>": pyarrow.list_(pyarrow.string()),
+}
+
+
+def schema_of(columns: Sequence[str]) -> str:
+    """The columns as Spark's DDL."""
+    types = {**MESSAGE_COLUMNS, **ENTRY_COLUMNS}
+    return ", ".join(f"{name} {types[name]}" for name in columns)
+
+
+class Item(msgspec.Struct, frozen=True):
+    """An entry or what is none, and when its last message was stored."""
+
+    what: StoredEntry | Malformed
+    stored_at_ns: int
+    partition: int
+
+
+def message_rows(columns: Sequence[str], reads: Sequence[Read]) -> pyarrow.RecordBatch:
+    """Messages, byte for byte."""
+    found: dict[str, list[Any]] = {
+        "position": [r.message.seq for r in reads],
+        "stored_at": [r.stored_at_ns // 1000 for r in reads],
+        "subject": [r.message.subject for r in reads],
+        "header": [r.message.header for r in reads],
+        "body": [r.message.body for r in reads],
+    }
+    return _batch(columns, MESSAGE_COLUMNS, found)
+
+
+def entry_rows(columns: Sequence[str], items: Sequence[Item]) -> pyarrow.RecordBatch:
+    """Entries, decoded as far as the columns ask for it."""
+    decoding = not _UNDECODED.issuperset(columns)
+    payloads = [_payload(item.what) if decoding else None for item in items]
+    rows = list(zip(items, payloads, strict=True))
+    return _batch(columns, ENTRY_COLUMNS, {name: [_OF[name](i, p) for i, p in rows] for name in columns})
+
+
+def _batch(
+    columns: Sequence[str], types: Mapping[str, str], values: Mapping[str, Sequence[Any]]
+) -> pyarrow.RecordBatch:
+    arrays = [pyarrow.array(values[name], _ARROW[types[name]]) for name in columns]
+    return pyarrow.RecordBatch.from_arrays(arrays, names=list(columns))
+
+
+def _payload(what: StoredEntry | Malformed) -> AnyPayload | str:
+    """The payload, or why there is none."""
+    if isinstance(what, Malformed):
+        return what.cause
+    try:
+        return decode_payload(what.entry.payload)
+    except ValueError as e:
+        return str(e)
+
+
+def as_json(value: Any) -> str:
+    """A value of a message or run as JSON; bytes in it as base64, what JSON has no number for as null."""
+    return msgspec.json.encode(value).decode()
+
+
+Get = Callable[[Item, Any], Any]
+
+
+def _of_entry(get: Callable[[StoredEntry], Any]) -> Get:
+    return lambda item, _: get(item.what) if isinstance(item.what, StoredEntry) else None
+
+
+def _of_payload(get: Callable[[Any], Any], *kinds: type) -> Get:
+    return lambda _, payload: get(payload) if isinstance(payload, kinds) else None
+
+
+def _run_id(payload: Payload | Edit) -> str | None:
+    return payload.save.run_id if isinstance(payload, Payload) else payload.run_id
+
+
+def _parent(payload: Payload | Edit) -> str | None:
+    if isinstance(payload, Payload):
+        return payload.save.parent_thread_id
+    return (payload.parent[0] or "") if payload.parent is not None else None
+
+
+def _body(item: Item, payload: Any) -> bytes | None:
+    if not isinstance(payload, str):
+        return None
+    what = item.what
+    return what.entry.payload if isinstance(what, StoredEntry) else b"".join(m.body for m in what.messages)
+
+
+def _size(item: Item, _: Any) -> int:
+    what = item.what
+    return len(what.entry.payload) if isinstance(what, StoredEntry) else sum(len(m.body) for m in what.messages)
+
+
+_KINDS = {"Payload": "checkpoint", "Edit": "edit", "Removal": "removal"}
+_OF: Mapping[str, Get] = {
+    "position": lambda item, _: item.what.seq,
+    "stored_at": lambda item, _: item.stored_at_ns // 1000,
+    "thread_id": lambda item, _: item.what.thread_id,
+    "partition": lambda item, _: item.partition,
+    "entry_id": _of_entry(lambda stored: stored.entry.id),
+    "prev_id": _of_entry(lambda stored: stored.entry.prev_id),
+    "kind": lambda _, payload: _KINDS.get(type(payload).__name__),
+    "version": _of_entry(lambda stored: stored.entry.version),
+    "keep": _of_payload(lambda payload: payload.keep, Payload, Edit, Removal),
+    "messages": _of_payload(
+        lambda payload: [as_json(decode_message(m)) for m in payload.messages], Payload, Edit, Removal
+    ),
+    "run_id": _of_payload(_run_id, Payload, Edit),
+    "run": _of_payload(lambda p: as_json(decode_run(p.run)) if p.run is not None else None, Payload, Edit),
+    "metadata": _of_payload(lambda p: as_json(decode_metadata(p.metadata)) if p.metadata is not None else None, Edit),
+    "state": _of_payload(lambda p: as_json(decode_message(p.state)) if p.state is not None else None, Edit),
+    "parent_thread_id": _of_payload(_parent, Payload, Edit),
+    "bytes": _size,
+    "cause": lambda _, payload: payload if isinstance(payload, str) else None,
+    "body": _body,
+}
+#: What is known without a look into the payload.
+_UNDECODED = {"position", "stored_at", "thread_id", "partition", "entry_id", "prev_id", "version", "bytes"}

@@ -1,0 +1,161 @@
+"""The log as a source of Spark: ``spark.read.format("threadlog")`` and ``spark.readStream.format("threadlog")``.
+
+Spark finds it by itself (`pyspark_threadlog`). An offset is a position of the log together with the stream's identity,
+so a batch that is read again is the same entries. Tasks read ranges with consumers of their
+own (`bufstore.nats.ranges`); the flusher's are never touched, and nothing is acknowledged. Options: `bufstore.spark.options`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, MutableMapping, Sequence
+from typing import Any
+
+import pyarrow
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from bufstore.nats.ranges import Log
+from bufstore.spark import reading
+from bufstore.spark.offsets import Offset, Range, begin_at, check, offset_of, split
+from bufstore.spark.options import ReadOptions, read_options
+from bufstore.spark.records import schema_of
+from bufstore.spark.worker import loop
+
+
+class ThreadLogSource(DataSource):
+    """See the module."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        self.options = dict(options)
+
+    @classmethod
+    def name(cls) -> str:
+        return "threadlog"
+
+    def schema(self) -> str:
+        return schema_of(read_options(self.options).columns)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return _Batch(read_options(self.options))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        return _Stream(read_options(self.options))
+
+
+class _Part(InputPartition):
+    def __init__(self, part: Range) -> None:
+        self.part = part
+
+
+class _Reads:
+    """What a batch and a stream have in common."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self.options = options
+
+    def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
+        """The entries of a range, as batches of Arrow."""
+        assert isinstance(partition, _Part)
+        return _batches(self.options, partition.part)
+
+    def _look(self) -> Log:
+        return loop().run(reading.look(self.options))
+
+    def _first_offset(self, log: Log, position: str | None, timestamp_ns: int | None, default: str) -> Offset:
+        whole_from = loop().run(reading.whole_from(self.options, log))
+        at = _position(self.options, log, position, timestamp_ns, default)
+        # Further back there is nothing, and whoever names a position wants to know it.
+        named = position is not None and position not in ("earliest", "latest")
+        return Offset(created=log.created, position=at, whole_from=at if named else max(at, whole_from))
+
+
+class _Batch(_Reads, DataSourceReader):
+    def partitions(self) -> Sequence[InputPartition]:
+        options, log = self.options, self._look()
+        start = self._first_offset(log, options.starting_position, options.starting_timestamp_ns, "earliest")
+        end = _position(options, log, options.ending_position, options.ending_timestamp_ns, "latest")
+        return _planned(options, log, start, min(end, log.end))
+
+
+class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    _target: int | None = None
+
+    def initialOffset(self) -> dict[str, Any]:
+        options = self.options
+        found = self._first_offset(self._look(), options.starting_position, options.starting_timestamp_ns, "latest")
+        return found.as_dict()
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = self._look().end
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        # Spark takes one limit; `latestOffset` keeps to both, unless all there is shall go into one batch.
+        if self.options.max_messages is not None:
+            return ReadMaxRows(self.options.max_messages)
+        return ReadMaxBytes(self.options.max_bytes) if self.options.max_bytes is not None else ReadAllAvailable()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        options, log, before = self.options, self._look(), offset_of(start)
+        if options.fail_on_data_loss:
+            check(before, log.created, log.first, log.end)
+        end = max(log.end, before.position) if self._target is None else max(self._target, before.position)
+        if not isinstance(limit, ReadAllAvailable):
+            # What was purged below the first message is no message.
+            begin = max(before.position, log.first)
+            if options.max_messages is not None:
+                end = min(end, max(begin + options.max_messages, before.position))
+            if options.max_bytes is not None and begin < end:
+                end = loop().run(reading.within_bytes(options, log, begin, end))
+        if end == before.position:
+            return start
+        return Offset(created=log.created, position=end, whole_from=before.whole_from).as_dict()
+
+    def reportLatestOffset(self) -> dict[str, Any]:
+        log = self._look()
+        return Offset(created=log.created, position=log.end, whole_from=0).as_dict()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        log, begin = self._look(), offset_of(start)
+        if self.options.fail_on_data_loss:
+            check(begin, log.created, log.first, log.end)
+        return _planned(self.options, log, begin, offset_of(end).position)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Nothing: the log is not ours to trim, and Spark does not call this after the last batch."""
+
+
+def _planned(options: ReadOptions, log: Log, start: Offset, end: int) -> list[InputPartition]:
+    if options.fail_on_data_loss:
+        check(start, log.created, log.first, log.end)
+    begin = max(start.position, log.first)
+    return [_Part(part) for part in split(begin, end, options.tasks, start.whole_from)]
+
+
+def _position(options: ReadOptions, log: Log, position: str | None, timestamp_ns: int | None, default: str) -> int:
+    if timestamp_ns is not None:
+        return loop().run(reading.at_time(options, log, timestamp_ns))
+    return begin_at(position or default, log.first, log.end)
+
+
+def _batches(options: ReadOptions, part: Range) -> Iterator[pyarrow.RecordBatch]:
+    found = reading.batches(options, part)
+    try:
+        while (batch := loop().run(_next(found))) is not None:
+            yield batch
+    finally:
+        loop().run(_close(found))
+
+
+async def _next(found: AsyncGenerator[pyarrow.RecordBatch]) -> pyarrow.RecordBatch | None:
+    return await anext(found, None)
+
+
+async def _close(found: AsyncGenerator[pyarrow.RecordBatch]) -> None:
+    await found.aclose()

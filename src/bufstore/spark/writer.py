@@ -1,0 +1,185 @@
+"""``format("bufstore")`` for ``df.write`` and ``df.writeStream``: the declarative twin of the foreachBatch sink.
+
+A writer of Spark cannot ask for a thread's rows in one task and in order, as the sink does. So tasks only check and
+hand over their rows, and the commit, which Spark calls once with those of the winning attempts, writes them, sorted,
+from one process. For batches that do not fit into the driver's memory there is `bufstore.spark.checkpoint_sink`.
+
+Exactly once for streams (``appId`` is needed), and for batches with ``appId`` and ``batchId``; else a batch is written
+once per job that commits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+import pyarrow
+from pyspark import TaskContext
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import StructType
+
+from bufstore.errors import ConfigError
+from bufstore.spark.config import SinkConfig
+from bufstore.spark.fence import begin, check_bad, end, setup
+from bufstore.spark.options import connection, named
+from bufstore.spark.rows import COLUMNS, check_columns
+from bufstore.spark.writing import write_rows
+
+#: What one task may hand over, packed: all of it passes through the driver.
+_TASK_BYTES_MAX = 64 << 20
+_AT_ONCE = 1000
+
+#: Option → what it says; beside those of the connection.
+NAMES = {
+    "postgres": "the database, as URL or key=value",
+    "schema": "of bufstore's tables (default bufstore)",
+    "bucket": "the bucket beside the log",
+    "appId": "names the query (or job) in every thread that it writes to",
+    "batchId": "number of a batch job's batch, growing: what has it is written once",
+    "badRows": "fail or quarantine",
+}
+
+
+class BufstoreSink(DataSource):
+    """See the module."""
+
+    def __init__(self, options: MutableMapping[str, str]) -> None:
+        self.options = dict(options)
+
+    @classmethod
+    def name(cls) -> str:
+        return "bufstore"
+
+    def schema(self) -> str:
+        raise ConfigError('format("bufstore") writes; the log is read with format("threadlog")')
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        if overwrite:
+            raise ConfigError('checkpoints are appended: use .mode("append")')
+        found = named(self.options, NAMES)
+        if ("appId" in found) is not ("batchId" in found):
+            raise ConfigError("options appId and batchId go together: the one without the other tells no repeat")
+        batch_id = None
+        if "batchId" in found:
+            if not (found["batchId"].isascii() and found["batchId"].isdigit()):
+                raise ConfigError("option batchId is a number of at least 0")
+            batch_id = int(found["batchId"])
+        return _BatchWriter(_sink(found, "batch"), schema, batch_id)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        found = named(self.options, NAMES)
+        if "appId" not in found or "batchId" in found:
+            raise ConfigError("option appId is needed for a stream, and Spark gives the number of the batch")
+        return _StreamWriter(_sink(found, ""), schema)
+
+
+def _sink(found: Mapping[str, str], app_id: str) -> SinkConfig:
+    if "postgres" not in found:
+        raise ConfigError("option postgres is missing")
+    bad_rows: Any = found.get("badRows", "fail")
+    return SinkConfig(
+        nats=connection(found),
+        postgres=found["postgres"],
+        schema=found.get("schema", SinkConfig.schema),
+        stream=found.get("stream", SinkConfig.stream),
+        bucket=found.get("bucket", SinkConfig.bucket),
+        app_id=found.get("appId", app_id),
+        bad_rows=bad_rows,
+    )
+
+
+@dataclass
+class _Rows(WriterCommitMessage):
+    """A task's rows, packed, and Spark's id of the streaming query."""
+
+    packed: Sequence[bytes]
+    query_id: str
+
+
+class _Writes:
+    """What both writers do."""
+
+    def __init__(self, config: SinkConfig, schema: StructType) -> None:
+        check_columns((field.name, field.dataType.simpleString()) for field in schema.fields)
+        self.config = config
+
+    def write(self, iterator: Iterator[pyarrow.RecordBatch]) -> WriterCommitMessage:
+        """Pack a task's rows. Raises ConfigError when they are too many."""
+        packed, size = [], 0
+        for batch in iterator:
+            rows = batch.to_pylist()
+            for at in range(0, len(rows), _AT_ONCE):
+                packed.append(zlib.compress(msgspec.msgpack.encode(rows[at : at + _AT_ONCE]), 1))
+                size += len(packed[-1])
+            if size > _TASK_BYTES_MAX:
+                raise ConfigError(
+                    f"a task has more than {_TASK_BYTES_MAX >> 20} MiB of rows, which all pass through the driver: use "
+                    "bufstore.spark.checkpoint_sink (also for a batch: sink(df, batch_id)), or smaller batches"
+                )
+        context = TaskContext.get()
+        query_id = context.getLocalProperty("sql.streaming.queryId") if context is not None else None
+        return _Rows(packed, query_id or "")
+
+    def abort(self, *_: Any) -> None:
+        """Nothing: nothing is written before the commit, and what a commit wrote it finds again."""
+
+    def _commit(self, messages: Sequence[WriterCommitMessage | None], batch_id: int | None) -> None:
+        tasks = [m for m in messages if isinstance(m, _Rows)]
+        rows = [row for task in tasks for part in task.packed for row in _unpacked(part)]
+        if not rows:
+            return
+        rows.sort(key=_order)
+        parts = (rows[at : at + _AT_ONCE] for at in range(0, len(rows), _AT_ONCE))
+        if batch_id is None:
+            setup(self.config)
+            check_bad(self.config, write_rows(self.config, None, parts))
+            return
+        holder = begin(self.config, tasks[0].query_id, batch_id)
+        end(self.config, holder, batch_id, write_rows(self.config, batch_id, parts), _fingerprint(rows))
+
+
+def _fingerprint(rows: Sequence[Mapping[str, Any]]) -> int:
+    digest = blake2b(digest_size=8)
+    for row in rows:
+        digest.update(msgspec.json.encode(row))
+    return int.from_bytes(digest.digest()) >> 1
+
+
+def _unpacked(part: bytes) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = msgspec.msgpack.decode(zlib.decompress(part))
+    return rows
+
+
+def _order(row: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """By thread and position, then by what the row holds: the same in every repeat."""
+    position = row.get("position")
+    number = b"" if position is None else (int(position) + (1 << 63)).to_bytes(9)
+    rest = [msgspec.json.encode(row.get(name)) for name in COLUMNS if name not in ("thread_id", "position")]
+    return ((row["thread_id"] or "").encode(), number, *rest)
+
+
+class _BatchWriter(_Writes, DataSourceArrowWriter):
+    def __init__(self, config: SinkConfig, schema: StructType, batch_id: int | None) -> None:
+        super().__init__(config, schema)
+        self.batch_id = batch_id
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Write all rows."""
+        self._commit(messages, self.batch_id)
+
+
+class _StreamWriter(_Writes, DataSourceStreamArrowWriter):
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        """Write all rows; what an earlier commit of this batch wrote is there already."""
+        self._commit(messages, batchId)

@@ -1,0 +1,81 @@
+"""What tests of jobs share: rows, files that a stream reads, queries, and what a deployment holds in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bufstore import Consistency
+from conftest import Deployment
+
+SCHEMA = "thread_id string, run_id string, delta array<string>, position bigint"
+
+
+def rows_of(threads: list[str], steps: range) -> list[dict[str, Any]]:
+    """A row a step and thread, each with one message that says which it is."""
+    return [
+        {"thread_id": t, "run_id": f"run-{t}", "delta": [json.dumps({"n": n, "thread": t})], "position": n}
+        for n in steps
+        for t in threads
+    ]
+
+
+def frame(spark: Any, rows: list[dict[str, Any]]) -> Any:
+    """The rows as a DataFrame."""
+    return spark.createDataFrame([tuple(row.values()) for row in rows], SCHEMA)
+
+
+def put(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    """A file that a stream reads."""
+    folder.mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # Spark takes files in the order of their times.
+    os.utime(file, (1e9 + len(list(folder.iterdir())),) * 2)
+
+
+def stream(spark: Any, folder: Path, checkpoints: Path, write: Callable[[Any, int], None]) -> Any:
+    """A query over all files there are, a file a batch, to its end."""
+    df = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).json(str(folder))
+    return (
+        df.writeStream.foreachBatch(write)
+        .option("checkpointLocation", str(checkpoints))
+        .trigger(availableNow=True)
+        .start()
+    )
+
+
+async def ended(query: Any) -> None:
+    """Wait for a query's end. Raises its error."""
+    assert await asyncio.to_thread(query.awaitTermination, 90)
+
+
+def uncommit(checkpoints: Path, batch: int) -> None:
+    """As after a kill between the sink and Spark's own note: the batch comes again, with the same id."""
+    (checkpoints / "commits" / str(batch)).unlink()
+    (checkpoints / "commits" / f".{batch}.crc").unlink(missing_ok=True)
+
+
+async def prepared(deployment: Deployment) -> None:
+    """The log exists."""
+    async with deployment.store():
+        pass
+
+
+async def held(deployment: Deployment, threads: list[str]) -> dict[str, list[Any]]:
+    """The numbers of the messages that Postgres holds of each thread, once all is flushed."""
+    async with deployment.store() as store:
+        await store.force_flush_all()
+        return {
+            t: [m["n"] for m in await store.load_messages(t, consistency=Consistency.EVENTUAL) or []] for t in threads
+        }
+
+
+def read_options(deployment: Deployment, **more: Any) -> dict[str, str]:
+    """Options of format("threadlog")."""
+    found = {"nats": deployment.servers.nats.url, "stream": deployment.log.stream, "numPartitions": 2} | more
+    return {name: str(value) for name, value in found.items()}

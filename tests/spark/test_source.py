@@ -1,0 +1,169 @@
+"""The log as a source: each entry once, whatever is read again, and nothing that is gone goes unnoticed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+
+from bufstore import Run, RunStatus
+from conftest import Deployment
+from helpers import fresh
+from spark.jobs import ended, prepared, read_options, rows_of
+
+
+async def written(deployment: Deployment, threads: list[str], steps: range) -> None:
+    async with deployment.store(flusher=False) as store:
+        for row in rows_of(threads, steps):
+            run = Run(run_id=row["run_id"], thread_id=row["thread_id"], agent_id="agent", status=RunStatus.RUNNING)
+            await store.checkpoint_append(row["thread_id"], [json.loads(m) for m in row["delta"]], run)
+
+
+def read(spark: Any, deployment: Deployment, **more: Any) -> Any:
+    return spark.read.format("threadlog").options(**read_options(deployment, **more)).load()
+
+
+async def collected(df: Any) -> list[Any]:
+    found: list[Any] = await asyncio.to_thread(df.collect)
+    return found
+
+
+def steps_of(rows: list[Any]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for row in sorted(rows, key=lambda row: row.position):
+        found.setdefault(row.thread_id, []).extend(json.loads(m)["n"] for m in row.messages)
+    return found
+
+
+async def test_entries_come_decoded_and_each_once(spark: Any, deployment: Deployment) -> None:
+    threads = [fresh() for _ in range(5)]
+    await written(deployment, threads, range(6))
+    big = fresh()
+    async with deployment.store(flusher=False) as store:
+        # An oversize entry: several messages, of which a range may begin or end in the middle.
+        await store.checkpoint(big, [{"n": 0, "text": "x" * 3_000_000}], Run(run_id="big", thread_id=big))
+    rows = await collected(read(spark, deployment, numPartitions=7))
+    assert steps_of(rows) == {t: list(range(6)) for t in threads} | {big: [0]}
+    row = next(r for r in rows if r.thread_id == threads[0] and r.version == 6)
+    assert (row.kind, row.run_id, row.keep, row.cause, row.body) == ("checkpoint", f"run-{threads[0]}", 5, None, None)
+    assert json.loads(row.run)["agent_id"] == "agent"
+    few = await collected(read(spark, deployment, columns="thread_id, position", threads=json.dumps(threads[:1])))
+    assert [(r.thread_id, len(r)) for r in few] == [(threads[0], 2)] * 6
+    assert len(await collected(read(spark, deployment, startingPosition=rows[0].position + 1))) == 30
+
+
+async def test_what_is_no_entry_is_a_row_with_its_cause(spark: Any, deployment: Deployment) -> None:
+    await written(deployment, [fresh()], range(1))
+    client = await nats.connect(deployment.servers.nats.url)
+    await client.jetstream().publish(f"{deployment.name}.0.none", b"\xff")
+    await client.close()
+    rows = await collected(read(spark, deployment))
+    assert [(r.cause is None, r.body) for r in rows] == [(True, None), (False, bytearray(b"\xff"))]
+    raw = await collected(read(spark, deployment, form="messages"))
+    assert [r.subject for r in raw][1] == f"{deployment.name}.0.none"
+    assert raw[0].header is not None
+
+
+async def test_a_range_of_time(spark: Any, deployment: Deployment) -> None:
+    thread = fresh()
+    await written(deployment, [thread], range(3))
+    rows = await collected(read(spark, deployment))
+    second = next(r for r in rows if r.version == 2)
+    at = second.stored_at.isoformat() + "+00:00"
+    later = await collected(read(spark, deployment, startingTimestamp=at))
+    assert [r.version for r in sorted(later, key=lambda r: r.version)] == [2, 3]
+    assert [r.version for r in await collected(read(spark, deployment, endingTimestamp=at))] == [1]
+
+
+def query(spark: Any, deployment: Deployment, folder: Path, **more: Any) -> Any:
+    df = spark.readStream.format("threadlog").options(**read_options(deployment, **more)).load()
+    return (
+        df.writeStream.format("parquet")
+        .option("path", str(folder / "out"))
+        .option("checkpointLocation", str(folder / "ck"))
+        .trigger(availableNow=True)
+        .start()
+    )
+
+
+async def test_a_stream_goes_on_where_it_stopped(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    threads = [fresh() for _ in range(3)]
+    await written(deployment, threads, range(10))
+    options = {"startingPosition": "earliest", "maxMessagesPerTrigger": 8}
+    first = query(spark, deployment, tmp_path, **options)
+    await ended(first)
+    assert len([p for p in first.recentProgress if p["numInputRows"]]) == 4, "30 entries, 8 at a time"
+    await written(deployment, threads, range(10, 12))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest", maxBytesPerTrigger=300))
+    rows = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert steps_of(rows) == {t: list(range(12)) for t in threads}
+
+
+async def purge(deployment: Deployment, below: int) -> None:
+    client = await nats.connect(deployment.servers.nats.url)
+    for p in range(deployment.log.partitions):
+        body = json.dumps({"filter": f"{deployment.name}.{p}.*", "seq": below}).encode()
+        await client.request(f"$JS.API.STREAM.PURGE.{deployment.log.stream}", body)
+    await client.close()
+
+
+async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    deployment.verified = False
+    threads = [fresh() for _ in range(4)]
+    await written(deployment, threads, range(5))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest", maxMessagesPerTrigger=100))
+    await written(deployment, threads, range(5, 10))
+    rows = await collected(read(spark, deployment))
+    last = max(r.position for r in rows)
+    # As the flusher does it, partition by partition: only one of them is purged over what was not read.
+    client = await nats.connect(deployment.servers.nats.url)
+    partition = next(r.partition for r in rows if r.position == last - 8)
+    body = json.dumps({"filter": f"{deployment.name}.{partition}.*", "seq": last - 7}).encode()
+    await client.request(f"$JS.API.STREAM.PURGE.{deployment.log.stream}", body)
+    await client.close()
+    if (await written_positions(spark, deployment)) == {r.position for r in rows}:
+        pytest.fail("nothing was purged")
+    with pytest.raises(Exception, match="was purged before it was read"):
+        await ended(query(spark, deployment, tmp_path))
+    await purge(deployment, last - 2)
+    with pytest.raises(Exception, match="the log begins at position"):
+        await ended(query(spark, deployment, tmp_path))
+    await ended(query(spark, deployment, tmp_path, failOnDataLoss=False))
+    kept = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert len(kept) == 20 + len(await written_positions(spark, deployment))
+
+
+async def written_positions(spark: Any, deployment: Deployment) -> set[int]:
+    return {r.position for r in await collected(read(spark, deployment, failOnDataLoss=False))}
+
+
+async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    deployment.verified = False
+    await written(deployment, [fresh()], range(3))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
+    client = await nats.connect(deployment.servers.nats.url)
+    name = deployment.log.stream
+    info = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}")).data)
+    await client.request(f"$JS.API.STREAM.DELETE.{name}")
+    await client.request(f"$JS.API.STREAM.CREATE.{name}", json.dumps(info["config"]).encode())
+    await client.close()
+    with pytest.raises(Exception, match="made anew"):
+        await ended(query(spark, deployment, tmp_path))
+
+
+async def test_a_wrong_option_is_named(spark: Any, deployment: Deployment) -> None:
+    await prepared(deployment)
+    for option, value in {
+        "surprise": "1",
+        "columns": "nothing",
+        "numPartitions": "0",
+        "startingPosition": "soon",
+    }.items():
+        with pytest.raises(Exception, match=option):
+            await collected(read(spark, deployment, **{option: value}))
