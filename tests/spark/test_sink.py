@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from bufstore import Run, RunStatus
 from bufstore.spark import SinkConfig, checkpoint_sink
 from conftest import Deployment
 from helpers import fresh
@@ -82,3 +83,29 @@ async def test_bad_rows_end_the_batch_and_the_others_are_written(
     assert await held(deployment, [good]) == {good: [0, 1, 2]}
     await asyncio.to_thread(checkpoint_sink(replace(config, bad_rows="quarantine")), df, 0)
     assert await held(deployment, [good]) == {good: [0, 1, 2]}
+
+
+async def test_a_backfill_past_the_log_writes_each_row_once(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    threads = [fresh() for _ in range(6)]
+    async with deployment.store() as store:
+        # What the log shows goes through the log, whose entries expect what is in Postgres.
+        await store.checkpoint_append(threads[0], [{"n": -1}], Run(run_id="before", thread_id=threads[0]))
+    past = replace(config, mode="postgres")
+    for _ in range(2):
+        await asyncio.to_thread(checkpoint_sink(past), frame(spark, rows_of(threads, range(5))), 0)
+    await asyncio.to_thread(checkpoint_sink(past), frame(spark, rows_of(threads, range(5, 8))), 1)
+    wanted = {t: [*([-1] if t == threads[0] else []), *range(8)] for t in threads}
+    assert await held(deployment, threads) == wanted
+    async with deployment.store() as store:
+        assert len(await store.load_messages(threads[1]) or []) == 8
+        # Whoever writes next, through the log, builds on it; and the same source is still known there.
+        await store.checkpoint_append(
+            threads[1], [{"n": 8}], Run(run_id=f"run-{threads[1]}", thread_id=threads[1], status=RunStatus.DONE)
+        )
+        await store.force_flush_all()
+        assert await store.quarantined() == 0
+    await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows_of(threads, range(5, 8))), 1)
+    wanted[threads[1]].append(8)
+    assert await held(deployment, threads) == wanted

@@ -55,6 +55,9 @@ class SinkConfig(Deployment):
 
     #: Names the source in every thread that it writes to. One query, for as long as its checkpoint folder lives.
     app_id: str
+    #: "log": through the log, as any writer. "postgres": past it, for backfills: threads that nobody writes to at the
+    #: same time (what the log must judge goes through it all the same).
+    mode: Literal["log", "postgres"] = "log"
     #: What a row that cannot become a checkpoint does: "fail" ends the batch (when all other threads are written),
     #: "quarantine" puts it into the table ``spark_quarantine`` and goes on.
     bad_rows: Literal["fail", "quarantine"] = "fail"
@@ -67,6 +70,8 @@ class SinkConfig(Deployment):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_id(self.app_id, "app_id")
+        if self.mode not in ("log", "postgres"):
+            raise ConfigError("SinkConfig.mode is 'log' or 'postgres'")
         if self.bad_rows not in ("fail", "quarantine"):
             raise ConfigError("SinkConfig.bad_rows is 'fail' or 'quarantine'")
         if self.in_flight < 1 or (self.tasks is not None and self.tasks < 1):

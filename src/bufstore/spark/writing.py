@@ -1,17 +1,19 @@
-"""Writing a task's rows, in a Python worker: through the store's own append path, in order within a thread."""
+"""Writing a task's rows, in a Python worker, in order within a thread: as any writer does, or past the log."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from bufstore.buffer import sources
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, LogFull, Rejected
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import SinkConfig
+from bufstore.spark.direct import DirectWriter, NeedLog, Prepared, prepare
 from bufstore.spark.ledger import SparkLedger
 from bufstore.spark.rows import number_of, write_of
 from bufstore.spark.worker import loop
@@ -58,74 +60,128 @@ def write_rows(config: SinkConfig, batch_id: int | None, parts: Iterable[Sequenc
     `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. Raises BufstoreError when it is
     not the rows' fault: the task is to be tried again.
     """
-    outcome = Outcome()
-    ranks: dict[str, int] = {}
-    failed: set[str] = set()
+    task = _Task(config, batch_id)
     for part in parts:
         if part:
-            ranks = loop().run(_write(config, batch_id, part, ranks, failed, outcome))
-    return outcome
+            loop().run(task.write(part))
+    return task.outcome
 
 
-async def _write(
-    config: SinkConfig,
-    batch_id: int | None,
-    rows: Sequence[Row],
-    ranks: Mapping[str, int],
-    failed: set[str],
-    outcome: Outcome,
-) -> dict[str, int]:
-    """The number of rows so far of the last thread, whose rows may go on in the next part."""
-    store, ledger = await _opened(config)
-    threads: dict[str, list[Row]] = {}
-    for row in rows:
-        threads.setdefault(row["thread_id"], []).append(row)
-    room = asyncio.Semaphore(config.in_flight)
+class _Task:
+    """One task's rows on their way."""
 
-    async def write_thread(thread_id: str, rows: Sequence[Row]) -> None:
+    def __init__(self, config: SinkConfig, batch_id: int | None) -> None:
+        self.outcome = Outcome()
+        self._config = config
+        self._batch_id = batch_id
+        self._room = asyncio.Semaphore(config.in_flight)
+        #: How many rows of the last thread there were: its rows may go on in the next part.
+        self._ranks: dict[str, int] = {}
+        #: Threads of which a row is bad, when that fails the batch.
+        self._failed: set[str] = set()
+        #: Threads that were written through the log: it may not show them at once.
+        self._logged: set[str] = set()
+
+    async def write(self, rows: Sequence[Row]) -> None:
+        """Write the next part."""
+        opened = await _opened(self._config)
+        threads: dict[str, list[Row]] = {}
+        for row in rows:
+            threads.setdefault(row["thread_id"], []).append(row)
+        through_log = set(threads)
+        if self._config.mode == "postgres":
+            through_log = await self._write_direct(opened, threads)
+        self._logged |= through_log
+        try:
+            async with asyncio.TaskGroup() as group:
+                for thread_id in threads:
+                    if thread_id in through_log:
+                        group.create_task(self._write_thread(opened, thread_id, threads[thread_id]))
+        except* BufstoreError as e:
+            raise e.exceptions[0] from None  # one says enough, and Spark shows it
+        last = next(reversed(threads))
+        self._ranks = {last: self._ranks.get(last, 0) + len(threads[last])}
+
+    async def _write_thread(self, opened: _Opened, thread_id: str, rows: Sequence[Row]) -> None:
         # One after the other: a row that is refused must not be passed by those behind it, or a repeat of the batch
         # would take it for one that is there.
-        for rank, row in enumerate(rows, ranks.get(thread_id, 0)):
-            if thread_id in failed:
-                outcome.behind += 1
+        for rank, row in enumerate(rows, self._ranks.get(thread_id, 0)):
+            if thread_id in self._failed:
+                self.outcome.behind += 1
                 continue
-            async with room:
+            async with self._room:
                 try:
-                    await _write_row(store, config, batch_id, rank, row, outcome)
+                    await self._write_row(opened.store, rank, row)
                 except LogFull:
                     raise  # no fault of the row
                 except Rejected as e:
-                    outcome.refuse(row, e)
-                    if config.bad_rows == "fail":
-                        failed.add(thread_id)
-                    else:
-                        await ledger.quarantine(config.app_id, batch_id or 0, rank, row, str(e))
+                    await self._refuse(opened, rank, row, e)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for thread_id, of_thread in threads.items():
-                group.create_task(write_thread(thread_id, of_thread))
-    except* BufstoreError as e:
-        raise e.exceptions[0] from None  # one says enough, and Spark shows it
-    last = next(reversed(threads))
-    return {last: ranks.get(last, 0) + len(threads[last])}
+    async def _write_row(self, store: BufferedThreadStore, rank: int, row: Row) -> None:
+        wanted = write_of(row)
+        call = store.checkpoint if wanted.whole else store.checkpoint_append
+        receipt = await call(wanted.thread_id, wanted.messages, wanted.run, source=self._mark(rank))
+        self.outcome.written += not receipt.repeated
+        self.outcome.repeated += receipt.repeated
+
+    def _mark(self, rank: int) -> SourceMark | None:
+        return SourceMark(self._config.app_id, number_of(self._batch_id, rank)) if self._batch_id is not None else None
+
+    async def _refuse(self, opened: _Opened, rank: int, row: Row, error: Rejected) -> None:
+        self.outcome.refuse(row, error)
+        if self._config.bad_rows == "fail":
+            self._failed.add(row["thread_id"])
+        else:
+            await opened.ledger.quarantine(self._config.app_id, self._batch_id or 0, rank, row, str(error))
+
+    async def _write_direct(self, opened: _Opened, threads: Mapping[str, Sequence[Row]]) -> set[str]:
+        """Write straight into Postgres what may go there; the threads that remain."""
+        direct = opened.direct
+        assert direct is not None
+        remaining = {t for t in threads if t in self._logged or t in self._failed}
+        remaining |= await direct.in_log([t for t in threads if t and t not in remaining])
+        prepared: dict[str, list[Prepared]] = {}
+        for thread_id, rows in threads.items():
+            if thread_id in remaining:
+                continue
+            try:
+                prepared[thread_id] = [
+                    self._prepared(rank, row) for rank, row in enumerate(rows, self._ranks.get(thread_id, 0))
+                ]
+            except Rejected:
+                remaining.add(thread_id)  # there it is said row by row
+        while prepared:
+            try:
+                written, repeated = await direct.write(prepared)
+            except NeedLog as e:
+                for thread_id in e.threads:
+                    del prepared[thread_id]
+                    remaining.add(thread_id)
+                continue
+            self.outcome.written += written
+            self.outcome.repeated += repeated
+            break
+        return remaining
+
+    def _prepared(self, rank: int, row: Row) -> Prepared:
+        mark = self._mark(rank)
+        return prepare(write_of(row), sources.item(mark.name, mark.number) if mark is not None else None)
 
 
-async def _write_row(
-    store: BufferedThreadStore, config: SinkConfig, batch_id: int | None, rank: int, row: Row, outcome: Outcome
-) -> None:
-    wanted = write_of(row)
-    mark = SourceMark(config.app_id, number_of(batch_id, rank)) if batch_id is not None else None
-    call = store.checkpoint if wanted.whole else store.checkpoint_append
-    receipt = await call(wanted.thread_id, wanted.messages, wanted.run, source=mark)
-    outcome.written += not receipt.repeated
-    outcome.repeated += receipt.repeated
+class _Opened(NamedTuple):
+    """What the tasks of a process share."""
+
+    store: BufferedThreadStore
+    ledger: SparkLedger
+    #: In mode="postgres".
+    direct: DirectWriter | None
 
 
-async def _opened(config: SinkConfig) -> tuple[BufferedThreadStore, SparkLedger]:
-    async def open_() -> tuple[BufferedThreadStore, SparkLedger]:
+async def _opened(config: SinkConfig) -> _Opened:
+    async def open_() -> _Opened:
+        log = await config.find_log()
         buffer = BufferConfig(
-            log=await config.find_log(),
+            log=log,
             flusher=False,
             append_timeout_s=config.append_timeout_s,
             failover_window_s=max(BufferConfig.failover_window_s, 2 * config.append_timeout_s),
@@ -134,7 +190,11 @@ async def _opened(config: SinkConfig) -> tuple[BufferedThreadStore, SparkLedger]
         store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
         ledger = SparkLedger(config.postgres, config.schema)
         await ledger.open()
-        return store, ledger
+        direct = DirectWriter(config, log, ledger) if config.mode == "postgres" else None
+        if direct is not None:
+            await direct.open()
+        return _Opened(store, ledger, direct)
 
-    key = (config.server.servers, config.stream, config.postgres, config.schema, config.append_timeout_s)
+    c = config
+    key = (c.server.servers, c.stream, c.postgres, c.schema, c.append_timeout_s, c.mode)
     return await loop().opened(key, open_)

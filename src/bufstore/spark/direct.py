@@ -1,0 +1,171 @@
+"""``mode="postgres"``: rows go past the log, straight into Postgres, under the same guarantee; for backfills.
+
+One transaction a part: lock the threads' rows of the ledger, leave out what their sources have already
+(`bufstore.buffer.sources`), fold the rest into one change a thread, write the changes as a flush does, advance the rows.
+What needs the log's own checks goes through the log instead: threads that the log shows, whose entries expect what is in
+Postgres; threads whose chain is broken; runs with a parent; new messages with ids for a thread that exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from bufstore.buffer import sources
+from bufstore.buffer.chain import Row
+from bufstore.buffer.ports import Decision, FlushFailed
+from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.verdict import Verdict
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import InvalidRecord, StoreUnavailable
+from bufstore.nats.link import NatsLink
+from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.store import PostgresThreadStore
+from bufstore.spark.config import SinkConfig
+from bufstore.spark.ledger import SparkLedger
+from bufstore.spark.rows import Write
+from bufstore.threads.coalesce import Fold
+from bufstore.threads.memory import ids_of
+from bufstore.threads.model import ThreadChange, check_run, encode_messages, encode_run
+from bufstore.threads.payload import Payload
+from bufstore.threads.write import save_of
+from bufstore.types import check_id
+
+_TIMEOUT_S = 30.0
+
+
+class Prepared(msgspec.Struct, frozen=True, gc=False):
+    """A row, checked and encoded."""
+
+    #: The source's number of it; None: a repeat is not recognized.
+    mark: bytes | None
+    whole: bool
+    payload: Payload
+    has_ids: bool
+
+
+class Folded(NamedTuple):
+    """What a thread's rows come to."""
+
+    #: None: nothing that was not there.
+    change: ThreadChange | None
+    row: Row
+    written: int
+    repeated: int
+
+
+class NeedLog(Exception):
+    """These threads must be written through the log."""
+
+    def __init__(self, threads: Sequence[str]) -> None:
+        super().__init__(f"{len(threads)} threads")
+        self.threads = threads
+
+
+def prepare(wanted: Write, mark: bytes | None) -> Prepared:
+    """Check and encode. Raises InvalidId, InvalidRecord."""
+    check_id(wanted.thread_id, "thread_id")
+    check_run(wanted.run, wanted.thread_id)
+    encoded = encode_messages(wanted.messages)
+    ids = [id_ for id_ in ids_of(wanted.messages) if id_]
+    if len(set(ids)) < len(ids) and not wanted.whole:
+        raise InvalidRecord(f"thread {wanted.thread_id!r}: two of the new messages have the same id")
+    return Prepared(mark, wanted.whole, Payload(0, encoded, encode_run(wanted.run), save_of(wanted.run)), bool(ids))
+
+
+def fold(thread_id: str, row: Row, version: int, writes: Sequence[Prepared], new_id: int) -> Folded:
+    """One change that equals `writes` in order, without what the thread has of their source already.
+
+    `version`: how many messages Postgres holds of the thread. Raises NeedLog when only the log can tell what to do.
+    """
+    if row.broken_since is not None:
+        raise NeedLog([thread_id])
+    folded, written, seen = Fold(thread_id, version), 0, row.sources
+    for number, write in enumerate(writes):
+        if write.mark is not None:
+            if sources.holds(seen, write.mark):
+                continue
+            seen = sources.merge(seen, write.mark)
+        if write.payload.save.parent_thread_id is not None or (write.has_ids and not write.whole and version):
+            raise NeedLog([thread_id])
+        keep = 0 if write.whole else version
+        # The number stands for the place in the log, by which runs are put in order.
+        folded.add(msgspec.structs.replace(write.payload, keep=keep), number, self_contained=write.whole)
+        version = keep + len(write.payload.messages)
+        written += 1
+    if not written:
+        return Folded(None, row, 0, len(writes))
+    after = msgspec.structs.replace(row, applied_id=new_id, version=version, gone=False, sources=seen)
+    return Folded(folded.change(), after, written, len(writes) - written)
+
+
+class DirectWriter:
+    """Writes into one deployment's database."""
+
+    def __init__(self, config: SinkConfig, log: LogConfig, spark: SparkLedger) -> None:
+        store = PostgresThreadStore(config.postgres, schema=config.schema, pool_size=1)
+        self._store, self._spark = store, spark
+        self._ledger = PostgresLedger(config.postgres, store, schema=config.schema)
+        self._link = NatsLink(config.server, BufferConfig(log=log), "bufstore-backfill")
+        self._subjects = Subjects(log.subject, log.partitions)
+
+    async def open(self) -> None:
+        """Connect, and make the tables."""
+        await self._link.open()
+        await self._ledger.open()
+        await self._store.open()
+        await self._store.setup()
+        await self._ledger.setup()
+
+    async def in_log(self, threads: Collection[str]) -> set[str]:
+        """Those that the log shows. Raises LogUnavailable."""
+        subjects = {self._subjects.of(thread_id): thread_id for thread_id in threads}
+        return {subjects[subject] for subject in await self._link.log.last(list(subjects), _TIMEOUT_S)}
+
+    async def write(self, threads: Mapping[str, Sequence[Prepared]]) -> tuple[int, int]:
+        """Write all rows in one transaction: how many were written, and how many were there.
+
+        Raises NeedLog, when nothing was written, for threads that must go the other way; StoreUnavailable.
+        """
+        written = repeated = 0
+        versions = await self._spark.versions(list(threads))
+
+        def decide(rows: Mapping[str, Row]) -> Decision:
+            nonlocal written, repeated
+            need_log: list[str] = []
+            batch: list[Any] = []
+            after: dict[str, Row] = {}
+            written = repeated = 0
+            for thread_id, writes in threads.items():
+                row = rows[thread_id]
+                version = row.version if row.applied_id else versions.get(thread_id, 0)
+                try:
+                    found = fold(thread_id, row, version, writes, int.from_bytes(os.urandom(8)) >> 1 or 1)
+                except NeedLog:
+                    need_log.append(thread_id)
+                    continue
+                written += found.written
+                repeated += found.repeated
+                if found.change is not None:
+                    batch.append(found.change)
+                    after[thread_id] = found.row
+            if need_log:
+                raise NeedLog(need_log)
+            return Decision(batch=batch, rows=after)
+
+        names = sorted(threads)
+        try:
+            try:
+                await self._ledger.flush([], names, decide)
+            except FlushFailed as e:
+                if e.verdict is not Verdict.POISON:
+                    raise
+                await self._ledger.flush([], names, decide, probe=True)
+        except FlushFailed as e:
+            if e.culprits:  # the log's checks say of each row what is wrong with it
+                raise NeedLog(sorted(e.culprits)) from None
+            raise StoreUnavailable(f"Postgres takes no backfill now: {e}") from e
+        return written, repeated
