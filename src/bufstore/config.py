@@ -173,6 +173,8 @@ class BufferConfig:
     lease_s: int = 6
     #: Operator: how long flushed entries stay in the log (for readers of the log); gives way above 70 % of max_bytes.
     retain_after_flush_s: float = 24 * 3600.0
+    #: Operator: nothing leaves the log before `bufstore.spark.archive` has it; without archiving, it fills (LogFull).
+    archive: bool = False
     #: Operator: how much of its last commits Postgres may lose in a failover; entries stay at least this long.
     failover_window_s: float = 60.0
     #: Operator: with this many entries in quarantine no more is parked: poison waits in the log, `trouble` says so.

@@ -33,6 +33,7 @@ BufstoreError
 ├── FlushTimeout                the flush did not reach its target in time
 ├── StoreMisconfigured          Postgres answers, and will refuse until someone changes it (login, schema, read-only)
 ├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
+├── DataLoss                    a reader of the log missed messages that were purged, or an archive is not whole
 ├── MalformedEntry              bytes in the log that are no entry (they go to quarantine)
 └── EmbeddedError               an embedded development server did not start or stop
 """

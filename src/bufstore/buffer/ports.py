@@ -492,6 +492,14 @@ class Ledger(Protocol):
         """Remove these rows, but not of a thread that was written again meanwhile or that quarantine names."""
         ...
 
+    async def archived(self) -> int:
+        """The position up to which an archive has the log, not included; 0: nothing."""
+        ...
+
+    async def set_archived(self, position: int) -> None:
+        """Remember it, unless it is known to be further already."""
+        ...
+
     async def quarantined(self) -> int:
         """How many entries wait in quarantine."""
         ...

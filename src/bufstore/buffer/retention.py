@@ -66,9 +66,12 @@ class Retention:
         used, limit = await self._log.fill()
         pressed = used > _PRESSURE * limit
         keep = self._config.failover_window_s if pressed else self._config.retain_after_flush_s
+        archived = await self._ledger.archived() if self._config.archive else None
         purged = False
         for share in list(self._shares.values()):
             below = share.purgeable(confirmed_at - keep)
+            if below is not None and archived is not None:
+                below = min(below, archived) if archived > share.purged_below else None
             if below is not None and share.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
                 reach(Failpoint.PURGE_BEFORE)

@@ -11,10 +11,11 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
+from typing import Any
 
 import msgspec
 
-from bufstore.buffer.chain import Parked, Row, plan
+from bufstore.buffer.chain import Parked, Plan, Row, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import (
@@ -311,21 +312,16 @@ class Settler:
                 parked += [Parked(item, item.cause) for item in items if isinstance(item, Malformed)]
                 continue
             row = rows[thread_id]
-            while True:
-                todo = plan(row, items, complete=thread_id in complete, poison=self._poison.keys())
-                if todo.gap_before is not None:
-                    gaps[thread_id] = row.flushed_seq
-                    break
-                try:
-                    if todo.apply:
-                        batch.append(self._coalesce(thread_id, row.version, todo.apply))
-                except Inapplicable as e:
-                    self._poison[e.entry_id] = str(e)
-                    continue
-                gone = batch[-1].gone if todo.apply else todo.row.gone
-                new_rows[thread_id] = msgspec.structs.replace(todo.row, gone=gone)
-                parked += map(self._with_cause, todo.park)
-                break
+            todo, change = decide_thread(
+                thread_id, row, items, self._poison, self._coalesce, complete=thread_id in complete
+            )
+            if todo.gap_before is not None:
+                gaps[thread_id] = row.flushed_seq
+                continue
+            if change is not None:
+                batch.append(change)
+            new_rows[thread_id] = todo.row
+            parked += map(self._with_cause, todo.park)
         if gaps:
             raise _Gap(gaps)
         return Decision(batch=batch, rows=new_rows, parked=parked)
@@ -366,6 +362,31 @@ class Settler:
             )
             if isinstance(item, StoredEntry):
                 self._poison.pop(item.entry.id, None)
+
+
+def decide_thread(
+    thread_id: str,
+    row: Row,
+    items: Sequence[Item],
+    poison: MutableMapping[int, str],
+    coalesce: Coalesce,
+    *,
+    complete: bool,
+) -> tuple[Plan, Any]:
+    """What becomes of a thread's entries (see `chain.plan`), and the one change that equals those that are applied.
+
+    Entries that turn out not to be applicable are added to `poison`, with the cause.
+    """
+    while True:
+        todo = plan(row, items, complete=complete, poison=poison.keys())
+        if todo.gap_before is not None or not todo.apply:
+            return todo, None
+        try:
+            change = coalesce(thread_id, row.version, todo.apply)
+        except Inapplicable as e:
+            poison[e.entry_id] = str(e)
+            continue
+        return msgspec.structs.replace(todo, row=msgspec.structs.replace(todo.row, gone=change.gone)), change
 
 
 def _split(

@@ -11,6 +11,7 @@ from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
 from bufstore.cli.quarantine import quarantine
 from bufstore.cli.repair import repair
+from bufstore.cli.spark import spark
 from bufstore.cli.status import status
 
 
@@ -24,5 +25,5 @@ def app() -> None:
     """
 
 
-for command in (demo, import_, status, flush, quarantine, verify, doctor, repair):
+for command in (demo, import_, status, flush, quarantine, verify, doctor, repair, spark):
     app.add_command(command)

@@ -27,6 +27,7 @@ class MemoryLedger:
     def __init__(self, target: Applies, *, quarantine_max: int = BufferConfig.quarantine_max) -> None:
         self._target = target
         self._quarantine_max = quarantine_max
+        self._archived = 0
         self._rows: dict[str, Row] = {}
         self._cursors: dict[int, Cursor] = {}
         self._epoch: int | None = None
@@ -101,6 +102,12 @@ class MemoryLedger:
             row = self._rows.get(thread_id, Row())
             if row.gone and row.flushed_seq == seq and thread_id not in parked and not row.sources:
                 del self._rows[thread_id]
+
+    async def archived(self) -> int:
+        return self._archived
+
+    async def set_archived(self, position: int) -> None:
+        self._archived = max(self._archived, position)
 
     async def quarantined(self) -> int:
         return len(self.parked.entries)

@@ -83,6 +83,13 @@ class PostgresLedger:
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
         await self._fetch("bury", columns.texts(t for _, t in tombstones), columns.longs(s for s, _ in tombstones))
 
+    async def archived(self) -> int:
+        rows = await self._fetch("archived")
+        return int(rows[0][0]) if rows else 0
+
+    async def set_archived(self, position: int) -> None:
+        await self._fetch("set_archived", position)
+
     async def quarantined(self) -> int:
         return int((await self._fetch("quarantined"))[0][0])
 

@@ -3,9 +3,27 @@
 Importing this does not import Spark.
 """
 
-from bufstore.spark.config import Deployment, SinkConfig
+from bufstore.spark.archive import ArchiveReport, Manifest, archive
+from bufstore.spark.config import Deployment, NoLog, SinkConfig
+from bufstore.spark.drain import DrainReport, bulk_drain
 from bufstore.spark.java import ensure_java
+from bufstore.spark.restore import RestoreReport, restore
 from bufstore.spark.session import session
 from bufstore.spark.sink import CheckpointSink, checkpoint_sink
 
-__all__ = ["CheckpointSink", "Deployment", "SinkConfig", "checkpoint_sink", "ensure_java", "session"]
+__all__ = [
+    "ArchiveReport",
+    "CheckpointSink",
+    "Deployment",
+    "DrainReport",
+    "Manifest",
+    "NoLog",
+    "RestoreReport",
+    "SinkConfig",
+    "archive",
+    "bulk_drain",
+    "checkpoint_sink",
+    "ensure_java",
+    "restore",
+    "session",
+]

@@ -13,6 +13,13 @@ from bufstore.postgres.migrate import check_schema
 from bufstore.types import check_id
 
 
+class NoLog(ConfigError):
+    """There is no log of this name on the server: a BufferedThreadStore that is opened makes it."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(f"there is no log {stream!r} on this server: open a BufferedThreadStore on it first")
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Deployment(Secretive):
     """The log and the database of one deployment. Set by the data engineer who writes the job.
@@ -42,10 +49,10 @@ class Deployment(Secretive):
         return self.nats
 
     async def find_log(self) -> LogConfig:
-        """The log as it stands on the server. Raises ConfigError when there is none, LogUnavailable."""
+        """The log as it stands on the server. Raises NoLog when there is none, LogUnavailable."""
         found = await find_log(self.server, self.stream, self.bucket, "bufstore-spark")
         if found is None:
-            raise ConfigError(f"there is no log {self.stream!r} on this server: open a BufferedThreadStore on it first")
+            raise NoLog(self.stream)
         return found
 
 

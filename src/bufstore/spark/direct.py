@@ -1,9 +1,9 @@
 """``mode="postgres"``: rows go past the log, straight into Postgres, under the same guarantee; for backfills.
 
 One transaction a part: lock the threads' rows of the ledger, leave out what their sources have already
-(`bufstore.buffer.sources`), fold the rest into one change a thread, write the changes as a flush does, advance the rows.
-What needs the log's own checks goes through the log instead: threads that the log shows, whose entries expect what is in
-Postgres; threads whose chain is broken; runs with a parent; new messages with ids for a thread that exists.
+(`bufstore.buffer.sources`), fold the rest into one change a thread, write the changes as a flush does, advance the
+rows. What needs the log's own checks goes through the log instead: threads that the log shows, whose entries expect
+what is in Postgres; threads whose chain is broken; runs with a parent; new messages with ids for a thread that exists.
 """
 
 from __future__ import annotations

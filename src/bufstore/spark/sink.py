@@ -13,12 +13,12 @@ One task owns a thread in a batch, so its rows go in order and nobody competes f
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.fence import begin, end
+from bufstore.spark.jobs import context_of, described
 from bufstore.spark.rows import COLUMNS, check_columns
 from bufstore.spark.writing import Outcome, write_rows
 
@@ -54,7 +54,7 @@ class CheckpointSink:
         """
         check_columns(df.dtypes)
         holder = begin(self.config, _query_id(df), batch_id)
-        with _described(df, f"bufstore: batch {batch_id} of {self.config.app_id}"):
+        with described(df, f"bufstore: batch {batch_id} of {self.config.app_id}"):
             outcome, fingerprint = self._write(df, batch_id)
         end(self.config, holder, batch_id, outcome, fingerprint)
 
@@ -76,34 +76,10 @@ class CheckpointSink:
         return whole, fingerprint
 
 
-@contextmanager
-def _described(df: DataFrame, what: str) -> Iterator[None]:
-    """Name the jobs inside the block in Spark's UI, where there is one to tell."""
-    context = _context(df)
-    if context is None:
-        yield
-        return
-    before = context.getLocalProperty("spark.job.description")
-    context.setJobDescription(what)
-    try:
-        yield
-    finally:
-        context.setLocalProperty("spark.job.description", before)
-
-
 def _query_id(df: DataFrame) -> str:
     """Spark's id of the streaming query; empty on Connect, which does not tell, and outside of a query."""
-    context = _context(df)
+    context = context_of(df)
     return (context.getLocalProperty("sql.streaming.queryId") or "") if context is not None else ""
-
-
-def _context(df: DataFrame) -> Any:
-    from pyspark.errors import PySparkException
-
-    try:
-        return df.sparkSession.sparkContext
-    except PySparkException:  # Connect's session has none
-        return None
 
 
 def _task(config: SinkConfig, batch_id: int, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:

@@ -1,8 +1,9 @@
 """The log as a source of Spark: ``spark.read.format("threadlog")`` and ``spark.readStream.format("threadlog")``.
 
 Spark finds it by itself (`pyspark_threadlog`). An offset is a position of the log together with the stream's identity,
-so a batch that is read again is the same entries. Tasks read ranges with consumers of their
-own (`bufstore.nats.ranges`); the flusher's are never touched, and nothing is acknowledged. Options: `bufstore.spark.options`.
+so a batch that is read again is the same entries. Tasks read ranges with consumers of their own
+(`bufstore.nats.ranges`); the flusher's are never touched, and nothing is acknowledged.
+Options: `bufstore.spark.options`.
 """
 
 from __future__ import annotations

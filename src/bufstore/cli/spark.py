@@ -1,0 +1,115 @@
+"""`bufstore spark …`: jobs that need no program of their own. Needs the `spark` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.output import show
+from bufstore.cli.running import EXIT_WRONG, Failure, Finite
+from bufstore.spark.config import Deployment
+
+_MASTER = click.option(
+    "--master",
+    default="local[*,4]",
+    show_default=True,
+    help="Spark's master, or sc://… for Connect. With spark-submit: its.",
+)
+_TASKS = click.option("--tasks", type=click.IntRange(min=1), help="Tasks at the same time. Default: Spark's.")
+
+
+@click.group()
+def spark() -> None:
+    """Jobs on Spark: drain a backlog, archive the log, restore an archive."""
+
+
+@spark.command()
+@_MASTER
+@_TASKS
+@click.option(
+    "--timeout", type=Finite(min=1), default=3600.0, show_default=True, help="Seconds after which to give up."
+)
+@connects()
+def drain(options: Options, master: str, tasks: int | None, timeout: float) -> None:
+    """Flush everything that is in the log now, with the executors as flushers."""
+    from bufstore.spark.drain import bulk_drain
+
+    with options.target() as target, _session(master) as session, _bar(options) as on_lag:
+        report = bulk_drain(session, _deployment(target), tasks=tasks, timeout_s=timeout, on_lag=on_lag)
+    show(report, as_json=options.as_json, title="drained")
+
+
+@spark.command()
+@click.argument("path")
+@_MASTER
+@_TASKS
+@click.option("--start", type=click.IntRange(min=0), help="Position to begin at. Default: where the archive ends.")
+@connects()
+def archive(options: Options, path: str, master: str, tasks: int | None, start: int | None) -> None:
+    """Write what the archive at PATH does not have of the log as Parquet."""
+    from bufstore.spark.archive import archive as write
+
+    with options.target() as target, _session(master) as session:
+        report = write(session, _deployment(target), path, start=start, tasks=tasks)
+    show(report, as_json=options.as_json, title="archived")
+
+
+@spark.command()
+@click.argument("path")
+@_MASTER
+@_TASKS
+@click.option("--dry-run", is_flag=True, help="Say what would be done.")
+@connects()
+def restore(options: Options, path: str, master: str, tasks: int | None, dry_run: bool) -> None:
+    """Apply the archive at PATH to Postgres, where it does not have it. No flusher may run meanwhile."""
+    from bufstore.spark.restore import restore as bring_back
+
+    with options.target() as target, _session(master) as session:
+        report = bring_back(session, path, _deployment(target), tasks=tasks, dry_run=dry_run)
+    show(report, as_json=options.as_json, title="restored" if not dry_run else "would be restored")
+    if report.refused:
+        raise click.exceptions.Exit(EXIT_WRONG)
+
+
+def _deployment(target: Target) -> Deployment:
+    return Deployment(
+        nats=target.nats, postgres=target.postgres, schema=target.schema, stream=target.stream, bucket=target.bucket
+    )
+
+
+@contextmanager
+def _session(master: str) -> Iterator[Any]:
+    try:
+        import pyspark  # noqa: F401
+    except ModuleNotFoundError:
+        raise Failure("pyspark is not installed: these commands need `pip install 'bufstore[spark,cli]'`") from None
+    from bufstore.spark.session import session
+
+    running = session("bufstore", master)
+    running.sparkContext.setLogLevel("ERROR")
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@contextmanager
+def _bar(options: Options) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error that goes from the first lag that is seen to none."""
+    columns = (TextColumn("flushed"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=options.as_json) as progress:
+        task = progress.add_task("drain", total=None)
+        first: list[int] = []
+
+        def on_lag(lag: int) -> None:
+            if not first:
+                first.append(lag)
+            progress.update(task, total=first[0], completed=max(0, first[0] - lag))
+
+        yield on_lag

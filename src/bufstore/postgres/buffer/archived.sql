@@ -1,0 +1,1 @@
+SELECT position FROM {schema}.buffer_archive

@@ -1,0 +1,125 @@
+"""Draining a huge backlog: the executors of a Spark job are flushers until what is in the log now is in Postgres.
+
+A flusher takes whole partitions, and a thread never leaves its partition; so nothing needs to be shuffled, and what a
+flusher promises (watermarks, cursors, quarantine, fencing) holds as it is: beside the app's flushers, which hand over
+a fair share of the partitions, beside another drain, and after a crash, which costs no more than a lease. Why not a
+merge of Spark's own: docs/adr/0016.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from bufstore.config import BufferConfig
+from bufstore.postgres.store import PostgresThreadStore
+from bufstore.spark.config import Deployment
+from bufstore.spark.jobs import context_of, described
+from bufstore.threads.buffered import BufferedThreadStore
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyspark.sql import DataFrame, SparkSession
+
+_OUTCOME = "entries bigint, changes bigint, transactions bigint, parked bigint"
+_LOOK_S = 1.0
+#: On Connect, which does not tell how many cores there are.
+_TASKS = 8
+
+
+class DrainReport(msgspec.Struct, kw_only=True):
+    """What a drain did. Entries that the app's own flushers moved meanwhile are not counted."""
+
+    #: Into how many changes of threads the entries were coalesced, in how many transactions.
+    entries: int
+    changes: int
+    transactions: int
+    #: Entries that cannot be applied, in quarantine now.
+    parked: int
+    tasks: int
+    seconds: float
+
+
+def bulk_drain(
+    spark: SparkSession,
+    deployment: Deployment,
+    *,
+    tasks: int | None = None,
+    timeout_s: float = 3600.0,
+    on_lag: Callable[[int], None] | None = None,
+) -> DrainReport:
+    """Return once everything that is in the log now is in Postgres, flushed by `tasks` tasks (default: Spark's cores).
+
+    More tasks than partitions of the log are of no use. `on_lag` is called now and then with the positions that are
+    left. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so), ConfigError when there is no log.
+    """
+    return asyncio.run(_drain(spark, deployment, tasks, timeout_s, on_lag))
+
+
+async def _drain(
+    spark: SparkSession,
+    deployment: Deployment,
+    tasks: int | None,
+    timeout_s: float,
+    on_lag: Callable[[int], None] | None,
+) -> DrainReport:
+    began = time.perf_counter()
+    async with await _store(deployment, flusher=False) as store:
+        wanted = max(1, min(tasks or _cores(spark), len(await store.lag())))
+        slots = spark.range(0, wanted, 1, wanted)
+        job = asyncio.create_task(asyncio.to_thread(_run, slots, deployment, timeout_s))
+        while not job.done():
+            if on_lag is not None:
+                on_lag(sum((await store.lag()).values()))
+            await asyncio.wait([job], timeout=_LOOK_S)
+        found = job.result()
+    entries, changes, transactions, parked = (sum(column) for column in zip(*found, strict=True))
+    return DrainReport(
+        entries=entries,
+        changes=changes,
+        transactions=transactions,
+        parked=parked,
+        tasks=wanted,
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+def _run(slots: DataFrame, deployment: Deployment, timeout_s: float) -> list[tuple[int, ...]]:
+    with described(slots, f"bufstore: drain {deployment.stream}"):
+        return [tuple(row) for row in slots.mapInArrow(partial(_task, deployment, timeout_s), _OUTCOME).collect()]
+
+
+def _cores(spark: SparkSession) -> int:
+    context = context_of(spark.range(1))
+    return int(context.defaultParallelism) if context is not None else _TASKS
+
+
+async def _store(deployment: Deployment, *, flusher: bool) -> BufferedThreadStore:
+    config = BufferConfig(log=await deployment.find_log(), flusher=flusher)
+    inner = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=2)
+    return await BufferedThreadStore.open(inner, nats=deployment.server, config=config)
+
+
+def _task(
+    deployment: Deployment, timeout_s: float, batches: Iterator[pyarrow.RecordBatch]
+) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+
+    async def flush() -> tuple[int, ...]:
+        async with await _store(deployment, flusher=True) as store:
+            await store.force_flush_all(timeout_s=timeout_s)
+            state = (await store.statistics()).flusher
+            return state.entries, state.changes, state.transactions, state.parked
+
+    for batch in batches:
+        if batch.num_rows:
+            found = asyncio.run(flush())
+            yield pyarrow.RecordBatch.from_arrays(
+                [pyarrow.array([value], pyarrow.int64()) for value in found],
+                names=["entries", "changes", "transactions", "parked"],
+            )

@@ -1,0 +1,74 @@
+"""Metrics of streaming queries: what Spark tells of each micro-batch, as numbers that a monitoring system takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from pyspark.sql.streaming.listener import StreamingQueryListener
+
+_log = logging.getLogger(__name__)
+
+
+class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """One micro-batch of one query."""
+
+    query: str
+    batch_id: int
+    rows: int
+    rows_per_second: float
+    seconds: float
+    #: Messages (at most) between what was read and the end of the log; None when the source is another one.
+    lag: int | None
+
+
+class ProgressListener(StreamingQueryListener):
+    """``spark.streams.addListener(ProgressListener(report))``; without `report` each batch is a line of the log."""
+
+    def __init__(self, report: Callable[[QueryProgress], None] | None = None) -> None:
+        self._report = report or _say
+
+    def onQueryStarted(self, event: Any) -> None:
+        """Nothing to say."""
+
+    def onQueryProgress(self, event: Any) -> None:
+        """A micro-batch is done."""
+        found = event.progress
+        self._report(
+            QueryProgress(
+                query=found.name or str(found.id),
+                batch_id=found.batchId,
+                rows=found.numInputRows,
+                rows_per_second=round(found.processedRowsPerSecond or 0.0, 3),
+                seconds=found.batchDuration / 1000,
+                lag=lag_of([(source.endOffset, source.latestOffset) for source in found.sources]),
+            )
+        )
+
+    def onQueryIdle(self, event: Any) -> None:
+        """Nothing to say."""
+
+    def onQueryTerminated(self, event: Any) -> None:
+        """A query that failed says so itself."""
+
+
+def lag_of(offsets: list[tuple[str | None, str | None]]) -> int | None:
+    """How far the sources' offsets (as text: read, newest) are behind; None when none of them is a log."""
+    total = None
+    for read, newest in offsets:
+        try:
+            behind = _position(newest) - _position(read)
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            continue
+        total = (total or 0) + max(0, behind)
+    return total
+
+
+def _position(offset: str | None) -> int:
+    return int(msgspec.json.decode(offset or "null", type=dict[str, Any])["position"])
+
+
+def _say(progress: QueryProgress) -> None:
+    _log.info("%s", progress, extra={"action": "spark_progress"})

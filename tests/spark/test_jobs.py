@@ -1,0 +1,150 @@
+"""Draining, archiving, restoring: nothing lost, nothing twice, whoever else works on the same log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bufstore import DataLoss, Run
+from bufstore.spark import Deployment as Where
+from bufstore.spark import archive, bulk_drain, restore
+from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
+from conftest import Deployment
+from helpers import eventually, fresh, query
+from spark.jobs import held, read_options, rows_of
+
+
+def where(deployment: Deployment, **other: Any) -> Where:
+    servers = deployment.servers
+    settings = {
+        "nats": servers.nats.url,
+        "postgres": servers.postgres.dsn,
+        "schema": deployment.name,
+        "stream": deployment.log.stream,
+        "bucket": deployment.log.bucket,
+    }
+    return Where(**(settings | other))
+
+
+async def write(deployment: Deployment, threads: list[str], steps: range) -> None:
+    """Into the log only."""
+    async with deployment.store(flusher=False) as store:
+        for row in rows_of(threads, steps):
+            run = Run(run_id=row["run_id"], thread_id=row["thread_id"], agent_id="planner")
+            await store.checkpoint_append(row["thread_id"], [json.loads(m) for m in row["delta"]], run)
+
+
+async def in_postgres(deployment: Deployment, threads: list[str]) -> dict[str, list[int] | None]:
+    async with deployment.inner() as store:
+        found = {t: await store.load_messages(t) for t in threads}
+    return {t: [m["n"] for m in messages] if messages is not None else None for t, messages in found.items()}
+
+
+async def test_a_drain_flushes_all_that_is_there_beside_a_flusher_and_another_drain(
+    spark: Any, deployment: Deployment
+) -> None:
+    threads = [fresh() for _ in range(20)]
+    await write(deployment, threads, range(10))
+    report = await asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=2)
+    assert (report.entries, report.parked, report.tasks) == (200, 0, 2)
+    assert await in_postgres(deployment, threads) == {t: list(range(10)) for t in threads}
+    await write(deployment, threads, range(10, 20))
+    lags: list[int] = []
+    async with deployment.store():  # its flusher gives partitions away, and takes them back
+        both = (
+            asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1, on_lag=lags.append),
+            asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1),
+        )
+        reports = await asyncio.gather(*both)
+    assert lags
+    assert sum(r.entries for r in reports) <= 200
+    assert await held(deployment, threads) == {t: list(range(20)) for t in threads}
+
+
+async def test_what_is_archived_comes_back_into_an_empty_postgres(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    path, threads = str(tmp_path / "archive"), [fresh() for _ in range(6)]
+    await write(deployment, threads, range(4))
+    first = await asyncio.to_thread(archive, spark, where(deployment), path)
+    assert first.count == 24
+    assert (await asyncio.to_thread(archive, spark, where(deployment), path)).count == 0
+    await write(deployment, threads, range(4, 7))
+    second = await asyncio.to_thread(archive, spark, where(deployment), path)
+    assert (second.count, second.start) == (18, first.end)
+
+    elsewhere = Deployment(deployment.servers)
+    dry = await asyncio.to_thread(restore, spark, path, where(elsewhere), dry_run=True)
+    assert (dry.applied, dry.present, dry.refused, dry.threads) == (42, 0, 0, 6)
+    assert await in_postgres(elsewhere, threads) == dict.fromkeys(threads)
+    report = await asyncio.to_thread(restore, spark, path, where(elsewhere))
+    assert (report.applied, report.present, report.refused) == (42, 0, 0)
+    again = await asyncio.to_thread(restore, spark, path, where(elsewhere))
+    assert (again.applied, again.present, again.refused) == (0, 42, 0)
+    assert await in_postgres(elsewhere, threads) == {t: list(range(7)) for t in threads}
+    # A log that is made now begins above every position that the restored rows name.
+    await write(elsewhere, threads, range(7, 9))
+    assert await held(elsewhere, threads) == {t: list(range(9)) for t in threads}
+
+
+async def test_an_archive_with_a_gap_or_a_changed_file_is_not_restored(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    path, thread = tmp_path / "archive", fresh()
+    for step in range(3):
+        await write(deployment, [thread], range(step, step + 1))
+        await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    manifests = sorted((path / "manifests").iterdir())
+    elsewhere = where(Deployment(deployment.servers))
+    hidden = manifests[1].rename(path / "hidden")
+    with pytest.raises(DataLoss, match="gap"):
+        await asyncio.to_thread(restore, spark, str(path), elsewhere)
+    hidden.rename(manifests[1])
+    next((path / "ranges" / manifests[0].name).rglob("*.parquet")).unlink()
+    with pytest.raises(DataLoss, match="changed"):
+        await asyncio.to_thread(restore, spark, str(path), elsewhere)
+
+
+async def test_nothing_leaves_the_log_before_it_is_archived(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    deployment.verified = False  # it is looked at while it purges
+    threads = [fresh() for _ in range(3)]
+    short = {"retain_after_flush_s": 0.2, "failover_window_s": 0.1, "append_timeout_s": 0.05, "read_timeout_s": 0.05}
+    await write(deployment, threads, range(4))
+    async with deployment.store(archive=True, **short) as store:
+        await store.force_flush_all(timeout_s=30)
+        before = (await store.statistics()).log_bytes
+        report = await asyncio.to_thread(archive, spark, where(deployment), str(tmp_path / "archive"))
+        assert report.count == 12, "all of it was still there, long after it might have been purged"
+
+        async def purged() -> bool:
+            return (await store.statistics()).log_bytes < before
+
+        await eventually(purged)
+
+
+async def test_analytics_of_a_log(spark: Any, deployment: Deployment) -> None:
+    threads = [fresh() for _ in range(3)]
+    await write(deployment, threads, range(3))
+    await write(deployment, threads[:1], range(3, 9))
+    options = read_options(deployment, columns=f"{COLUMNS},partition")
+    entries = spark.read.format("threadlog").options(**options).load().cache()
+    (hour,) = await asyncio.to_thread(activity(entries).collect)
+    assert (hour.agent_id, hour.checkpoints, hour.threads, hour.messages) == ("planner", 15, 3, 15)
+    assert hour.tokens > 0
+    hottest = await asyncio.to_thread(hot_threads(entries, 1).collect)
+    assert [(r.thread_id, r.checkpoints) for r in hottest] == [(threads[0], 9)]
+    (folded,) = await asyncio.to_thread(coalescing(entries, 3600).collect)
+    assert (folded.entries, folded.changes) == (15, 3)
+    none = spark.createDataFrame([], "partition int, position bigint")
+    behind = await asyncio.to_thread(lag(entries, none).collect)
+    assert sum(r.entries for r in behind) == 15
+    async with deployment.store() as store:
+        await store.force_flush_all()
+    cursors = f'SELECT partition, cursor_seq FROM "{deployment.name}".buffer_partitions'
+    found = await query(deployment.servers.postgres.dsn, cursors)
+    flushed = spark.createDataFrame(found, "partition int, position bigint")
+    assert await asyncio.to_thread(lag(entries, flushed).collect) == []
