@@ -10,6 +10,7 @@ import pytest
 
 from bufstore.spark import SinkConfig, session
 from conftest import Deployment
+from spark.jobs import QUICK, settings_of
 
 
 @pytest.fixture(scope="session")
@@ -17,16 +18,7 @@ def spark() -> Iterator[Any]:
     """Two cores, four attempts of a task, a JVM that starts quickly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = session(
-            "bufstore tests",
-            "local[2,4]",
-            **{
-                "spark.sql.shuffle.partitions": "2",
-                "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-                "spark.sql.streaming.stopTimeout": "30s",
-                "spark.sql.session.timeZone": "UTC",
-            },
-        )
+        found = session("bufstore tests", "local[2,4]", **QUICK)
         found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()
@@ -35,12 +27,4 @@ def spark() -> Iterator[Any]:
 @pytest.fixture
 def config(deployment: Deployment) -> SinkConfig:
     """A sink into the test's deployment."""
-    servers = deployment.servers
-    return SinkConfig(
-        app_id="query",
-        nats=servers.nats.url,
-        postgres=servers.postgres.dsn,
-        schema=deployment.name,
-        stream=deployment.log.stream,
-        bucket=deployment.log.bucket,
-    )
+    return SinkConfig(app_id="query", **settings_of(deployment))

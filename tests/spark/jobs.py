@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,39 @@ async def held(deployment: Deployment, threads: list[str]) -> dict[str, list[Any
         }
 
 
+def settings_of(deployment: Deployment) -> dict[str, Any]:
+    """What a SinkConfig needs, as JSON can hold it."""
+    servers = deployment.servers
+    return {
+        "nats": servers.nats.url,
+        "postgres": servers.postgres.dsn,
+        "schema": deployment.name,
+        "stream": deployment.log.stream,
+        "bucket": deployment.log.bucket,
+    }
+
+
 def read_options(deployment: Deployment, **more: Any) -> dict[str, str]:
     """Options of format("threadlog")."""
-    found = {"nats": deployment.servers.nats.url, "stream": deployment.log.stream, "numPartitions": 2} | more
+    return read_options_of(settings_of(deployment), **more)
+
+
+def read_options_of(settings: dict[str, Any], **more: Any) -> dict[str, str]:
+    """The same of settings."""
+    found = {"nats": settings["nats"], "stream": settings["stream"], "numPartitions": 2} | more
     return {name: str(value) for name, value in found.items()}
+
+
+#: A JVM that starts quickly and says little.
+QUICK = {
+    "spark.sql.shuffle.partitions": "2",
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.sql.streaming.stopTimeout": "30s",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.ui.enabled": "false",
+}
+
+
+def command(what: str, **settings: Any) -> list[str]:
+    """What runs a job in a process of its own."""
+    return [sys.executable, "-m", "spark.job_process", what, json.dumps({"spark": QUICK} | settings)]

@@ -15,19 +15,11 @@ from bufstore.spark import archive, bulk_drain, restore
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
 from conftest import Deployment
 from helpers import eventually, fresh, query
-from spark.jobs import held, read_options, rows_of
+from spark.jobs import held, read_options, rows_of, settings_of
 
 
-def where(deployment: Deployment, **other: Any) -> Where:
-    servers = deployment.servers
-    settings = {
-        "nats": servers.nats.url,
-        "postgres": servers.postgres.dsn,
-        "schema": deployment.name,
-        "stream": deployment.log.stream,
-        "bucket": deployment.log.bucket,
-    }
-    return Where(**(settings | other))
+def where(deployment: Deployment) -> Where:
+    return Where(**settings_of(deployment))
 
 
 async def write(deployment: Deployment, threads: list[str], steps: range) -> None:

@@ -1,0 +1,103 @@
+"""A job in a process of its own: `python -m spark.job_process <what> <settings as JSON>`; prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, session
+from spark.jobs import SCHEMA, frame, read_options_of, rows_of, stream
+
+warnings.simplefilter("ignore")
+
+
+def killed(settings: dict[str, Any]) -> None:
+    """A driver that is killed when batch 1 is in the log, and before Spark has noted it."""
+    write = checkpoint_sink(SinkConfig(**settings["sink"]))
+
+    def write_and_die(df: Any, batch_id: int) -> None:
+        write(df, batch_id)
+        if batch_id == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    spark = session("killed", "local[2,4]", **settings["spark"])
+    stream(spark, Path(settings["input"]), Path(settings["checkpoints"]), write_and_die).awaitTermination(90)
+
+
+def connect(settings: dict[str, Any]) -> None:
+    """The sink, the source and the writer through Spark Connect."""
+    from pyspark.sql import SparkSession
+
+    ensure_java()
+    builder = SparkSession.builder.remote("local[2]")
+    for name, value in settings["spark"].items():
+        builder = builder.config(name, value)
+    spark = builder.getOrCreate()
+    write = checkpoint_sink(SinkConfig(**settings["sink"]))
+    for _ in range(2):
+        query = stream(spark, Path(settings["input"]), Path(settings["checkpoints"]), write)
+        assert query.awaitTermination(90)
+        commits = Path(settings["checkpoints"]) / "commits"
+        (commits / "1").unlink()
+        (commits / ".1.crc").unlink(missing_ok=True)
+    refused = ""
+    try:
+        other = stream(spark, Path(settings["input"]), Path(settings["checkpoints"] + "-other"), write)
+        other.awaitTermination(90)
+    except Exception as e:
+        refused = str(e)
+    found = spark.read.format("threadlog").options(**read_options_of(settings["sink"])).load()
+    print(json.dumps({"entries": found.count(), "refused": "app id of its own" in refused}))
+
+
+def speculating(settings: dict[str, Any]) -> None:
+    """A sink of which one task's first attempt is so slow that a copy of it is started on another host."""
+    spark = session("speculating", settings["master"], **settings["spark"])
+    write = checkpoint_sink(SinkConfig(**settings["sink"]))
+    slow = settings["slow"]
+
+    def slowed(batches: Any) -> Any:
+        import time
+
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        for batch in batches:
+            yield batch
+        if context.partitionId() == 0 and context.attemptNumber() == 0:
+            Path(slow).touch()
+            time.sleep(15)
+
+    from bufstore.spark import sink
+
+    task = sink._task
+
+    def slow_task(config: SinkConfig, batch_id: int, batches: Any) -> Any:
+        # After its own writes: both attempts have written everything.
+        yield from slowed(task(config, batch_id, batches))
+
+    sink._task = slow_task
+    write(frame(spark, rows_of(settings["threads"], range(5))), 0)
+    tracker = spark.sparkContext.statusTracker()
+    print(json.dumps({"slow": Path(slow).exists(), "running": len(tracker.getActiveJobsIds())}))
+    spark.stop()
+
+
+def java(settings: dict[str, Any]) -> None:
+    """A job with whatever Java `ensure_java` finds."""
+    spark = session("java", "local[1]", **settings["spark"])
+    version = spark.sparkContext._jvm.java.lang.System.getProperty("java.home")
+    rows = spark.createDataFrame([("t", "r", ["1"], 1)], SCHEMA).mapInArrow(lambda batches: batches, SCHEMA).count()
+    print(json.dumps({"home": version, "rows": rows, "JAVA_HOME": os.environ["JAVA_HOME"]}))
+    spark.stop()
+
+
+if __name__ == "__main__":
+    {"killed": killed, "connect": connect, "speculating": speculating, "java": java}[sys.argv[1]](
+        json.loads(sys.argv[2])
+    )

