@@ -162,7 +162,6 @@ async def test_two_attempts_that_both_write_everything(deployment: Deployment, t
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.ui.enabled": "false",
         }
-        began = asyncio.get_running_loop().time()
         code, found = await job(
             "speculating",
             environment(),
@@ -172,6 +171,5 @@ async def test_two_attempts_that_both_write_everything(deployment: Deployment, t
             threads=threads,
             spark=quick,
         )
-        assert (code, found["slow"]) == (0, True)
-        assert asyncio.get_running_loop().time() - began < _TIMEOUT_S
+        assert (code, found) == (0, {"attempts": [0, 1]}), "both have written everything"
     assert await held(deployment, threads) == {t: list(range(5)) for t in threads}

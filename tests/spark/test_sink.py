@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bufstore import Run, RunStatus
+from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark import SinkConfig, checkpoint_sink
 from conftest import Deployment
-from helpers import fresh
+from helpers import fresh, query
 from spark.jobs import ended, frame, held, prepared, put, rows_of, stream, uncommit
 
 
@@ -27,6 +27,8 @@ async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
     assert await held(deployment, threads) == {t: list(range(12)) for t in threads}
     uncommit(tmp_path / "ck", 2)
     put(tmp_path / "in", "3.json", rows_of(threads, range(12, 14)))
+    # And as after one before the ledger knew that all of it was written.
+    await query(deployment.servers.postgres.dsn, f'UPDATE "{deployment.name}".spark_sources SET fingerprint = NULL')
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
     assert await held(deployment, threads) == {t: list(range(14)) for t in threads}
 
@@ -109,3 +111,31 @@ async def test_a_backfill_past_the_log_writes_each_row_once(
     await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows_of(threads, range(5, 8))), 1)
     wanted[threads[1]].append(8)
     assert await held(deployment, threads) == wanted
+
+
+async def test_a_source_that_gives_other_rows_for_a_batch_is_found_out(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    await prepared(deployment)
+    thread = fresh()
+    write = checkpoint_sink(config)
+    await asyncio.to_thread(write, frame(spark, rows_of([thread], range(3))), 0)
+    await asyncio.to_thread(write, frame(spark, rows_of([thread], range(3))), 0)
+    with pytest.raises(ConfigError, match="with other rows"):
+        await asyncio.to_thread(write, frame(spark, rows_of([thread], range(5))), 0)
+    assert await held(deployment, [thread]) == {thread: [0, 1, 2]}, "nothing of it was written"
+
+
+async def test_a_thread_stops_at_its_bad_row_and_goes_on_when_it_is_mended(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    await prepared(deployment)
+    thread = fresh()
+    rows = rows_of([thread], range(5))
+    good, rows[2]["delta"] = rows[2]["delta"], ["{"]
+    with pytest.raises(InvalidRecord, match="2 rows behind them"):
+        await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows), 0)
+    assert await held(deployment, [thread]) == {thread: [0, 1]}
+    rows[2]["delta"] = good
+    await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows), 0)
+    assert await held(deployment, [thread]) == {thread: [0, 1, 2, 3, 4]}, "what waited behind it is no repeat"

@@ -53,7 +53,7 @@ def hot_threads(entries: DataFrame, limit: int = 20) -> DataFrame:
 
 
 def coalescing(entries: DataFrame, window_s: float = 0.5) -> DataFrame:
-    """Per hour: how many entries a flush with this window folds into one change of a thread: what Postgres is spared."""
+    """Per hour: how many entries a flush with this window folds into one change: what Postgres is spared."""
     from pyspark.sql import functions as F
 
     window = (F.unix_micros("stored_at") / F.lit(window_s * 1e6)).cast("long")
@@ -70,8 +70,8 @@ def coalescing(entries: DataFrame, window_s: float = 0.5) -> DataFrame:
 def lag(entries: DataFrame, flushed: DataFrame) -> DataFrame:
     """Per partition: entries behind the cursor and the age of the oldest, in seconds.
 
-    `flushed`: partition, position (``SELECT partition, cursor_seq AS position FROM bufstore.buffer_partitions``). Needs the
-    column partition of the entries, too.
+    `flushed`: partition, position (``SELECT partition, cursor_seq AS position FROM bufstore.buffer_partitions``).
+    Needs the column partition of the entries, too.
     """
     from pyspark.sql import functions as F
 

@@ -40,18 +40,25 @@ def begin(config: SinkConfig, query_id: str, batch_id: int) -> Holder:
     return holder
 
 
-def end(config: SinkConfig, holder: Holder, batch_id: int, outcome: Outcome, fingerprint: int) -> None:
-    """Judge what became of a batch, and note that it is done.
+def was_done(config: SinkConfig, holder: Holder, batch_id: int, fingerprint: Callable[[], int]) -> bool:
+    """Whether the batch was done before. Raises ConfigError when it was, with other rows: nothing of it is written.
 
-    Raises ConfigError when it came before with other rows, InvalidRecord for bad rows that fail it.
+    `fingerprint` sums up the rows that there are now; it is only called when that is to be known.
     """
+    if holder.batch_id != batch_id or holder.fingerprint is None:
+        return False
+    if holder.fingerprint == fingerprint():
+        return True
+    raise ConfigError(
+        f"batch {batch_id} of app id {config.app_id!r} was done before, with other rows: what is new in it would be "
+        "taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
+        "checkpoint folder has the app id of an old one: give it one of its own."
+    )
+
+
+def end(config: SinkConfig, batch_id: int, outcome: Outcome, fingerprint: int) -> None:
+    """Note that a batch is done. Raises InvalidRecord for bad rows that fail it."""
     _log.info("batch %d of %s: %s", batch_id, config.app_id, outcome, extra={"action": "spark_batch"})
-    if holder.batch_id == batch_id and holder.fingerprint not in (None, fingerprint):
-        raise ConfigError(
-            f"batch {batch_id} of app id {config.app_id!r} was done before, with other rows: what is new in it is "
-            "taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
-            "checkpoint folder has the app id of an old one: give it one of its own."
-        )
     check_bad(config, outcome)
     rows = outcome.written + outcome.repeated + outcome.bad
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.fence import begin, end
+from bufstore.spark.fence import begin, end, was_done
 from bufstore.spark.jobs import context_of, described
 from bufstore.spark.rows import COLUMNS, check_columns
 from bufstore.spark.writing import Outcome, write_rows
@@ -55,17 +55,17 @@ class CheckpointSink:
         check_columns(df.dtypes)
         holder = begin(self.config, _query_id(df), batch_id)
         with described(df, f"bufstore: batch {batch_id} of {self.config.app_id}"):
+            if was_done(self.config, holder, batch_id, lambda: _fingerprint(df)):
+                return
             outcome, fingerprint = self._write(df, batch_id)
-        end(self.config, holder, batch_id, outcome, fingerprint)
+        end(self.config, batch_id, outcome, fingerprint)
 
     def _write(self, df: DataFrame, batch_id: int) -> tuple[Outcome, int]:
         from pyspark.sql import functions as F
 
         config = self.config
         tasks = config.tasks or int(df.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
-        # The place of a row must be the same in a repeat: by position where there is one, then by everything it holds.
-        order = [name for name in COLUMNS if name in df.columns]
-        order.sort(key=lambda name: (name != "thread_id", name != "position"))
+        order = _order(df)
         owned = df.repartition(tasks, "thread_id").sortWithinPartitions(*order)
         summed = owned.withColumn(_FINGERPRINT, F.xxhash64(*order))
         whole, fingerprint = Outcome(), 0
@@ -74,6 +74,21 @@ class CheckpointSink:
             whole.add(Outcome(written, repeated, bad, behind, reasons))
             fingerprint = (fingerprint + part) & _MASK
         return whole, fingerprint
+
+
+def _order(df: DataFrame) -> list[str]:
+    """The place of a row must be the same in a repeat: by position where there is one, then by everything it holds."""
+    order = [name for name in COLUMNS if name in df.columns]
+    return sorted(order, key=lambda name: (name != "thread_id", name != "position"))
+
+
+def _fingerprint(df: DataFrame) -> int:
+    """What the tasks of `CheckpointSink` sum up while they write."""
+    from pyspark.sql import functions as F
+
+    # As decimals the sum does not overflow.
+    found = df.agg(F.sum(F.xxhash64(*_order(df)).cast("decimal(38,0)"))).first()
+    return int((found[0] if found is not None else 0) or 0) & _MASK
 
 
 def _query_id(df: DataFrame) -> str:

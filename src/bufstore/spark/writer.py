@@ -31,7 +31,7 @@ from pyspark.sql.types import StructType
 
 from bufstore.errors import ConfigError
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.fence import begin, check_bad, end, setup
+from bufstore.spark.fence import begin, check_bad, end, setup, was_done
 from bufstore.spark.options import connection, named
 from bufstore.spark.rows import COLUMNS, check_columns
 from bufstore.spark.writing import write_rows
@@ -146,7 +146,8 @@ class _Writes:
             check_bad(self.config, write_rows(self.config, None, parts))
             return
         holder = begin(self.config, tasks[0].query_id, batch_id)
-        end(self.config, holder, batch_id, write_rows(self.config, batch_id, parts), _fingerprint(rows))
+        if not was_done(self.config, holder, batch_id, lambda: _fingerprint(rows)):
+            end(self.config, batch_id, write_rows(self.config, batch_id, parts), _fingerprint(rows))
 
 
 def _fingerprint(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -1,0 +1,89 @@
+"""``format("bufstore")``: the declarative twin of the sink, under the same promise."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Deployment
+from helpers import fresh, query
+from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, settings_of, uncommit
+
+
+def options(deployment: Deployment, **more: Any) -> dict[str, str]:
+    return settings_of(deployment) | {name: str(value) for name, value in more.items()}
+
+
+def save(df: Any, options: dict[str, str]) -> None:
+    # In the thread that has the session: from another one Spark does not look for Python sources when it writes.
+    df.write.format("bufstore").options(**options).mode("append").save()
+
+
+def streamed(spark: Any, folder: Path, **more: str) -> Any:
+    df = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).json(str(folder / "in"))
+    return (
+        df.writeStream.format("bufstore")
+        .options(**more)
+        .option("checkpointLocation", str(folder / "ck"))
+        .trigger(availableNow=True)
+        .start()
+    )
+
+
+async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployment) -> None:
+    await prepared(deployment)
+    threads = [fresh() for _ in range(4)]
+    df = frame(spark, rows_of(threads, range(5))).repartition(3)  # a thread's rows in several tasks
+    for _ in range(2):
+        save(df, options(deployment, appId="nightly", batchId=7))
+    assert await held(deployment, threads) == {t: list(range(5)) for t in threads}
+    other = frame(spark, rows_of(threads, range(9)))
+    with pytest.raises(Exception, match="was done before, with other rows"):
+        save(other, options(deployment, appId="nightly", batchId=7))
+    with pytest.raises(Exception, match="an app id of its own"):
+        save(df, options(deployment, appId="nightly", batchId=6))
+    save(df, options(deployment))
+    assert (await held(deployment, threads))[threads[0]] == [*range(5), *range(5)], "without a number it is new"
+
+
+async def test_a_stream_whose_commit_fails_is_gone_on_with(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    await prepared(deployment)
+    good, bad = fresh(), fresh()
+    put(tmp_path / "in", "0.json", rows_of([good], range(3)))
+    rows = rows_of([good], range(3, 6)) + rows_of([bad], range(3))
+    rows[4]["delta"] = ["{"]
+    put(tmp_path / "in", "1.json", rows)
+    given = options(deployment, appId="stream")
+    with pytest.raises(Exception, match=r"1 rows cannot become checkpoints \(1 rows behind them"):
+        await ended(streamed(spark, tmp_path, **given))
+    assert await held(deployment, [good, bad]) == {good: list(range(6)), bad: [0]}
+    await ended(streamed(spark, tmp_path, **given, badRows="quarantine"))
+    assert await held(deployment, [good, bad]) == {good: list(range(6)), bad: [0, 2]}
+    parked = await query(
+        deployment.servers.postgres.dsn, f'SELECT thread_id, row FROM "{deployment.name}".spark_quarantine'
+    )
+    assert [(t, json.loads(row)["position"]) for t, row in parked] == [(bad, 1)]
+    uncommit(tmp_path / "ck", 1)
+    await ended(streamed(spark, tmp_path, **given, badRows="quarantine"))
+    assert await held(deployment, [good, bad]) == {good: list(range(6)), bad: [0, 2]}
+
+
+async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment) -> None:
+    await prepared(deployment)
+    df = frame(spark, rows_of([fresh()], range(1)))
+    for wrong, match in (
+        ({"appId": "a"}, "go together"),
+        ({"batchId": "x", "appId": "a"}, "number"),
+        ({"surprise": "1"}, "surprise"),
+        ({"badRows": "maybe"}, "bad_rows"),
+    ):
+        with pytest.raises(Exception, match=match):
+            save(df, options(deployment, **wrong))
+    with pytest.raises(Exception, match="thread_id"):
+        save(df.drop("thread_id"), options(deployment))
+    with pytest.raises(Exception, match="threadlog"):
+        await asyncio.to_thread(spark.read.format("bufstore").options(**options(deployment)).load)
