@@ -1,0 +1,182 @@
+"""What jobs decide, without Spark: ranges, holes, options, folding rows past the log, what an archive goes with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore import ConfigError, DataLoss, InvalidRecord, Run
+from bufstore.buffer import sources
+from bufstore.buffer.chain import Row
+from bufstore.buffer.subjects import first_position
+from bufstore.spark.archive import Manifest, whole
+from bufstore.spark.direct import NeedLog, Prepared, fold, prepare
+from bufstore.spark.offsets import Offset, Range, begin_at, check, missing, offset_of, split
+from bufstore.spark.options import read_options
+from bufstore.spark.progress import lag_of
+from bufstore.spark.restore import epoch_after
+from bufstore.spark.rows import Write
+from bufstore.threads.model import decode_message
+
+
+@given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 50))
+def test_ranges_cover_all_of_it_once(start: int, length: int, parts: int) -> None:
+    found = split(start, start + length, parts, whole_from=3)
+    assert len(found) <= parts
+    assert [p for part in found for p in range(part.start, part.end)] == list(range(start, start + length))
+    assert all(part.start < part.end and part.whole_from == 3 for part in found)
+
+
+@given(st.sets(st.integers(10, 40)), st.integers(10, 40), st.integers(1, 7))
+def test_the_first_hole_is_found_however_the_messages_come(gone: set[int], whole_from: int, size: int) -> None:
+    part = Range(start=10, end=41, whole_from=whole_from)
+    there = [p for p in range(10, 41) if p not in gone]
+    at, hole = part.start, None
+    for i in range(0, len(there), size):
+        some = there[i : i + size]
+        hole = missing(some, part, at) if hole is None else hole
+        at = some[-1] + 1
+    hole = missing([part.end], part, at) if hole is None else hole
+    assert hole == min((p for p in gone if p >= whole_from), default=None)
+
+
+def test_a_reader_whose_place_is_gone_is_told() -> None:
+    start = Offset(created="then", position=50, whole_from=20)
+    assert offset_of(start.as_dict()) == start
+    check(start, "then", 40, 60)
+    check(start, "then", 50, 50)
+    for created, first, end, match in (
+        ("now", 40, 60, "made anew"),
+        ("then", 51, 60, "begins at position 51"),
+        ("then", 1, 49, "went back"),
+    ):
+        with pytest.raises(DataLoss, match=match):
+            check(start, created, first, end)
+    # Of what was purged before it began, nothing is missing.
+    check(Offset(created="then", position=5, whole_from=20), "then", 20, 60)
+    with pytest.raises(ConfigError):
+        offset_of({"seq": 1})
+
+
+def test_positions_by_name_and_number() -> None:
+    assert [begin_at(w, 3, 9) for w in ("earliest", "latest", "7")] == [3, 9, 7]
+    with pytest.raises(ConfigError):
+        begin_at("soon", 3, 9)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"nats": "nats://h:0"},
+        {"surprise": "1"},
+        {"form": "rows"},
+        {"columns": "nothing"},
+        {"form": "messages", "columns": "kind"},
+        {"startingPosition": "soon"},
+        {"endingPosition": "earliest"},
+        {"startingPosition": "1", "startingTimestamp": "2026-01-01T00:00:00Z"},
+        {"startingTimestamp": "2026-01-01"},
+        {"startingTimestamp": "yesterday"},
+        {"maxMessagesPerTrigger": "0"},
+        {"numPartitions": "-1"},
+        {"failOnDataLoss": "perhaps"},
+        {"threads": "a,b"},
+        {"threads": "[]"},
+        {"threads": '["a"]', "partitions": "1"},
+        {"partitions": "x"},
+        {"stream": "a.b"},
+        {"user": "me"},
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(given: dict[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        read_options(given if "nats" in given or not given else {"nats": "nats://h:4222"} | given)
+
+
+def test_options_of_any_case_and_no_secret_in_sight() -> None:
+    found = read_options(
+        {
+            "NATS": "nats://me:hush@a:4222, nats://b:4222",
+            "startingtimestamp": "1970-01-01T00:00:01.5+00:00",
+            "maxbytespertrigger": "9",
+            "PATH": "",
+        }
+    )
+    assert (len(found.nats.servers), found.starting_timestamp_ns, found.max_bytes) == (2, 1_500_000_000, 9)
+    assert "hush" not in repr(found)
+
+
+def prepared(number: int, messages: list[Any], *, whole: bool = False, **run: Any) -> Prepared:
+    wanted = Write("t", whole, messages, Run(run_id="r", thread_id="t", **run))
+    return prepare(wanted, sources.item("q", number))
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 99), max_size=3)), min_size=1, max_size=12),
+    st.lists(st.integers(0, 12), max_size=6),
+)
+def test_rows_folded_in_parts_and_again_are_as_if_written_one_by_one(
+    rows: list[tuple[bool, list[int]]], cuts: list[int]
+) -> None:
+    wanted: list[int] = []
+    for is_whole, messages in rows:
+        wanted = [*([] if is_whole else wanted), *messages]
+    writes = [prepared(n, messages, whole=is_whole) for n, (is_whole, messages) in enumerate(rows)]
+    held: list[int] = []
+    row, written = Row(), 0
+    for cut in [*cuts, len(writes)]:  # each try does all of its part again
+        found = fold("t", row, row.version, writes[:cut], new_id=cut + 1)
+        assert found.written + found.repeated == min(cut, len(writes))
+        written += found.written
+        if found.change is None:
+            assert found.row == row
+            continue
+        held = [*held[: found.change.keep], *(decode_message(m) for m in found.change.messages)]
+        row = found.row
+        assert row.version == len(held)
+    assert (held, written) == (wanted, len(writes))
+
+
+def test_what_the_log_must_judge_goes_there() -> None:
+    with pytest.raises(NeedLog):
+        fold("t", Row(flushed_seq=5, applied_id=1, broken_since=5), 0, [prepared(0, [1])], 7)
+    with pytest.raises(NeedLog):
+        fold("t", Row(), 0, [prepared(0, [1], parent_thread_id="p")], 7)
+    with_id = prepared(1, [{"id": "a"}])
+    assert fold("t", Row(), 0, [with_id], 7).written == 1
+    with pytest.raises(NeedLog):
+        fold("t", Row(applied_id=1, version=2), 2, [with_id], 7)
+    with pytest.raises(InvalidRecord):
+        prepared(1, [{"id": "a"}, {"id": "a"}])
+
+
+def manifest(start: int, end: int, *, created: str = "then", epoch: int = 0) -> Manifest:
+    return Manifest(
+        version=1, stream="s", created=created, epoch=epoch, subject="t", partitions=8, start=start, end=end,
+        count=1, checksum="",
+    )  # fmt: skip
+
+
+def test_an_archive_is_whole_and_goes_with_one_generation() -> None:
+    whole([manifest(1, 5), manifest(5, 9), manifest(1 << 40, 1 << 41, created="later", epoch=1)])
+    with pytest.raises(DataLoss):
+        whole([manifest(1, 5), manifest(6, 9)])
+    ranges = [manifest(1, 5), manifest(5, 9)]
+    assert epoch_after(ranges, None, 0) == 1, "a log that is made later begins above"
+    assert epoch_after(ranges, "then", 0) == 0, "it is the one that was archived"
+    assert epoch_after(ranges, "later", 1) == 1
+    with pytest.raises(ConfigError):
+        epoch_after(ranges, "later", 0)
+    assert first_position(1) > 9
+
+
+def test_lag_is_told_of_logs_only() -> None:
+    def at(position: int) -> str:
+        return f'{{"created":"c","position":{position},"whole_from":0}}'
+
+    assert lag_of([(at(5), at(9)), ("{}", "{}"), (None, None)]) == 4
+    assert lag_of([("0", "5")]) is None
