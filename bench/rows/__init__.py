@@ -15,6 +15,7 @@ from bench.rows.mailbox import mailbox, mailbox_claim
 from bench.rows.notify import notify
 from bench.rows.reads import reads
 from bench.rows.recovery import recovery
+from bench.rows.spark import spark_drain, spark_sink, spark_source
 from bench.rows.tokens import tokens
 from bench.stage import Stage
 
@@ -25,6 +26,9 @@ ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
     "database_load": database_load,
     "end_to_end": end_to_end,
     "drain": drain,
+    "spark_drain": spark_drain,
+    "spark_source": spark_source,
+    "spark_sink": spark_sink,
     "recovery": recovery,
     "growth_length": growth_length,
     "growth_history": growth_history,

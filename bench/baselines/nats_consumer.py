@@ -1,0 +1,39 @@
+"""*nats-py*: one consumer that fetches as its documentation shows, without acks; what it gets it does not decode."""
+
+from __future__ import annotations
+
+import time
+
+import nats
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+
+from bench.contestant import Contestant, Place
+
+_BATCH = 1000
+
+
+class NatsConsumer(Contestant):
+    """Reads a stream from its beginning."""
+
+    def __init__(self, place: Place, *, stream: str) -> None:
+        super().__init__(place)
+        self._stream = stream
+
+    async def open(self) -> None:
+        self.client = await nats.connect(self.place.nats, pending_size=0)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def read(self, messages: int) -> float:
+        """Messages per second."""
+        js = self.client.jetstream()
+        config = ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL)
+        subscription = await js.pull_subscribe(f"{self.place.name}.*.*", stream=self._stream, config=config)
+        read = 0
+        began = time.perf_counter()
+        while read < messages:
+            read += len(await subscription.fetch(min(_BATCH, messages - read), timeout=30))
+        rate = read / (time.perf_counter() - began)
+        await subscription.unsubscribe()
+        return rate

@@ -1,0 +1,96 @@
+"""`spark_…`: jobs on Spark against what a data engineer would write instead, on the same session and servers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from bench.baselines.nats_consumer import NatsConsumer
+from bench.results import Benchmark, compared
+from bench.rows.backlog import NAME, backlog, fresh_options
+from bench.rows.drain import Drainer
+from bench.spark import SparkJobs
+from bench.stage import Stage
+
+_CORES = 2
+_ROWS, _THREADS = 40_000, 4_000
+_READ = 300_000
+_DRAINS_MAX = 2
+
+
+def spark_sink(stage: Stage) -> Iterator[Benchmark]:
+    """Rows that are durable in the log (or in Postgres, past it), against upserts of the same rows, fsynced."""
+    rows = stage.count(_ROWS, 400)
+    threads = max(rows * _THREADS // _ROWS, 1)
+    with stage.workers(jobs=(SparkJobs, {"cores": _CORES})) as workers:
+        jobs, numbers = workers["jobs"], iter(range(1_000_000))
+
+        def run(method: str, **options: Any) -> float:
+            label = f"{method}{next(numbers)}"
+            rate: float = jobs.call(method, rows=rows, threads=threads, label=label, **options)
+            return rate
+
+        run("sink", mode="log")  # what is opened once
+        run("sink", mode="postgres")
+        found = stage.interleave(
+            {
+                "sink": partial(run, "sink", mode="log"),
+                "upsert": partial(run, "upserts", together=False),
+                "backfill": partial(run, "sink", mode="postgres"),
+                "executemany": partial(run, "upserts", together=True),
+            }
+        )
+        yield compared("spark_sink.rate", "1/s", {"ours": found["sink"], "upsert": found["upsert"]})
+        pair = {"ours": found["backfill"], "executemany": found["executemany"]}
+        yield compared("spark_backfill.rate", "1/s", pair)
+        yield compared("spark_start.seconds", "s", {"ours": [float(jobs.call("start"))]})
+
+
+def spark_source(stage: Stage) -> Iterator[Benchmark]:
+    """The log read with one core and two, decoded and byte for byte, against one consumer of nats-py."""
+    what = backlog(stage)
+    messages = min(stage.count(_READ, 1000), what.entries)
+    stream = {"stream": f"LOG-{NAME}"}
+    kinds: dict[str, Any] = {f"{c}": (SparkJobs, stream | {"cores": c}) for c in (1, 2)}
+    kinds["nats-py"] = (NatsConsumer, stream)
+    with stage.workers(what.place, **kinds) as workers:
+
+        def read(cores: int, form: str) -> float:
+            rate: float = workers[f"{cores}"].call("read", messages=messages, form=form)
+            return rate
+
+        def consume() -> float:
+            rate: float = workers["nats-py"].call("read", messages=messages)
+            return rate
+
+        for cores in (1, 2):
+            read(cores, "messages")
+        actions = {f"{form}_{c}": partial(read, c, form) for form in ("entries", "messages") for c in (1, 2)}
+        found = stage.interleave(actions | {"nats-py": consume})
+        for name in actions:
+            yield compared(f"spark_source_{name}.rate", "1/s", {"ours": found[name], "nats-py": found["nats-py"]})
+
+
+def spark_drain(stage: Stage) -> Iterator[Benchmark]:
+    """A backlog into Postgres: tasks of Spark (session running already), against one flusher's process."""
+    what = backlog(stage)
+
+    def ours() -> float:
+        options = fresh_options(stage) | {"stream": f"LOG-{NAME}", "cores": _CORES}
+        with stage.workers(what.place, jobs=(SparkJobs, options)) as workers:
+            began = time.perf_counter()
+            entries = workers["jobs"].call("drain")
+            seconds = time.perf_counter() - began
+        assert entries == what.entries, f"{entries} of {what.entries} were drained"
+        return what.entries / seconds
+
+    def one() -> float:
+        began = time.perf_counter()
+        with stage.workers(what.place, one=(Drainer, {"flusher": True, **fresh_options(stage)})) as workers:
+            workers["one"].call("drained", entries=what.entries)
+            return what.entries / (time.perf_counter() - began)
+
+    found = stage.interleave({"ours": ours, "one flusher": one}, min(stage.rounds, _DRAINS_MAX))
+    yield compared("spark_drain.rate", "1/s", found)
