@@ -118,11 +118,11 @@ async def test_a_source_that_gives_other_rows_for_a_batch_is_found_out(
 ) -> None:
     await prepared(deployment)
     thread = fresh()
-    write = checkpoint_sink(config)
-    await asyncio.to_thread(write, frame(spark, rows_of([thread], range(3))), 0)
-    await asyncio.to_thread(write, frame(spark, rows_of([thread], range(3))), 0)
+    write = checkpoint_sink(config)  # called as in a notebook, where a loop runs already
+    write(frame(spark, rows_of([thread], range(3))), 0)
+    write(frame(spark, rows_of([thread], range(3))), 0)
     with pytest.raises(ConfigError, match="with other rows"):
-        await asyncio.to_thread(write, frame(spark, rows_of([thread], range(5))), 0)
+        write(frame(spark, rows_of([thread], range(5))), 0)
     assert await held(deployment, [thread]) == {thread: [0, 1, 2]}, "nothing of it was written"
 
 

@@ -152,9 +152,14 @@ async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment
     info = json.loads((await client.request(f"$JS.API.STREAM.INFO.{name}")).data)
     await client.request(f"$JS.API.STREAM.DELETE.{name}")
     await client.request(f"$JS.API.STREAM.CREATE.{name}", json.dumps(info["config"]).encode())
+    await client.jetstream().publish(f"{deployment.name}.0.none", b"new")
     await client.close()
     with pytest.raises(Exception, match="made anew"):
         await ended(query(spark, deployment, tmp_path))
+    await ended(query(spark, deployment, tmp_path, failOnDataLoss=False))
+    rows = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert len(rows) == 4
+    assert [bytes(r.body) for r in rows if r.cause] == [b"new"]
 
 
 async def test_a_wrong_option_is_named(spark: Any, deployment: Deployment) -> None:

@@ -7,7 +7,6 @@ range without one is none.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from bufstore.nats.ranges import Log, LogReader
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.spark.config import Deployment, NoLog
 from bufstore.spark.jobs import described
+from bufstore.spark.worker import loop
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -74,7 +74,7 @@ def archive(
     Raises DataLoss when something of it was purged unread, or the stream is not the one of the newest range: then
     `start` says where to go on, and that something may be missing before.
     """
-    log = asyncio.run(log_of(deployment))
+    log = loop().run(log_of(deployment))
     if log is None:
         raise NoLog(deployment.stream)
     manifests = manifests_of(spark, path)
@@ -104,7 +104,7 @@ def archive(
         text = msgspec.json.encode(found).decode()
         line = spark.createDataFrame([(text,)], "value string").coalesce(1)
         line.write.mode("overwrite").text(f"{path}/manifests/{found.name}")
-    asyncio.run(_note(deployment, found.end))
+    loop().run(_note(deployment, found.end))
     return ArchiveReport(start=found.start, end=found.end, count=found.count, path=path)
 
 

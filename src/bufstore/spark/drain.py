@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from bufstore.config import BufferConfig
+from bufstore.errors import BufstoreError
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import context_of, described
+from bufstore.spark.worker import loop
 from bufstore.threads.buffered import BufferedThreadStore
 
 if TYPE_CHECKING:
@@ -58,26 +61,18 @@ def bulk_drain(
     More tasks than partitions of the log are of no use. `on_lag` is called now and then with the positions that are
     left. Raises FlushTimeout after `timeout_s` (what is flushed by then stays so), ConfigError when there is no log.
     """
-    return asyncio.run(_drain(spark, deployment, tasks, timeout_s, on_lag))
-
-
-async def _drain(
-    spark: SparkSession,
-    deployment: Deployment,
-    tasks: int | None,
-    timeout_s: float,
-    on_lag: Callable[[int], None] | None,
-) -> DrainReport:
-    began = time.perf_counter()
-    async with await _store(deployment, flusher=False) as store:
-        wanted = max(1, min(tasks or _cores(spark), len(await store.lag())))
-        slots = spark.range(0, wanted, 1, wanted)
-        job = asyncio.create_task(asyncio.to_thread(_run, slots, deployment, timeout_s))
-        while not job.done():
-            if on_lag is not None:
-                on_lag(sum((await store.lag()).values()))
-            await asyncio.wait([job], timeout=_LOOK_S)
-        found = job.result()
+    began, on = time.perf_counter(), loop()
+    store = on.run(_store(deployment, flusher=False))
+    try:
+        wanted = max(1, min(tasks or _cores(spark), len(on.run(store.lag()))))
+        watching = on.start(_watch(store, on_lag)) if on_lag is not None else None
+        try:
+            found = _run(spark.range(0, wanted, 1, wanted), deployment, timeout_s)
+        finally:
+            if watching is not None:
+                watching.cancel()
+    finally:
+        on.run(store.aclose())
     entries, changes, transactions, parked = (sum(column) for column in zip(*found, strict=True))
     return DrainReport(
         entries=entries,
@@ -87,6 +82,13 @@ async def _drain(
         tasks=wanted,
         seconds=round(time.perf_counter() - began, 3),
     )
+
+
+async def _watch(store: BufferedThreadStore, on_lag: Callable[[int], None]) -> None:
+    while True:
+        with suppress(BufstoreError):  # it is only shown
+            on_lag(sum((await store.lag()).values()))
+        await asyncio.sleep(_LOOK_S)
 
 
 def _run(slots: DataFrame, deployment: Deployment, timeout_s: float) -> list[tuple[int, ...]]:

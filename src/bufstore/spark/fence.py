@@ -7,7 +7,6 @@ Both would be swallowed in silence; both are found here.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -15,6 +14,7 @@ from typing import TypeVar
 from bufstore.errors import ConfigError, InvalidRecord
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.ledger import Holder, SparkLedger
+from bufstore.spark.worker import loop
 from bufstore.spark.writing import Outcome
 
 _log = logging.getLogger(__name__)
@@ -92,4 +92,4 @@ def _with_ledger(config: SinkConfig, work: Callable[[SparkLedger], Awaitable[T]]
         finally:
             await ledger.aclose()
 
-    return asyncio.run(working())
+    return loop().run(working())

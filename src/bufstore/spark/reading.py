@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 import pyarrow
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.buffer.entry import Assembler, Malformed, decode
-from bufstore.errors import DataLoss, MalformedEntry
+from bufstore.errors import DataLoss, LogUnavailable, MalformedEntry
 from bufstore.nats.ranges import Log, LogReader, Read, filters_of
 from bufstore.spark.offsets import Range, missing
 from bufstore.spark.options import ReadOptions
 from bufstore.spark.records import Item, entry_rows, message_rows
 from bufstore.spark.worker import loop
+
+#: How long a streaming query waits for a server that is away.
+_PATIENCE_S = 60.0
+
+T = TypeVar("T")
 
 
 async def reader_of(options: ReadOptions) -> LogReader:
@@ -28,9 +35,26 @@ async def reader_of(options: ReadOptions) -> LogReader:
     return await loop().opened((c.servers, c.credentials, c.user, c.token, c.domain, options.stream), open_)
 
 
+async def patiently(call: Callable[[], Awaitable[T]]) -> T:
+    """The result of `call`; a server that is away for a while ends no streaming query. Raises LogUnavailable."""
+    async for attempt in AsyncRetrying(
+        wait=wait_random_exponential(multiplier=0.1, max=5),
+        stop=stop_after_delay(_PATIENCE_S),
+        retry=retry_if_exception_type(LogUnavailable),
+        reraise=True,
+    ):
+        with attempt:
+            return await call()
+    raise AssertionError("tenacity raises or returns")
+
+
 async def look(options: ReadOptions) -> Log:
     """The log as it is now."""
-    return await (await reader_of(options)).look()
+
+    async def once() -> Log:
+        return await (await reader_of(options)).look()
+
+    return await patiently(once)
 
 
 async def whole_from(options: ReadOptions, log: Log) -> int:

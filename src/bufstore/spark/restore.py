@@ -6,11 +6,10 @@ repeated, stopped and gone on with, and what Postgres has already is left as it 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +26,7 @@ from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.archive import Manifest, check_range, log_of, manifests_of, whole
 from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import described
+from bufstore.spark.worker import loop
 from bufstore.threads.coalesce import coalesce
 
 if TYPE_CHECKING:
@@ -80,11 +80,14 @@ def restore(
         raise ConfigError(f"there is no archive at {path}")
     whole(manifests)
     report = RestoreReport(dry_run=dry_run)
-    asyncio.run(_setup(deployment, manifests, dry_run=dry_run))
+    loop().run(_setup(deployment, manifests, dry_run=dry_run))
     tasks = tasks or int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     # One job for all ranges of one kind of subjects: a thread's entries in order, whatever range they are in.
     for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
-        messages = reduce(DataFrame.union, [check_range(spark, path, manifest) for manifest in ranges])
+        parts = list(ranges)
+        messages = reduce(DataFrame.union, [check_range(spark, path, manifest) for manifest in parts])
+        if any(after.start < before.end for before, after in pairwise(parts)):  # two archived at the same time
+            messages = messages.dropDuplicates(["position"])
         owned = messages.select("position", "subject", "header", "body").repartition(tasks, "subject")
         ordered = owned.sortWithinPartitions("subject", "position")
         with described(ordered, f"bufstore: restore {path}"):
@@ -125,7 +128,7 @@ def _task(
 ) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
-    report = asyncio.run(_restore(deployment, subjects, _threads(subjects, batches), dry_run=dry_run))
+    report = loop().run(_restore(deployment, subjects, _threads(subjects, batches), dry_run=dry_run))
     schema = pyarrow.schema(
         [(name, pyarrow.int64()) for name in ("threads", "applied", "present", "refused")]
         + [("reasons", pyarrow.list_(pyarrow.string()))]

@@ -17,6 +17,8 @@ _LOCAL = {
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
+    # Spark's 200 are meant for a cluster.
+    "spark.sql.shuffle.partitions": str(os.cpu_count() or 2),
 }
 
 

@@ -106,15 +106,14 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         options, log, before = self.options, self._look(), offset_of(start)
         if options.fail_on_data_loss:
             check(before, log.created, log.first, log.end)
-        end = max(log.end, before.position) if self._target is None else max(self._target, before.position)
+        begin = _begin(log, before)
+        end = max(log.end if self._target is None else self._target, begin)
         if not isinstance(limit, ReadAllAvailable):
-            # What was purged below the first message is no message.
-            begin = max(before.position, log.first)
             if options.max_messages is not None:
-                end = min(end, max(begin + options.max_messages, before.position))
+                end = min(end, begin + options.max_messages)
             if options.max_bytes is not None and begin < end:
                 end = loop().run(reading.within_bytes(options, log, begin, end))
-        if end == before.position:
+        if end == begin and log.created == before.created:
             return start
         return Offset(created=log.created, position=end, whole_from=before.whole_from).as_dict()
 
@@ -135,8 +134,13 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 def _planned(options: ReadOptions, log: Log, start: Offset, end: int) -> list[InputPartition]:
     if options.fail_on_data_loss:
         check(start, log.created, log.first, log.end)
-    begin = max(start.position, log.first)
+    begin = _begin(log, start)
     return [_Part(part) for part in split(begin, end, options.tasks, start.whole_from)]
+
+
+def _begin(log: Log, start: Offset) -> int:
+    """The first position that there can be; of a stream that was made anew (and may be) its first."""
+    return max(start.position, log.first) if start.created == log.created else log.first
 
 
 def _position(options: ReadOptions, log: Log, position: str | None, timestamp_ns: int | None, default: str) -> int:

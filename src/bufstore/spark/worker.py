@@ -1,7 +1,8 @@
-"""In a Python worker of Spark: one event loop for all that its tasks do, and what is opened on it, kept between tasks.
+"""One event loop for all that a process does, in a thread of its own, and what is opened on it.
 
-Spark keeps its workers between batches and ends them when idle, without a word. So what a task writes is durable before
-it ends, and what was opened is no loss.
+In a driver: a notebook's own loop runs already. In a Python worker of Spark it is kept between tasks: Spark ends its
+workers when they are idle, without a word. So what a task writes is durable before it ends, and what was opened is no
+loss.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -25,7 +27,16 @@ class Loop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which runs on the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        running = self.start(work)
+        try:
+            return cast(T, running.result())
+        except BaseException:  # also Ctrl-C
+            running.cancel()
+            raise
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run `work` on the loop beside the caller."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def opened(self, key: Hashable, open_: Callable[[], Awaitable[T]]) -> T:
         """What `open_` made for this key, now or for an earlier task of this process."""
