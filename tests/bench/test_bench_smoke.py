@@ -26,6 +26,10 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
     ),
     "end_to_end": (["end_to_end.rate", "end_to_end_hot.rate"], {"upsert", "upsert, two processes"}),
     "drain": (["drain.rate", "drain.memory"], {"limit"}),
+    "spark_sink": (["spark_sink.rate"], {"upsert"}),
+    "spark_backfill": (["spark_backfill.rate"], {"executemany"}),
+    "spark_source": ([f"spark_source_{f}_{c}.rate" for f in ("entries", "messages") for c in (1, 2)], {"nats-py"}),
+    "spark_drain": (["spark_drain.rate", "spark_start.seconds"], {"one flusher"}),
     "recovery": (["recovery.seconds", "recovery_start.seconds"], set()),
     "growth_length": (
         [f"growth_length{kind}.{what}" for kind in ("", "_whole") for what in ("bytes", "p50")],
@@ -54,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("bench")
     command = [sys.executable, "-m", "bench", "--scale", "0.002", "--rounds", "1", "--results", str(folder)]
     environment = {name: value for name, value in os.environ.items() if name != "BUFSTORE_DATA"}
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 
