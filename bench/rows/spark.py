@@ -15,7 +15,7 @@ from bench.spark import SparkJobs
 from bench.stage import Stage
 
 _CORES = 2
-_ROWS, _THREADS = 40_000, 4_000
+_ROWS, _THREADS = 100_000, 10_000
 _READ = 300_000
 _DRAINS_MAX = 2
 

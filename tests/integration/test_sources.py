@@ -13,6 +13,7 @@ import pytest
 from bufstore import BufferConfig, BufferedThreadStore, InvalidRecord, MemoryThreadStore, Run, SourceMark
 from bufstore.memory import MemoryNats
 from conftest import Deployment
+from helpers import eventually
 
 Opener = Callable[..., AbstractAsyncContextManager[BufferedThreadStore]]
 
@@ -119,3 +120,41 @@ async def test_batches_repeated_by_several_processes_at_once_take_effect_once(op
         for thread_id in threads:
             wanted = [text for batch in batches for t, text in batch if t == thread_id]
             assert (await two.load_messages(thread_id) or []) == wanted
+
+
+async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(deployment: Deployment) -> None:
+    """Of each kind one: new, in the log, flushed and purged, deleted, and written by another in between."""
+    deployment.verified = False
+    kinds = ("new", "logged", "flushed", "deleted", "raced")
+    short = {"retain_after_flush_s": 0.2, "failover_window_s": 0.1, "append_timeout_s": 0.05, "read_timeout_s": 0.05}
+    async with deployment.store(**short) as store:
+        for t in ("flushed", "deleted", "later"):
+            await store.checkpoint_append(t, ["before"], run_of(t), idempotency_key=t)
+        await store.delete_thread("deleted")
+        await store.force_flush_all(timeout_s=30)
+        for n in range(3):  # the entry at a cursor stays: others behind them, so that theirs go
+            for t in range(32):
+                await store.checkpoint_append(f"other-{t}", [n], run_of(f"other-{t}"), idempotency_key=f"{t}-{n}")
+            await store.force_flush_all(timeout_s=30)
+
+        async def purged() -> bool:
+            names = await store._log.subjects(f"{deployment.name}.*.*", 0)
+            return not any(store._subjects.of(t) in names for t in ("flushed", "deleted"))
+
+        await eventually(purged)
+    async with deployment.store(flusher=False) as one, deployment.store(flusher=False) as other:
+        await other.checkpoint_append("logged", ["before"], run_of("logged"))
+        before = (await one.statistics()).nats_sent
+        await one.learn_new([*kinds, *(f"n{i}" for i in range(200))])
+        assert (await one.statistics()).nats_sent - before < 5, "a few requests for all of them"
+        await other.checkpoint_append("raced", ["before"], run_of("raced"))
+        for t in kinds:
+            await one.checkpoint_append(t, ["after"], run_of(t), source=SourceMark("q", 1))
+            again = await one.checkpoint_append(t, ["after"], run_of(t), source=SourceMark("q", 1))
+            assert again.repeated
+    async with deployment.store() as store:
+        await store.force_flush_all()
+        assert await store.quarantined() == 0
+        held = {t: await store.load_messages(t) for t in kinds}
+    with_before = {t: ["before", "after"] for t in ("logged", "flushed", "raced")}
+    assert held == with_before | {"new": ["after"], "deleted": ["after"]}

@@ -122,6 +122,9 @@ class Instance:
         self._runs = 0
         world.instances.append(self)
 
+    def nothing(self) -> MessageMemory:
+        return MessageMemory()
+
     async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory, bool]:
         state, last = await self.reads.joined(thread_id)
         memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -123,6 +123,12 @@ class Appender(Generic[M]):
         if lane is not None:
             lane.stale = True
         self._tips.drop(thread_id)
+
+    async def learn_new(
+        self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
+    ) -> None:
+        """See `TipFinder.learn_new`."""
+        await self._finder.learn_new(thread_ids, held)
 
     async def append(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, Protocol
 
 from bufstore.buffer import ring as rings
@@ -16,6 +16,10 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.tip import M, Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
 from bufstore.config import BufferConfig
 
+#: What is purged was flushed a failover window ago, which is longer: a thread that was nowhere, and was written since,
+#: still shows in the log.
+_NEW_FOR_S = 5.0
+
 
 class Writer(Protocol[M]):
     """What the appender asks of the domain besides `prepare`."""
@@ -27,6 +31,10 @@ class Writer(Protocol[M]):
 
         Raises StoreUnavailable when Postgres is needed and does not answer.
         """
+        ...
+
+    def nothing(self) -> M:
+        """What to remember of a thread without content."""
         ...
 
     def observe(self, memory: M, entry: StoredEntry) -> None:
@@ -57,11 +65,32 @@ class TipFinder(Generic[M]):
         self._lookups = Lookups(log, config.append_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
+        #: Threads that were found nowhere, when that was, and what was seen before.
+        self._new: dict[str, tuple[float, int]] = {}
 
     def saw(self, seq: int, now: float) -> None:
         """Note that the log has got as far as `seq` by now."""
         if seq > self._seen[0]:
             self._seen = seq, now
+
+    async def learn_new(
+        self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
+    ) -> None:
+        """Find out which of many threads are nowhere, in a few requests. `held`: those of them that Postgres knows."""
+        at, seen = self._loop.time(), await self._seen_lately()
+        subjects = {self._subjects.of(t): t for t in thread_ids if self._tips.get(t) is None}
+        in_log = await self._log.last(list(subjects), self._timeout_s)
+        absent = [thread_id for subject, thread_id in subjects.items() if subject not in in_log]
+        # In this order: what is not in the log any more is in Postgres.
+        present = await held(absent) if absent else ()
+        self._new = {t: (at, seen) for t in absent if t not in present}
+
+    def _as_new(self, thread_id: str) -> Tip[M] | None:
+        """The tip of a thread that was found nowhere, a moment ago: too short for anything to be written and purged."""
+        at, seen = self._new.pop(thread_id, (float("-inf"), 0))
+        if self._loop.time() - at > min(_NEW_FOR_S, self._seen_for_s):
+            return None
+        return tip_of_row(Row(), seen, self._writer.nothing())
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""
@@ -75,6 +104,8 @@ class TipFinder(Generic[M]):
 
     async def of_content(self, thread_id: str) -> Tip[M]:
         """The tip with the thread's content, from Postgres and the tail."""
+        if (new := self._as_new(thread_id)) is not None:
+            return new
         seen = await self._seen_lately()
         seq, row, memory, whole = await self._writer.load_base(thread_id)
         if not seq:
@@ -87,6 +118,8 @@ class TipFinder(Generic[M]):
 
     async def of_row(self, thread_id: str) -> Tip[M]:
         """The tip with all keys and sources that are remembered: of its chain in the log, and what Postgres knows."""
+        if (new := self._as_new(thread_id)) is not None:
+            return new
         seen = await self._seen_lately()
         row = await self._load_row(thread_id)
         known = self._tips.get(thread_id)

@@ -240,6 +240,10 @@ class PostgresThreadStore:
             state=None if rows.state is None else decode_message(rows.state),
         )
 
+    async def versions(self, thread_ids: Sequence[str]) -> dict[str, int]:
+        """How many messages these threads have; threads that there are none of are left out."""
+        return dict(await self._read("versions", columns.texts(thread_ids)))
+
     async def load_thread(self, thread_id: str) -> Thread | None:
         """The thread without its messages."""
         rows = await self._read("load_thread", check_id(thread_id, "thread_id"))

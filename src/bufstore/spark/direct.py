@@ -25,7 +25,6 @@ from bufstore.nats.link import NatsLink
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.ledger import SparkLedger
 from bufstore.spark.rows import Write
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.memory import ids_of
@@ -105,10 +104,9 @@ def fold(thread_id: str, row: Row, version: int, writes: Sequence[Prepared], new
 class DirectWriter:
     """Writes into one deployment's database."""
 
-    def __init__(self, config: SinkConfig, log: LogConfig, spark: SparkLedger) -> None:
-        store = PostgresThreadStore(config.postgres, schema=config.schema, pool_size=1)
-        self._store, self._spark = store, spark
-        self._ledger = PostgresLedger(config.postgres, store, schema=config.schema)
+    def __init__(self, config: SinkConfig, log: LogConfig) -> None:
+        self._store = PostgresThreadStore(config.postgres, schema=config.schema, pool_size=1)
+        self._ledger = PostgresLedger(config.postgres, self._store, schema=config.schema)
         self._link = NatsLink(config.server, BufferConfig(log=log), "bufstore-backfill")
         self._subjects = Subjects(log.subject, log.partitions)
 
@@ -131,7 +129,7 @@ class DirectWriter:
         Raises NeedLog, when nothing was written, for threads that must go the other way; StoreUnavailable.
         """
         written = repeated = 0
-        versions = await self._spark.versions(list(threads))
+        versions = await self._store.versions(list(threads))
 
         def decide(rows: Mapping[str, Row]) -> Decision:
             nonlocal written, repeated

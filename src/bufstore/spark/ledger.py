@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -59,10 +59,6 @@ class SparkLedger:
         text = msgspec.json.encode(row, enc_hook=str).decode()
         thread_id = (row["thread_id"] or "").replace("\0", "\N{REPLACEMENT CHARACTER}")
         await self._fetch("quarantine", app_id, batch_id, thread_id, rank, text, cause.replace("\0", ""))
-
-    async def versions(self, thread_ids: Sequence[str]) -> dict[str, int]:
-        """How many messages Postgres holds of these threads; those that it does not know are left out."""
-        return dict(await self._fetch("versions", columns.texts(thread_ids)))
 
     async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         async with self._pool.lend(_TIMEOUT_S) as connection:

@@ -21,7 +21,7 @@ class Loop:
     """An event loop in a thread of its own, and what was opened on it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = _new_loop()
         self._opened: dict[Hashable, asyncio.Task[Any]] = {}
         threading.Thread(target=self._loop.run_forever, name="bufstore-spark", daemon=True).start()
 
@@ -62,3 +62,12 @@ def loop() -> Loop:
         if found is None:
             found = _loops[os.getpid()] = Loop()
         return found
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop()
+    found: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return found

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 
 from bufstore.buffer import sources
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, LogFull, Rejected
+from bufstore.errors import BufstoreError, InvalidId, LogFull, Rejected
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.direct import DirectWriter, NeedLog, Prepared, prepare
@@ -18,7 +19,7 @@ from bufstore.spark.ledger import SparkLedger
 from bufstore.spark.rows import number_of, write_of
 from bufstore.spark.worker import loop
 from bufstore.threads.buffered import BufferedThreadStore
-from bufstore.types import SourceMark
+from bufstore.types import SourceMark, check_id
 
 _POOL = 4
 _SHOWN = 10
@@ -92,6 +93,7 @@ class _Task:
         if self._config.mode == "postgres":
             through_log = await self._write_direct(opened, threads)
         self._logged |= through_log
+        await opened.store.learn_new([t for t in through_log if _is_id(t)])
         try:
             async with asyncio.TaskGroup() as group:
                 for thread_id in threads:
@@ -139,7 +141,7 @@ class _Task:
         direct = opened.direct
         assert direct is not None
         remaining = {t for t in threads if t in self._logged or t in self._failed}
-        remaining |= await direct.in_log([t for t in threads if t and t not in remaining])
+        remaining |= await direct.in_log([t for t in threads if _is_id(t) and t not in remaining])
         prepared: dict[str, list[Prepared]] = {}
         for thread_id, rows in threads.items():
             if thread_id in remaining:
@@ -168,6 +170,12 @@ class _Task:
         return prepare(write_of(row), sources.item(mark.name, mark.number) if mark is not None else None)
 
 
+def _is_id(thread_id: str | None) -> bool:
+    with suppress(InvalidId):
+        return bool(check_id(thread_id, "thread_id"))
+    return False
+
+
 class _Opened(NamedTuple):
     """What the tasks of a process share."""
 
@@ -190,7 +198,7 @@ async def _opened(config: SinkConfig) -> _Opened:
         store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
         ledger = SparkLedger(config.postgres, config.schema)
         await ledger.open()
-        direct = DirectWriter(config, log, ledger) if config.mode == "postgres" else None
+        direct = DirectWriter(config, log) if config.mode == "postgres" else None
         if direct is not None:
             await direct.open()
         return _Opened(store, ledger, direct)

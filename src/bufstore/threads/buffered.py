@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 from bufstore.buffer import sources
@@ -253,6 +253,20 @@ class BufferedThreadStore:
             content=_content("append", call, idempotency_key),
             mark=_mark(source),
         )
+
+    async def learn_new(self, thread_ids: Collection[str]) -> None:
+        """Find out which of many threads are new, in a few requests: their first writes, right after, ask nobody then.
+
+        For bulk writers. With a store other than PostgresThreadStore it does nothing. Raises Unavailable errors.
+        """
+        store, ledger = self._store, self._ledger
+        if not isinstance(store, PostgresThreadStore):
+            return
+
+        async def held(absent: Sequence[str]) -> Collection[str]:
+            return {*await ledger.rows(absent), *await store.versions(absent)}
+
+        await self._appender.learn_new(thread_ids, held)
 
     async def create_run(self, run: Run) -> Receipt:
         """See `ThreadRunStore.create_run`; for the errors of all edits, `bufstore.threads.buffered_edits`."""

@@ -33,6 +33,10 @@ class ThreadWriter:
         memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
         return last, state.row, memory, not state.partial
 
+    def nothing(self) -> MessageMemory:
+        """See `bufstore.buffer.appender.Writer`."""
+        return MessageMemory()
+
     def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
         """See `bufstore.buffer.appender.Writer`."""
         payload = decode_payload(entry.entry.payload)
