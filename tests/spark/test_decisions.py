@@ -24,15 +24,15 @@ from bufstore.threads.model import decode_message
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 50))
 def test_ranges_cover_all_of_it_once(start: int, length: int, parts: int) -> None:
-    found = split(start, start + length, parts, whole_from=3)
+    found = split(start, start + length, parts, created="then", whole_from=3)
     assert len(found) <= parts
     assert [p for part in found for p in range(part.start, part.end)] == list(range(start, start + length))
-    assert all(part.start < part.end and part.whole_from == 3 for part in found)
+    assert all(part.start < part.end and part.whole_from == 3 and part.created == "then" for part in found)
 
 
 @given(st.sets(st.integers(10, 40)), st.integers(10, 40), st.integers(1, 7))
 def test_the_first_hole_is_found_however_the_messages_come(gone: set[int], whole_from: int, size: int) -> None:
-    part = Range(start=10, end=41, whole_from=whole_from)
+    part = Range(start=10, end=41, created="then", whole_from=whole_from)
     there = [p for p in range(10, 41) if p not in gone]
     at, hole = part.start, None
     for i in range(0, len(there), size):

@@ -38,6 +38,8 @@ class Range(msgspec.Struct, frozen=True, kw_only=True):
 
     start: int
     end: int
+    #: Of the stream that it was planned on, as in `Offset`.
+    created: str
     whole_from: int
 
 
@@ -69,10 +71,13 @@ def check(start: Offset, created: str, first: int, end: int) -> None:
         raise DataLoss(f"the log begins at position {first}, the reader has come to {start.position} only")
 
 
-def split(start: int, end: int, parts: int, whole_from: int) -> list[Range]:
+def split(start: int, end: int, parts: int, created: str, whole_from: int) -> list[Range]:
     """`start` to `end` in at most `parts` ranges of about the same length, none of them empty."""
     size = max(1, -(-(end - start) // max(parts, 1)))
-    return [Range(start=at, end=min(at + size, end), whole_from=whole_from) for at in range(start, end, size)]
+    return [
+        Range(start=at, end=min(at + size, end), created=created, whole_from=whole_from)
+        for at in range(start, end, size)
+    ]
 
 
 def missing(positions: Sequence[int], part: Range, at: int) -> int | None:

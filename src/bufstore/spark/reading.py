@@ -86,6 +86,9 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
     """The rows of a range. Raises DataLoss when some of it was purged since the reader began."""
     reader = await reader_of(options)
     log = await reader.look()
+    if log.created != part.created:
+        # The same numbers, other messages: whether that may be is decided when the query plans again.
+        raise DataLoss(f"the stream was made anew ({log.created}) while it was read ({part.created})")
     filters = filters_of(log, options.threads, options.partitions)
     entries = _Entries(log, part) if options.form == "entries" else None
     barrier = f"{log.config.subject}.barrier.0"

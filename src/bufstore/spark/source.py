@@ -135,7 +135,7 @@ def _planned(options: ReadOptions, log: Log, start: Offset, end: int) -> list[In
     if options.fail_on_data_loss:
         check(start, log.created, log.first, log.end)
     begin = _begin(log, start)
-    return [_Part(part) for part in split(begin, end, options.tasks, start.whole_from)]
+    return [_Part(part) for part in split(begin, end, options.tasks, log.created, start.whole_from)]
 
 
 def _begin(log: Log, start: Offset) -> int:
