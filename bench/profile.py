@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import io
 import pstats
 import time
@@ -70,6 +71,48 @@ class TimedLimit(Timed, Limit):
         """Median time of an atomic batch of so many messages, one after another, ms."""
         subjects = [f"{self._stream}.{size}-{i}" for i in range(size)]
         return (await self._run(subjects, seconds, 1, True))["p50"]
+
+
+class CollectedOurs(Ours):
+    """Ours, with Python's garbage collector on or off, and the times that its full collections take."""
+
+    async def collected(self, callers: int, seconds: float, label: str, collect: bool) -> dict[str, float]:
+        """As `load`, with the number of full collections and the longest, ms."""
+        pauses: list[float] = [0.0]
+        began = 0.0
+
+        def watch(phase: str, info: Mapping[str, int]) -> None:
+            nonlocal began
+            if phase == "start":
+                began = time.perf_counter()
+            elif info["generation"] == 2:
+                pauses.append(1000 * (time.perf_counter() - began))
+
+        gc.collect()
+        gc.callbacks.append(watch)
+        (gc.enable if collect else gc.disable)()
+        try:
+            found = await self.load(callers=callers, seconds=seconds, label=label)
+        finally:
+            gc.enable()
+            gc.callbacks.remove(watch)
+        return found | {"collections": len(pauses) - 1, "longest": max(pauses)}
+
+
+def pauses(stage: Stage, console: Console) -> None:
+    """What full collections of Python's garbage do to the tail of appends."""
+    table = Table("callers", "collector", "1/s", "p50 ms", "p99 ms", "full collections", "longest ms")
+    with stage.workers(ours=CollectedOurs) as workers:
+        for callers in (256, 1000):
+            for collect in (True, False):
+                label = f"{callers}-{collect}"
+                seconds = stage.seconds(_SECONDS)
+                found = workers["ours"].call(
+                    "collected", callers=callers, seconds=seconds, label=label, collect=collect
+                )
+                figures = [f"{found[name]:.1f}" for name in ("rate", "p50", "p99", "collections", "longest")]
+                table.add_row(f"{callers}", "on" if collect else "off", *figures)
+    console.print(table)
 
 
 def batches(stage: Stage, console: Console) -> None:
@@ -153,6 +196,7 @@ def _processes(workers: Mapping[str, Worker]) -> dict[str, float]:
 PARTS: Mapping[str, Callable[[Stage, Console], None]] = {
     "batches": batches,
     "append": append,
+    "pauses": pauses,
     "drain": drain,
     "end_to_end": end_to_end,
 }
