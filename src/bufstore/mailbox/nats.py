@@ -36,7 +36,7 @@ from bufstore.nats.stream import NatsStream
 
 _PAGE = 1000
 #: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.
-#: A read costs the server a walk over all subjects of the queue (15 ms of 100 000): so of a long one many at once.
+#: What a read costs the server grows with the queue: so of a long one many are read at once.
 _AHEAD_MAX = 512
 _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
