@@ -177,7 +177,6 @@ class BlockingBufferedStore(BlockingThreadStore):
     query_runs = _blocking(BufferedThreadStore.query_runs)
     query_threads = _blocking(BufferedThreadStore.query_threads)
     force_flush = _blocking(BufferedThreadStore.force_flush)
-    learn_new = _blocking(BufferedThreadStore.learn_new)
     force_flush_all = _blocking(BufferedThreadStore.force_flush_all)
     statistics = _blocking(BufferedThreadStore.statistics)
     health = _blocking(BufferedThreadStore.health)

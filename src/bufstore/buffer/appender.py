@@ -57,6 +57,10 @@ class _NeedRow(Exception):
     """A key or a source's number can only be judged by what Postgres remembers of the thread."""
 
 
+class _NotTried(Exception):
+    """The write before it in its series failed."""
+
+
 class _Doubtful(Exception):
     """A write is to be refused because of a tip that another writer may have left behind by now."""
 
@@ -147,36 +151,84 @@ class Appender(Generic[M]):
         """
         if self._closed:
             raise Closed("the store is closed")
-        id_ = int.from_bytes(os.urandom(8)) >> 1 or 1
+        id_ = _new_id()
         item = rings.item_of(id_) if key is None else rings.item(key, content)
-        done: asyncio.Future[Receipt] = self._loop.create_future()
         deadline = self._loop.time() + self._config.append_timeout_s
-        write = Write(prepare, item, key is not None, mark, id_, done, deadline)
+        write = Write(prepare, item, key is not None, mark, id_, self._loop.create_future(), deadline)
         if write.keyed and (thread_id, write.item) in self._unresolved:
             found = await self._find_unresolved(thread_id, key or "", write)
             if found is not None:
                 return found
-        self._outstanding[write] = None
-        if self._timer is None or deadline < self._timer.when():
-            self._expire_at(deadline)
+        self._enter(thread_id, [write])
+        try:
+            return await write.done
+        except (TimeoutError, AppendUnknown) as e:
+            raise self._without_answer(thread_id, key, write, e) from None
+        finally:
+            del self._outstanding[write]
+
+    async def append_series(
+        self, thread_id: str, wanted: Sequence[tuple[Prepare[M], bytes | None]]
+    ) -> tuple[list[Receipt], Exception | None]:
+        """Append entries in order, each (`prepare`, `mark`) as `append` does, none behind one that fails.
+
+        The receipts of those that are stored, and the error of the first that is not, behind which nothing was tried;
+        but after OutcomeUnknown some behind it may be stored, with it. They share units: of the log's round trips a
+        series takes about one.
+        """
+        if self._closed:
+            raise Closed("the store is closed")
+        deadline = self._loop.time() + self._config.append_timeout_s
+        writes: list[Write[M]] = []
+        last: Write[M] | None = None
+        for prepare, mark in wanted:
+            id_ = _new_id()
+            last = Write(prepare, rings.item_of(id_), False, mark, id_, self._loop.create_future(), deadline, last)
+            writes.append(last)
+        if last is None:
+            return [], None
+        self._enter(thread_id, writes)
+        try:
+            await asyncio.wait((last.done,))  # and so all of them: they end in order
+        finally:
+            for write in writes:
+                del self._outstanding[write]
+                write.done.cancel()
+        receipts: list[Receipt] = []
+        error: BaseException | None = None
+        for write in writes:
+            found = write.done.exception()  # of each, or asyncio says that nobody looked
+            if found is None:
+                receipts.append(write.done.result())
+            elif isinstance(found, (TimeoutError, AppendUnknown)):
+                error = error or self._without_answer(thread_id, None, write, found)
+            else:
+                error = error or found
+        assert error is None or isinstance(error, Exception)
+        return receipts, error
+
+    def _enter(self, thread_id: str, writes: Sequence[Write[M]]) -> None:
+        """Queue writes that have one deadline."""
+        for write in writes:
+            self._outstanding[write] = None
+        if self._timer is None or writes[0].deadline < self._timer.when():
+            self._expire_at(writes[0].deadline)
         lane = self._lanes.get(thread_id)
         if lane is None:
             lane = self._lanes[thread_id] = Lane(thread_id)
-            lane.queue.append(write)
+            lane.queue.extend(writes)
             self._advance(lane)
         else:
-            lane.queue.append(write)
-        try:
-            return await done
-        except (TimeoutError, AppendUnknown) as e:
-            behind = write.maybe_behind
-            if behind is None and isinstance(e, TimeoutError) and (thread_id, write.item) not in self._unresolved:
-                raise LogUnavailable("the log took no entry in time; nothing was stored") from None
-            if behind is not None:
-                self._unresolved.remember(thread_id, write.item, behind)
-            raise OutcomeUnknown(thread_id, key if key is not None else rings.key_of(id_)) from None
-        finally:
-            del self._outstanding[write]
+            lane.queue.extend(writes)
+
+    def _without_answer(self, thread_id: str, key: str | None, write: Write[M], error: BaseException) -> BufstoreError:
+        """What to tell a caller whose time is over, or whose answer was lost."""
+        behind = write.maybe_behind
+        if behind is None and isinstance(error, TimeoutError) and (thread_id, write.item) not in self._unresolved:
+            return LogUnavailable("the log took no entry in time; nothing was stored")
+        if behind is not None:
+            self._unresolved.remember(thread_id, write.item, behind)
+        return OutcomeUnknown(thread_id, key if key is not None else rings.key_of(write.id))
 
     def _expire_at(self, deadline: float) -> None:
         # One timer for all: one for each is a seventh of what a write costs.
@@ -260,6 +312,10 @@ class Appender(Generic[M]):
             write = lane.queue[0]
             if write.done.done():
                 lane.queue.popleft()
+                continue
+            if write.after is not None and write.after.failed:
+                lane.queue.popleft()
+                write.done.set_exception(_NotTried())
                 continue
             # What expects nothing in the log goes alone: it may land late, after a purge, and is told by what it says
             # of its base (`chain.superseded`), which nothing behind it says.
@@ -498,6 +554,10 @@ class Appender(Generic[M]):
                     _log.info("an append stays unknown: %s", e, extra={"action": "append_unknown"})
                     raise _StillUnknown from None
         return None
+
+
+def _new_id() -> int:
+    return int.from_bytes(os.urandom(8)) >> 1 or 1
 
 
 def _other_content(thread_id: str) -> IdempotencyConflict:

@@ -27,8 +27,15 @@ class Write(Generic[M]):
     done: asyncio.Future[Receipt]
     #: When the caller gives up.
     deadline: float
+    #: The write that must be stored before this one, or with it.
+    after: Write[M] | None = None
     #: From the first send whose outcome is not known (yet): the position it was sent behind.
     maybe_behind: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over and is not known to be stored."""
+        return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
 
 class Unit(group_commit.Unit, Generic[M]):

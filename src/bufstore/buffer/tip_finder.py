@@ -94,6 +94,8 @@ class TipFinder(Generic[M]):
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""
+        if (new := self._as_new(thread_id)) is not None:
+            return new
         seen = await self._seen_lately()
         last = await self._lookups.last(self._subjects.of(thread_id))
         if last is None:

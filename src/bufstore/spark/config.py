@@ -71,7 +71,7 @@ class SinkConfig(Deployment):
     #: Tasks that write at the same time; None: Spark's shuffle partitions.
     tasks: int | None = None
     #: Checkpoints on their way per task.
-    in_flight: int = 256
+    in_flight: int = 2048
     append_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from bufstore.spark.config import SinkConfig
 from bufstore.spark.fence import begin, end, was_done
 from bufstore.spark.jobs import context_of, described
 from bufstore.spark.rows import COLUMNS, check_columns
+from bufstore.spark.worker import in_task
 from bufstore.spark.writing import Outcome, write_rows
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def _task(config: SinkConfig, batch_id: int, batches: Iterator[pyarrow.RecordBat
             fingerprint = (fingerprint + sum(batch.column(_FINGERPRINT).to_pylist())) & _MASK
             yield batch.drop_columns([_FINGERPRINT]).to_pylist()
 
-    found = write_rows(config, batch_id, parts())
+    with in_task():
+        found = write_rows(config, batch_id, parts())
     values = [found.written, found.repeated, found.bad, found.behind, found.reasons, fingerprint]
     schema = pyarrow.schema(
         [(name, pyarrow.int64()) for name in ("written", "repeated", "bad", "behind")]

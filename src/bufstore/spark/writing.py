@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,9 +16,10 @@ from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.direct import DirectWriter, NeedLog, Prepared, prepare
 from bufstore.spark.ledger import SparkLedger
-from bufstore.spark.rows import number_of, write_of
+from bufstore.spark.rows import Write, number_of, write_of
 from bufstore.spark.worker import loop
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.bulk import Step
 from bufstore.types import SourceMark, check_id
 
 _POOL = 4
@@ -75,7 +76,7 @@ class _Task:
         self.outcome = Outcome()
         self._config = config
         self._batch_id = batch_id
-        self._room = asyncio.Semaphore(config.in_flight)
+        self._room = _Room(config.in_flight)
         #: How many rows of the last thread there were: its rows may go on in the next part.
         self._ranks: dict[str, int] = {}
         #: Threads of which a row is bad, when that fails the batch.
@@ -86,70 +87,89 @@ class _Task:
     async def write(self, rows: Sequence[Row]) -> None:
         """Write the next part."""
         opened = await _opened(self._config)
-        threads: dict[str, list[Row]] = {}
+        threads: dict[str, list[_Line]] = {}
         for row in rows:
-            threads.setdefault(row["thread_id"], []).append(row)
-        through_log = set(threads)
+            lines = threads.setdefault(row["thread_id"], [])
+            lines.append(_line(self._ranks.get(row["thread_id"], 0) + len(lines), row))
+        through_log = threads
         if self._config.mode == "postgres":
-            through_log = await self._write_direct(opened, threads)
-        self._logged |= through_log
-        await opened.store.learn_new([t for t in through_log if _is_id(t)])
+            remaining = await self._write_direct(opened, threads)
+            through_log = {t: lines for t, lines in threads.items() if t in remaining}
+        self._logged.update(through_log)
+        await self._write_logged(opened, through_log)
+        last = next(reversed(threads))
+        self._ranks = {last: threads[last][-1].rank + 1}
+
+    async def _write_logged(self, opened: _Opened, threads: Mapping[str, Sequence[_Line]]) -> None:
+        bulk = opened.store.bulk
+        wanted = (line.wanted for lines in threads.values() for line in lines)
+        await bulk.claim(one.run for one in wanted if isinstance(one, Write))
+        await bulk.learn_new([t for t in threads if _is_id(t)])
         try:
             async with asyncio.TaskGroup() as group:
-                for thread_id in threads:
-                    if thread_id in through_log:
-                        group.create_task(self._write_thread(opened, thread_id, threads[thread_id]))
+                for thread_id, lines in threads.items():
+                    group.create_task(self._write_thread(opened, thread_id, lines))
         except* BufstoreError as e:
             raise e.exceptions[0] from None  # one says enough, and Spark shows it
-        last = next(reversed(threads))
-        self._ranks = {last: self._ranks.get(last, 0) + len(threads[last])}
 
-    async def _write_thread(self, opened: _Opened, thread_id: str, rows: Sequence[Row]) -> None:
-        # One after the other: a row that is refused must not be passed by those behind it, or a repeat of the batch
-        # would take it for one that is there.
-        for rank, row in enumerate(rows, self._ranks.get(thread_id, 0)):
+    async def _write_thread(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> None:
+        # In order: a row that is refused must not be passed by those behind it, or a repeat of the batch would take it
+        # for one that is there.
+        todo = lines
+        while todo:
             if thread_id in self._failed:
-                self.outcome.behind += 1
-                continue
-            async with self._room:
-                try:
-                    await self._write_row(opened.store, rank, row)
-                except LogFull:
-                    raise  # no fault of the row
-                except Rejected as e:
-                    await self._refuse(opened, rank, row, e)
+                self.outcome.behind += len(todo)
+                return
+            some = todo[: self._room.share]
+            async with self._room.taken(len(some)):
+                done = await self._write_series(opened, thread_id, some)
+            todo = todo[done:]
 
-    async def _write_row(self, store: BufferedThreadStore, rank: int, row: Row) -> None:
-        wanted = write_of(row)
-        call = store.checkpoint if wanted.whole else store.checkpoint_append
-        receipt = await call(wanted.thread_id, wanted.messages, wanted.run, source=self._mark(rank))
-        self.outcome.written += not receipt.repeated
-        self.outcome.repeated += receipt.repeated
+    async def _write_series(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> int:
+        """Write rows up to one that is bad, that one included: how many."""
+        steps: list[Step] = []
+        error: BufstoreError | None = None
+        for line in lines:
+            wanted = line.wanted
+            if isinstance(wanted, Rejected):
+                error = wanted
+                break
+            steps.append(Step(wanted.messages, wanted.run, wanted.whole, self._mark(line.rank)))
+        series = await opened.store.bulk.write(thread_id, steps)
+        done = len(series.receipts)
+        repeated = sum(receipt.repeated for receipt in series.receipts)
+        self.outcome.written += done - repeated
+        self.outcome.repeated += repeated
+        error = series.error or error
+        if error is None:
+            return done
+        if not isinstance(error, Rejected) or isinstance(error, LogFull):
+            raise error  # no fault of the row
+        await self._refuse(opened, lines[done], error)
+        return done + 1
 
     def _mark(self, rank: int) -> SourceMark | None:
         return SourceMark(self._config.app_id, number_of(self._batch_id, rank)) if self._batch_id is not None else None
 
-    async def _refuse(self, opened: _Opened, rank: int, row: Row, error: Rejected) -> None:
-        self.outcome.refuse(row, error)
+    async def _refuse(self, opened: _Opened, line: _Line, error: Rejected) -> None:
+        self.outcome.refuse(line.row, error)
         if self._config.bad_rows == "fail":
-            self._failed.add(row["thread_id"])
+            self._failed.add(line.row["thread_id"])
         else:
-            await opened.ledger.quarantine(self._config.app_id, self._batch_id or 0, rank, row, str(error))
+            await opened.ledger.quarantine(self._config.app_id, self._batch_id or 0, line.rank, line.row, str(error))
 
-    async def _write_direct(self, opened: _Opened, threads: Mapping[str, Sequence[Row]]) -> set[str]:
+    async def _write_direct(self, opened: _Opened, threads: Mapping[str, Sequence[_Line]]) -> set[str]:
         """Write straight into Postgres what may go there; the threads that remain."""
         direct = opened.direct
         assert direct is not None
         remaining = {t for t in threads if t in self._logged or t in self._failed}
         remaining |= await direct.in_log([t for t in threads if _is_id(t) and t not in remaining])
         prepared: dict[str, list[Prepared]] = {}
-        for thread_id, rows in threads.items():
+        for thread_id, lines in threads.items():
             if thread_id in remaining:
                 continue
             try:
-                prepared[thread_id] = [
-                    self._prepared(rank, row) for rank, row in enumerate(rows, self._ranks.get(thread_id, 0))
-                ]
+                prepared[thread_id] = [self._prepared(line) for line in lines]
             except Rejected:
                 remaining.add(thread_id)  # there it is said row by row
         while prepared:
@@ -165,9 +185,50 @@ class _Task:
             break
         return remaining
 
-    def _prepared(self, rank: int, row: Row) -> Prepared:
-        mark = self._mark(rank)
-        return prepare(write_of(row), sources.item(mark.name, mark.number) if mark is not None else None)
+    def _prepared(self, line: _Line) -> Prepared:
+        if isinstance(line.wanted, Rejected):
+            raise line.wanted
+        mark = self._mark(line.rank)
+        return prepare(line.wanted, sources.item(mark.name, mark.number) if mark is not None else None)
+
+
+class _Line(NamedTuple):
+    """A row, its place among its thread's rows in the batch, and what it asks for (or why that cannot be)."""
+
+    rank: int
+    row: Row
+    wanted: Write | Rejected
+
+
+def _line(rank: int, row: Row) -> _Line:
+    try:
+        return _Line(rank, row, write_of(row))
+    except Rejected as e:
+        return _Line(rank, row, e)
+
+
+class _Room:
+    """So many rows may be on their way at once; those of a thread in shares, so that one alone does not fill it."""
+
+    def __init__(self, rows: int) -> None:
+        self.share = max(rows // 4, 1)
+        self._free = asyncio.Semaphore(rows)
+        # Two that had each a part of what they need would wait for each other.
+        self._taking = asyncio.Lock()
+
+    @asynccontextmanager
+    async def taken(self, rows: int) -> AsyncIterator[None]:
+        """Room for so many rows, at most a share."""
+        held = 0
+        try:
+            async with self._taking:
+                while held < rows:
+                    await self._free.acquire()
+                    held += 1
+            yield
+        finally:
+            for _ in range(held):
+                self._free.release()
 
 
 def _is_id(thread_id: str | None) -> bool:

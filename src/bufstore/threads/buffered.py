@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from bufstore.buffer import sources
@@ -26,29 +26,27 @@ from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verify import Verifier
 from bufstore.config import BufferConfig, NatsConfig
-from bufstore.errors import AlreadyExists, BufstoreError, ConfigError
+from bufstore.errors import BufstoreError, ConfigError
 from bufstore.memory.server import MemoryNats
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads import edits, lineage
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
+from bufstore.threads.bulk import BulkWriter
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.health import Health, Statistics
 from bufstore.threads.lineage import Children
 from bufstore.threads.lists import BufferedLists
-from bufstore.threads.memory import MessageMemory, digests_of, ids_of
+from bufstore.threads.memory import MessageMemory
 from bufstore.threads.model import (
     NO_METADATA,
     Checkpoint,
     Run,
     Thread,
     ThreadMetadata,
-    check_run,
     decode_message,
     decode_run,
-    encode_messages,
-    encode_run,
 )
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import content_hash
@@ -69,9 +67,9 @@ from bufstore.threads.queries import (
 )
 from bufstore.threads.read import ThreadReads
 from bufstore.threads.wrapping import ledger_for, link_for, reader_for
-from bufstore.threads.write import Call, save_of
+from bufstore.threads.write import Call, call_of
 from bufstore.threads.writer import ThreadWriter
-from bufstore.types import Consistency, Message, Quarantined, Receipt, SourceMark, check_id, check_source
+from bufstore.types import Consistency, Message, Quarantined, Receipt, SourceMark, check_id
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +108,8 @@ class BufferedThreadStore:
         self._lists = BufferedLists(store, ledger, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
         self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
+        #: For pipelines.
+        self.bulk = BulkWriter(store, ledger, self._appender, self._writer, self._lineage)
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -216,7 +216,7 @@ class BufferedThreadStore:
 
         Needs Postgres only with a key or source on a thread that the log does not know: then StoreUnavailable.
         """
-        call = self._call(thread_id, messages, run, idempotency_key, source)
+        call = call_of(thread_id, messages, run, idempotency_key, source)
         if run.parent_thread_id is not None or not self._writer.claimed(run):
             await self._admit(run)
         return await self._appender.append(
@@ -241,9 +241,8 @@ class BufferedThreadStore:
 
         Needs Postgres when this process has not written to the thread lately: then StoreUnavailable.
         """
-        call = self._call(thread_id, delta, run, idempotency_key, source)
-        if len(call.ids) > 1 and call.repeats_an_id():
-            raise AlreadyExists(f"thread {thread_id!r}: two of the new messages have the same id")
+        call = call_of(thread_id, delta, run, idempotency_key, source)
+        call.check_new_ids()
         if run.parent_thread_id is not None or not self._writer.claimed(run):
             await self._admit(run)
         return await self._appender.append(
@@ -253,20 +252,6 @@ class BufferedThreadStore:
             content=_content("append", call, idempotency_key),
             mark=_mark(source),
         )
-
-    async def learn_new(self, thread_ids: Collection[str]) -> None:
-        """Find out which of many threads are new, in a few requests: their first writes, right after, ask nobody then.
-
-        For bulk writers. With a store other than PostgresThreadStore it does nothing. Raises Unavailable errors.
-        """
-        store, ledger = self._store, self._ledger
-        if not isinstance(store, PostgresThreadStore):
-            return
-
-        async def held(absent: Sequence[str]) -> Collection[str]:
-            return {*await ledger.rows(absent), *await store.versions(absent)}
-
-        await self._appender.learn_new(thread_ids, held)
 
     async def create_run(self, run: Run) -> Receipt:
         """See `ThreadRunStore.create_run`; for the errors of all edits, `bufstore.threads.buffered_edits`."""
@@ -301,19 +286,6 @@ class BufferedThreadStore:
     async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
         """See `ThreadRunStore.delete_thread`."""
         return await self._lineage.change(lineage.deletion(thread_id, children))
-
-    def _call(
-        self, thread_id: str, messages: Sequence[Message], run: Run, key: str | None, source: SourceMark | None
-    ) -> Call:
-        """Check and encode everything before any I/O; afterwards the caller may change his objects."""
-        check_id(thread_id, "thread_id")
-        check_run(run, thread_id)
-        if key is not None:
-            check_id(key, "idempotency_key")
-        if source is not None:
-            check_source(source, key)
-        encoded = encode_messages(messages)
-        return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run), save_of(run))
 
     async def _admit(self, run: Run) -> None:
         await self._lineage.check_run(run)

@@ -8,9 +8,10 @@ from functools import partial
 
 from bufstore.buffer.tip import Draft, NeedBase, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
-from bufstore.threads.memory import MessageMemory, digests_of, ids_of_encoded
-from bufstore.threads.model import Run, RunSave
+from bufstore.threads.memory import MessageMemory, digests_of, ids_of, ids_of_encoded
+from bufstore.threads.model import Run, RunSave, check_run, encode_messages, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
+from bufstore.types import Message, SourceMark, check_id, check_source
 
 
 class Call:
@@ -28,10 +29,12 @@ class Call:
         self.run = run
         self.save = save
 
-    def repeats_an_id(self) -> bool:
-        """Whether two of the new messages have the same id."""
-        present = [i for i in self.ids if i]
-        return len(set(present)) < len(present)
+    def check_new_ids(self) -> None:
+        """Raise AlreadyExists when two of the new messages have the same id."""
+        if len(self.ids) > 1:
+            present = [i for i in self.ids if i]
+            if len(set(present)) < len(present):
+                raise AlreadyExists(f"thread {self.thread_id!r}: two of the new messages have the same id")
 
     def _draft(self, keep: int, skip: int, memory: MessageMemory, *, self_contained: bool) -> Draft[MessageMemory]:
         """Keep `keep` messages of the thread, then this call's from number `skip` on."""
@@ -71,6 +74,23 @@ class Call:
             return self._draft(tip.version, 0, tip.memory, self_contained=False)
 
         return draft
+
+
+def call_of(
+    thread_id: str, messages: Sequence[Message], run: Run, key: str | None = None, source: SourceMark | None = None
+) -> Call:
+    """Check and encode everything before any I/O; afterwards the caller may change his objects.
+
+    Raises InvalidId, InvalidRecord, ConfigError.
+    """
+    check_id(thread_id, "thread_id")
+    check_run(run, thread_id)
+    if key is not None:
+        check_id(key, "idempotency_key")
+    if source is not None:
+        check_source(source, key)
+    encoded = encode_messages(messages)
+    return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run), save_of(run))
 
 
 class Moved(Exception):

@@ -1,0 +1,179 @@
+"""The write path on a fake log, with a store behind it and a flush by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from bufstore.buffer.appender import Appender
+from bufstore.buffer.chain import Row, plan
+from bufstore.buffer.entry import Malformed, StoredEntry, assemble
+from bufstore.buffer.ports import Decision
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import StoreUnavailable
+from bufstore.memory.ledger import MemoryLedger
+from bufstore.memory.store import MemoryThreadStore
+from bufstore.threads.base import ComparingReader
+from bufstore.threads.coalesce import coalesce
+from bufstore.threads.memory import MessageMemory, digests_of, ids_of, ids_of_encoded
+from bufstore.threads.model import Run, decode_message, encode_messages, encode_run
+from bufstore.threads.overlay import ThreadState, overlay
+from bufstore.threads.payload import decode_payload
+from bufstore.threads.read import ThreadReads
+from bufstore.threads.write import Call, save_of
+from bufstore.types import Receipt
+from unit.fake_log import FakeLog, run
+
+SUBJECTS = Subjects("thread", 4)
+
+
+class World:
+    """A log, a store behind it, and a flush by hand."""
+
+    def __init__(self, fake: FakeLog | None = None, **config: Any) -> None:
+        self.log = fake or FakeLog()
+        self.store = MemoryThreadStore()
+        self.ledger = MemoryLedger(self.store)
+        self.store_is_up = True
+        self.config = BufferConfig(**config)
+        self.instances: list[Instance] = []
+
+    async def row(self, thread_id: str) -> Row:
+        await asyncio.sleep(0)
+        if not self.store_is_up:
+            raise StoreUnavailable("Postgres is down")
+        return await self.ledger.row(thread_id)
+
+    def tail(self, thread_id: str, after: int = 0) -> list[StoredEntry | Malformed]:
+        subject = SUBJECTS.of(thread_id)
+        return assemble([m for m in self.log.messages if m.subject == subject and m.seq > after], thread_id)
+
+    async def flush(self, thread_id: str = "t", poison: frozenset[int] = frozenset()) -> None:
+        def decide(rows: Any) -> Decision:
+            row = rows[thread_id]
+            todo = plan(row, self.tail(thread_id), complete=True, poison=poison)
+            batch = [coalesce(thread_id, row.version, todo.apply)] if todo.apply else []
+            return Decision(batch, {thread_id: todo.row}, todo.park)
+
+        await self.ledger.flush([], [thread_id], decide)
+
+    async def flush_and_purge(self, thread_id: str = "t") -> None:
+        """As if the failover window had passed; another thread's entry is the newest of the log."""
+        self.log.intrude("thread.0.elsewhere")
+        await self.flush(thread_id)
+        self.log.purge_below(self.log.last_seq)
+
+    async def shown(self, thread_id: str = "t") -> ThreadState:
+        """What a read joins from store and log."""
+        row = await self.ledger.row(thread_id)
+        thread = await self.store.load_thread(thread_id)
+        state = ThreadState(row=row, thread=thread, messages=self.store._messages.get(thread_id, []), latest_run=None)
+        return overlay(state, thread_id, self.tail(thread_id, row.flushed_seq))
+
+    async def messages(self, thread_id: str = "t") -> list[Any]:
+        return [decode_message(m) for m in (await self.shown(thread_id)).messages]
+
+    def runs(self, thread_id: str = "t") -> Counter[str]:
+        """How often each run was saved by entries in the log: each call of these tests has a run of its own."""
+        entries = [i for i in self.tail(thread_id) if isinstance(i, StoredEntry)]
+        return Counter(decode_payload(i.entry.payload).save.run_id for i in entries)
+
+
+class Instance:
+    """A process: an appender and what it needs of the domain."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.reads = ThreadReads(
+            world.log, None, SUBJECTS, ComparingReader(world.store, _Rows(world)), None, world.config,  # type: ignore[arg-type]
+            own_seq=lambda _: 0,
+        )  # fmt: skip
+        self.appender: Appender[MessageMemory] = Appender(
+            world.log,
+            SUBJECTS,
+            world.config,
+            self,
+            world.row,  # type: ignore[arg-type]
+        )
+        self.appender.start()
+        self._runs = 0
+        world.instances.append(self)
+
+    def nothing(self) -> MessageMemory:
+        return MessageMemory()
+
+    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory, bool]:
+        state, last = await self.reads.joined(thread_id)
+        memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+        return last, state.row, memory, not state.partial
+
+    def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
+        payload = decode_payload(entry.entry.payload)
+        memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
+
+    async def checkpoint(
+        self, messages: Sequence[Any], thread_id: str = "t", *, key: str | None = None, run_id: str | None = None
+    ) -> Receipt:
+        call, content = self._call(messages, thread_id, run_id)
+        return await self.appender.append(thread_id, call.whole_list, key=key, content=content if key else b"")
+
+    async def append(
+        self, messages: Sequence[Any], thread_id: str = "t", *, key: str | None = None, run_id: str | None = None,
+        expected: int | None = None,
+    ) -> Receipt:  # fmt: skip
+        call, content = self._call(messages, thread_id, run_id)
+        return await self.appender.append(thread_id, call.appending(expected), key=key, content=content if key else b"")
+
+    async def series(
+        self, steps: Sequence[tuple[Sequence[Any], str, bytes | None]], thread_id: str = "t"
+    ) -> tuple[list[Receipt], Exception | None]:
+        """Append messages with runs of these ids and these marks, in order."""
+        wanted = []
+        for messages, run_id, mark in steps:
+            call, _ = self._call(messages, thread_id, run_id)
+            wanted.append((call.appending(None), mark))
+        return await self.appender.append_series(thread_id, wanted)
+
+    def _call(self, messages: Sequence[Any], thread_id: str, run_id: str | None) -> tuple[Call, bytes]:
+        self._runs += 1
+        run_ = Run(run_id=run_id or f"run {self._runs} of {self.world.instances.index(self)}", thread_id=thread_id)
+        encoded = encode_messages(messages)
+        call = Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run_), save_of(run_))
+        return call, b"|".join(encoded)
+
+    async def aclose(self) -> None:
+        await self.appender.aclose()
+        await self.reads.aclose()
+
+
+class _Rows:
+    """The ledger as the reads see it: away while Postgres is down."""
+
+    def __init__(self, world: World) -> None:
+        self.row = world.row
+
+
+def test(main: Any, **config: Any) -> None:
+    """Run `main(world, instance)` and close what it leaves open."""
+
+    async def whole() -> None:
+        world = World(**config)
+        try:
+            await main(world, Instance(world))
+        finally:
+            for instance in world.instances:
+                await instance.aclose()
+
+    run(whole())
+
+
+test.__test__ = False  # type: ignore[attr-defined]
+
+
+def faults(log: FakeLog, *wanted: str) -> None:
+    """Have the next writes fail so."""
+    left = list(wanted)
+    log.fault = lambda kind: left.pop(0) if left and kind != "read" else ""
