@@ -14,11 +14,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from psycopg import sql
+from psycopg.errors import InvalidBinaryRepresentation
 
 from bufstore.buffer.chain import Row
 from bufstore.embedded import PostgresServer
@@ -33,6 +35,7 @@ from bufstore.errors import (
 )
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.postgres import columns
+from bufstore.postgres.copying import COPY_FROM
 from bufstore.postgres.errors import map_errors, mapped_error
 from bufstore.postgres.migrate import migrate
 from bufstore.postgres.pool import open_pool
@@ -313,6 +316,58 @@ async def test_a_large_message_is_stored(shared: PostgresThreadStore) -> None:
     assert await shared.load_messages(thread_id) == messages
     await apply_to(shared, change(thread_id, 1, messages, run_of(thread_id)))
     assert await shared.load_messages(thread_id) == [messages[0], *messages]
+
+
+# -- many new messages are copied -------------------------------------------------------------------------------
+
+
+def new_messages(n: int) -> list[Any]:
+    """With ids and without, of all kinds, an empty one among them."""
+    kinds: list[Any] = [{"id": f"é-{n}", "n": n}, {"role": "user"}, None, "", b"\0\xff", [n], {1: 2}, n]
+    return [*kinds, *range(COPY_FROM // 8)]
+
+
+async def stored(store: PostgresThreadStore, thread_id: str) -> list[tuple[Any, ...]]:
+    return await rows(
+        store, "SELECT seq, payload, id_hash FROM {schema}.messages WHERE thread_id = %s ORDER BY seq", [thread_id]
+    )
+
+
+async def test_a_copied_message_is_as_one_that_was_inserted(shared: PostgresThreadStore) -> None:
+    names = [fresh(f"naïve {n}") for n in range(10)]
+    one_by_one = [fresh() for _ in names]
+    for thread_id in names[:5]:  # half of them have something
+        await apply_to(shared, change(thread_id, 0, ["first"], run_of(thread_id)))
+    batch = [change(t, int(n < 5), new_messages(n), run_of(t), appends=True) for n, t in enumerate(names)]
+    await apply_to(shared, *batch)
+    for n, (copied, inserted) in enumerate(zip(names, one_by_one, strict=True)):
+        before = ["first"] * (n < 5)
+        await apply_to(shared, change(inserted, 0, [*before, *new_messages(n)], run_of(inserted)))
+        assert await stored(shared, copied) == await stored(shared, inserted)
+        assert await shared.load_messages(copied) == [*before, *new_messages(n)]
+        found = await shared.load_message(copied, f"é-{n}")
+        assert found is not None
+        assert found.message == {"id": f"é-{n}", "n": n}
+        assert await shared.latest_run(copied) == run_of(copied)
+
+
+async def test_messages_that_were_there_all_the_same_are_replaced(shared: PostgresThreadStore) -> None:
+    names = [fresh() for _ in range(10)]
+    await apply_to(shared, change(names[3], 0, ["a", "b", "c"], run_of(names[3])))
+    await apply_to(shared, *(change(t, 0, new_messages(n), run_of(t), appends=True) for n, t in enumerate(names)))
+    for n, thread_id in enumerate(names):
+        assert await shared.load_messages(thread_id) == new_messages(n)
+
+
+async def test_a_copy_that_cannot_be_made_leaves_nothing(shared: PostgresThreadStore) -> None:
+    good, bad = fresh(), fresh()
+    batch = [change(t, 0, new_messages(0), run_of(t), appends=True) for t in (good, bad)]
+    batch[1] = msgspec.structs.replace(batch[1], messages=[*batch[1].messages, b"\xc1"])
+    with pytest.raises(InvalidBinaryRepresentation):
+        await apply_to(shared, *batch)
+    assert await shared.load_messages(good) is None
+    await apply_to(shared, batch[0])
+    assert await shared.load_messages(good) == new_messages(0)
 
 
 # -- concurrency -----------------------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def test_options_of_any_case_and_no_secret_in_sight() -> None:
 
 def prepared(number: int, messages: list[Any], *, whole: bool = False, **run: Any) -> Prepared:
     wanted = Write("t", whole, messages, Run(run_id="r", thread_id="t", **run))
-    return prepare(wanted, sources.item("q", number))
+    (found,) = prepare("t", [(wanted, sources.item("q", number))])
+    return found
 
 
 @given(

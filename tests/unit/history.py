@@ -15,7 +15,7 @@ from bufstore.buffer.ports import Inapplicable
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.memory import MessageMemory, digests_of, ids_of
-from bufstore.threads.model import Run, RunStatus, Thread, encode_messages, encode_run
+from bufstore.threads.model import Run, RunStatus, Thread, ThreadChange, encode_messages, encode_run
 from bufstore.threads.payload import decode_payload
 from bufstore.threads.write import Call, save_of
 
@@ -209,7 +209,7 @@ class Flushed:
                 continue
             try:
                 if todo.apply:
-                    await self.store.apply(None, [coalesce(THREAD, self.row.version, todo.apply)])
+                    await apply(self.store, coalesce(THREAD, self.row.version, todo.apply))
                     self.changes += 1
             except Inapplicable as e:
                 known.add(e.entry_id)
@@ -217,3 +217,10 @@ class Flushed:
             self.row = todo.row
             self.parked += todo.park
             return
+
+
+async def apply(store: MemoryThreadStore, change: ThreadChange) -> None:
+    """Apply a change, and see that one that says it appends does: its messages may be copied without a look."""
+    there = await store.load_messages(change.thread_id) or []
+    assert not change.appends or change.keep == len(there)
+    await store.apply(None, [change])

@@ -30,6 +30,7 @@ from bufstore.threads.overlay import ThreadState, overlay
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload, encode_payload
 from bufstore.threads.queries import RunQuery
 from bufstore.threads.write import save_of
+from unit.history import apply
 
 T = "t"
 PARENTS = st.sampled_from([None, "p", "q"])
@@ -110,7 +111,7 @@ def test_folded_in_any_windows_they_mean_the_same(steps: list[Any], cuts: set[in
             # Redelivered: whatever is at or below the watermark changes nothing, a removal neither.
             todo = plan(row, [*entries[: len(entries) // 2], *window], complete=True)
             if todo.apply:
-                await store.apply(None, [coalesce(T, row.version, todo.apply)])
+                await apply(store, coalesce(T, row.version, todo.apply))
             row = todo.row
         return await content(store)
 
@@ -128,7 +129,7 @@ def test_a_read_shows_what_a_flush_will_make(steps: list[Any], cut: int) -> None
         store, row = MemoryThreadStore(), Row()
         todo = plan(row, entries[:cut], complete=True)
         if todo.apply:
-            await store.apply(None, [coalesce(T, row.version, todo.apply)])
+            await apply(store, coalesce(T, row.version, todo.apply))
             row = todo.row
         before = await store.load_checkpoint(T)
         state = ThreadState(
@@ -141,7 +142,7 @@ def test_a_read_shows_what_a_flush_will_make(steps: list[Any], cut: int) -> None
         shown = overlay(state, T, entries[cut:])
         rest = plan(row, entries[cut:], complete=True)
         if rest.apply:
-            await store.apply(None, [coalesce(T, row.version, rest.apply)])
+            await apply(store, coalesce(T, row.version, rest.apply))
         after = await store.load_checkpoint(T)
         assert shown.row == rest.row
         assert (shown.thread is None) == (after is None)

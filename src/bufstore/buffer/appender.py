@@ -151,7 +151,7 @@ class Appender(Generic[M]):
         """
         if self._closed:
             raise Closed("the store is closed")
-        id_ = _new_id()
+        (id_,) = _new_ids(1)
         item = rings.item_of(id_) if key is None else rings.item(key, content)
         deadline = self._loop.time() + self._config.append_timeout_s
         write = Write(prepare, item, key is not None, mark, id_, self._loop.create_future(), deadline)
@@ -181,8 +181,7 @@ class Appender(Generic[M]):
         deadline = self._loop.time() + self._config.append_timeout_s
         writes: list[Write[M]] = []
         last: Write[M] | None = None
-        for prepare, mark in wanted:
-            id_ = _new_id()
+        for (prepare, mark), id_ in zip(wanted, _new_ids(len(wanted)), strict=True):
             last = Write(prepare, rings.item_of(id_), False, mark, id_, self._loop.create_future(), deadline, last)
             writes.append(last)
         if last is None:
@@ -307,7 +306,7 @@ class Appender(Generic[M]):
     def _build(self, lane: Lane[M], tip: Tip[M], *, looked_up: bool) -> Unit[M] | None:
         """Take writes off the queue into a unit; None if all of them ended without one. Raises _Doubtful."""
         unit: Unit[M] = Unit(lane, tip, self._on_end)
-        size = 0
+        size, bytes_max = 0, self._log.message_bytes_max
         while lane.queue:
             write = lane.queue[0]
             if write.done.done():
@@ -369,7 +368,7 @@ class Appender(Generic[M]):
                 payload=draft.payload,
             )
             try:
-                messages = self._messages(lane.thread_id, entry, tip.seq if first else None)
+                messages = self._messages(lane.thread_id, entry, tip.seq if first else None, bytes_max)
             except BufstoreError as e:
                 draft.undo()
                 if not first:
@@ -387,12 +386,12 @@ class Appender(Generic[M]):
             unit.add(write, draft, messages, tip)
         return unit if unit.writes else None
 
-    def _messages(self, thread_id: str, entry: Entry, expected: int | None) -> list[Outgoing]:
+    def _messages(self, thread_id: str, entry: Entry, expected: int | None, bytes_max: int) -> list[Outgoing]:
         if len(entry.payload) > self._config.log.max_entry_bytes:
             raise TooLarge(len(entry.payload), self._config.log.max_entry_bytes)
-        parts = encode(entry, self._log.message_bytes_max)
+        parts = encode(entry, bytes_max)
         if len(parts) > BATCH_MESSAGES_MAX:
-            raise TooLarge(len(entry.payload), BATCH_MESSAGES_MAX * self._log.message_bytes_max)
+            raise TooLarge(len(entry.payload), BATCH_MESSAGES_MAX * bytes_max)
         subject = self._subjects.of(thread_id)
         return [Outgoing(subject, body, header, expected if i == 0 else None) for i, (header, body) in enumerate(parts)]
 
@@ -556,8 +555,9 @@ class Appender(Generic[M]):
         return None
 
 
-def _new_id() -> int:
-    return int.from_bytes(os.urandom(8)) >> 1 or 1
+def _new_ids(count: int) -> list[int]:
+    random = os.urandom(8 * count)
+    return [int.from_bytes(random[i : i + 8]) >> 1 or 1 for i in range(0, 8 * count, 8)]
 
 
 def _other_content(thread_id: str) -> IdempotencyConflict:

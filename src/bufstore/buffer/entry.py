@@ -135,8 +135,9 @@ def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
         chunks,
         entry.ring_complete,
     )
-    meta = _MetaWithSources(*[*fields, entry.sources]) if entry.sources else _Meta(*fields)
-    text = b2a_base64(_meta_encoder.encode(meta), newline=False)
+    # As `_Meta` (and `_MetaWithSources`) is encoded, without making one.
+    meta = _meta_encoder.encode((*fields, entry.sources) if entry.sources else fields)
+    text = b2a_base64(meta, newline=False)
     return f"{VERSION}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}"
 
 

@@ -11,6 +11,7 @@ A ninth source of one thread makes the one be forgotten that has not written to 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import blake2b
 
 SIZE = 8
@@ -20,7 +21,12 @@ NUMBER_MAX = (1 << 63) - 1
 
 def item(name: str, number: int) -> bytes:
     """A source and its number."""
-    return blake2b(name.encode(), digest_size=8).digest() + number.to_bytes(8)
+    return _hash_of(name) + number.to_bytes(8)
+
+
+@lru_cache(maxsize=256)  # a process writes for few sources, and many numbers of each
+def _hash_of(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=8).digest()
 
 
 def holds(sources: bytes, wanted: bytes) -> bool:
@@ -33,6 +39,8 @@ def holds(sources: bytes, wanted: bytes) -> bool:
 
 def add(sources: bytes, new: bytes) -> bytes:
     """The sources after a write of `new`, which stands last; the first falls out when there are too many."""
+    if sources[:8] == new[:8] and len(sources) == _ITEM:
+        return new  # most threads have one source
     rest = b"".join(sources[i : i + _ITEM] for i in range(0, len(sources), _ITEM) if sources[i : i + 8] != new[:8])
     return (rest + new)[-SIZE * _ITEM :]
 

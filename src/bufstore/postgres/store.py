@@ -22,6 +22,7 @@ from bufstore.errors import (
     VersionConflict,
 )
 from bufstore.postgres import columns
+from bufstore.postgres.copying import COPY_FROM, copied, copy
 from bufstore.postgres.edits import DirectEdits
 from bufstore.postgres.errors import NoAnswer
 from bufstore.postgres.lists import Lists
@@ -202,7 +203,8 @@ class PostgresThreadStore:
     async def apply(self, connection: AsyncConnection[Any], batch: Sequence[ThreadChange]) -> None:
         """Write `batch` (at most one change per thread) on `connection`, in the caller's transaction.
 
-        A fixed number of statements in one round trip, whatever the size (large payloads: one per 16 MiB).
+        A fixed number of statements in one round trip, whatever the size (large payloads: one per 16 MiB); many new
+        messages go as a COPY, which takes two more.
         psycopg's errors pass through; a run id of another thread is a UniqueViolation.
         """
         # One order for all writers: batches that lock rows in different orders deadlock. Code points and
@@ -212,6 +214,9 @@ class PostgresThreadStore:
             return
         deleted = [change.thread_id for change in changes if change.deleted]
         changes = [change for change in changes if not change.gone]
+        new = [change for change in changes if change.appends]
+        if sum(len(change.messages) for change in new) < COPY_FROM:
+            new = []
         with columns.unstorable():
             runs = columns.run_columns(changes)
             async with connection.pipeline():
@@ -221,10 +226,16 @@ class PostgresThreadStore:
                 ends = (columns.texts(c.thread_id for c in changes), columns.ints(c.version for c in changes))
                 await self._send(connection, "apply_cut", ends)
                 for name, whole in (("apply_messages", False), ("apply_whole_messages", True)):
-                    for messages in columns.message_columns(c for c in changes if c.whole is whole):
+                    some = (c for c in changes if c.whole is whole and not (new and c.appends))
+                    for messages in columns.message_columns(some):
                         await self._send(connection, name, messages)
                 for records in runs:
                     await self._send(connection, "apply_runs", records)
+            if new and not await copy(connection, self._sql["copy_messages"], copied(new)):
+                # Somebody wrote to the table past us, or the thread's row is of an older day: the batch decides.
+                async with connection.pipeline():
+                    for messages in columns.message_columns(new):
+                        await self._send(connection, "apply_messages", messages)
 
     # -- reads -------------------------------------------------------------------------------------------------
 

@@ -70,8 +70,8 @@ class SinkConfig(Deployment):
     bad_rows: Literal["fail", "quarantine"] = "fail"
     #: Tasks that write at the same time; None: Spark's shuffle partitions.
     tasks: int | None = None
-    #: Checkpoints on their way per task.
-    in_flight: int = 2048
+    #: Checkpoints on their way per task: what it holds encoded at a time, beside the rows that Spark hands it.
+    in_flight: int = 4096
     append_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ from bufstore.spark.config import SinkConfig
 from bufstore.spark.rows import Write
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.memory import ids_of
-from bufstore.threads.model import ThreadChange, check_run, encode_messages, encode_run
+from bufstore.threads.model import Run, RunSave, ThreadChange, check_run, encode_messages, encode_run
 from bufstore.threads.payload import Payload
 from bufstore.threads.write import save_of
 from bufstore.types import check_id
@@ -42,8 +42,10 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
     #: The source's number of it; None: a repeat is not recognized.
     mark: bytes | None
     whole: bool
-    payload: Payload
+    messages: Sequence[bytes]
     has_ids: bool
+    run: bytes
+    save: RunSave
 
 
 class Folded(NamedTuple):
@@ -64,39 +66,47 @@ class NeedLog(Exception):
         self.threads = threads
 
 
-def prepare(wanted: Write, mark: bytes | None) -> Prepared:
-    """Check and encode. Raises InvalidId, InvalidRecord."""
-    check_id(wanted.thread_id, "thread_id")
-    check_run(wanted.run, wanted.thread_id)
-    encoded = encode_messages(wanted.messages)
-    ids = [id_ for id_ in ids_of(wanted.messages) if id_]
-    if len(set(ids)) < len(ids) and not wanted.whole:
-        raise InvalidRecord(f"thread {wanted.thread_id!r}: two of the new messages have the same id")
-    return Prepared(mark, wanted.whole, Payload(0, encoded, encode_run(wanted.run), save_of(wanted.run)), bool(ids))
+def prepare(thread_id: str, wanted: Sequence[tuple[Write, bytes | None]]) -> list[Prepared]:
+    """Check and encode a thread's rows and their marks. Raises InvalidId, InvalidRecord."""
+    check_id(thread_id, "thread_id")
+    prepared = []
+    run: Run | None = None
+    for write, mark in wanted:
+        if write.run is not run:
+            run = write.run
+            check_run(run, thread_id)
+            encoded, save = encode_run(run), save_of(run)
+        messages = encode_messages(write.messages)
+        ids = [id_ for id_ in ids_of(write.messages) if id_]
+        if len(set(ids)) < len(ids) and not write.whole:
+            raise InvalidRecord(f"thread {thread_id!r}: two of the new messages have the same id")
+        prepared.append(Prepared(mark, write.whole, messages, bool(ids), encoded, save))
+    return prepared
 
 
 def fold(thread_id: str, row: Row, version: int, writes: Sequence[Prepared], new_id: int) -> Folded:
-    """One change that equals `writes` in order, without what the thread has of their source already.
+    """One change that equals `writes`, of one source, in order, without what the thread has of them already.
 
     `version`: how many messages Postgres holds of the thread. Raises NeedLog when only the log can tell what to do.
     """
     if row.broken_since is not None:
         raise NeedLog([thread_id])
-    folded, written, seen = Fold(thread_id, version), 0, row.sources
+    folded, written, newest = Fold(thread_id, version), 0, None
     for number, write in enumerate(writes):
         if write.mark is not None:
-            if sources.holds(seen, write.mark):
+            if (newest is not None and write.mark <= newest) or sources.holds(row.sources, write.mark):
                 continue
-            seen = sources.merge(seen, write.mark)
-        if write.payload.save.parent_thread_id is not None or (write.has_ids and not write.whole and version):
+            newest = write.mark
+        if write.save.parent_thread_id is not None or (write.has_ids and not write.whole and version):
             raise NeedLog([thread_id])
         keep = 0 if write.whole else version
         # The number stands for the place in the log, by which runs are put in order.
-        folded.add(msgspec.structs.replace(write.payload, keep=keep), number, self_contained=write.whole)
-        version = keep + len(write.payload.messages)
+        folded.add(Payload(keep, write.messages, write.run, write.save), number, self_contained=write.whole)
+        version = keep + len(write.messages)
         written += 1
     if not written:
         return Folded(None, row, 0, len(writes))
+    seen = sources.merge(row.sources, newest or b"")
     after = msgspec.structs.replace(row, applied_id=new_id, version=version, gone=False, sources=seen)
     return Folded(folded.change(), after, written, len(writes) - written)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -62,18 +63,30 @@ def write_of(row: Mapping[str, Any]) -> Write:
     texts = whole if whole is not None else delta
     assert texts is not None
     try:
-        messages = [msgspec.json.decode(text) for text in texts]
-        fields = msgspec.json.decode(row["run"], type=dict[str, Any]) if row.get("run") is not None else {}
-        for name in ("agent_id", "parent_thread_id"):
-            if row.get(name) is not None:
-                fields[name] = row[name]
-        if row.get("status") is not None:
-            fields["status"] = RunStatus(row["status"])
-        fields |= {"run_id": row["run_id"], "thread_id": row["thread_id"]}
-        run = msgspec.convert(fields, Run)
+        messages = [_decode(text) for text in texts]
+        run = _run_of(row["run_id"], row["thread_id"], *[row.get(name) for name in _OF_RUN])
     except (msgspec.MsgspecError, TypeError, ValueError) as e:
         raise InvalidRecord(f"a row of thread {row['thread_id']!r} cannot be read: {e}") from e
     return Write(row["thread_id"], whole is not None, messages, run)
+
+
+_OF_RUN = ("agent_id", "status", "parent_thread_id", "run")
+_decode = msgspec.json.Decoder().decode
+
+
+# The rows of a thread mostly say the same of their run.
+@lru_cache(maxsize=1024)
+def _run_of(
+    run_id: Any, thread_id: Any, agent_id: str | None, status: str | None, parent: str | None, rest: str | None
+) -> Run:
+    fields = msgspec.json.decode(rest, type=dict[str, Any]) if rest is not None else {}
+    if agent_id is not None:
+        fields["agent_id"] = agent_id
+    if parent is not None:
+        fields["parent_thread_id"] = parent
+    if status is not None:
+        fields["status"] = RunStatus(status)
+    return msgspec.convert(fields | {"run_id": run_id, "thread_id": thread_id}, Run)
 
 
 def number_of(batch_id: int, rank: int) -> int:

@@ -169,7 +169,7 @@ class _Task:
             if thread_id in remaining:
                 continue
             try:
-                prepared[thread_id] = [self._prepared(line) for line in lines]
+                prepared[thread_id] = prepare(thread_id, [self._marked(line) for line in lines])
             except Rejected:
                 remaining.add(thread_id)  # there it is said row by row
         while prepared:
@@ -185,11 +185,11 @@ class _Task:
             break
         return remaining
 
-    def _prepared(self, line: _Line) -> Prepared:
+    def _marked(self, line: _Line) -> tuple[Write, bytes | None]:
         if isinstance(line.wanted, Rejected):
             raise line.wanted
         mark = self._mark(line.rank)
-        return prepare(line.wanted, sources.item(mark.name, mark.number) if mark is not None else None)
+        return line.wanted, sources.item(mark.name, mark.number) if mark is not None else None
 
 
 class _Line(NamedTuple):

@@ -46,13 +46,16 @@ class Applier:
         return None if found is None else found.thread
 
 
-def change(thread_id: str, keep: int, messages: list[Any], *runs: Run, whole: bool = False) -> ThreadChange:
+def change(
+    thread_id: str, keep: int, messages: list[Any], *runs: Run, whole: bool = False, appends: bool = False
+) -> ThreadChange:
     """A change as the buffer makes it of checkpoints with these runs."""
     return ThreadChange(
         thread_id=thread_id,
         keep=keep,
         messages=encode_messages(messages),
         whole=whole,
+        appends=appends,
         runs={run.run_id: encode_run(run) for run in runs},
         saves=[RunSave(run.run_id, run.status, run.parent_thread_id) for run in runs],
     )

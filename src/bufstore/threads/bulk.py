@@ -17,7 +17,7 @@ from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.memory import MessageMemory
 from bufstore.threads.model import Run, check_run
 from bufstore.threads.protocol import WrappableStore
-from bufstore.threads.write import call_of
+from bufstore.threads.write import Call, call_after, call_of
 from bufstore.threads.writer import ThreadWriter
 from bufstore.types import Message, Receipt, SourceMark
 
@@ -90,25 +90,30 @@ class BulkWriter:
         """
         wanted: list[tuple[Prepare[MessageMemory], bytes | None]] = []
         refused: BufstoreError | None = None
+        before: tuple[Run, Call] | None = None
         for step in steps:
             try:
-                wanted.append((await self._admitted(thread_id, step), _mark(step.source)))
+                if before is not None and before[0] is step.run:
+                    call = call_after(before[1], step.messages, step.source)
+                else:
+                    call = call_of(thread_id, step.messages, step.run, None, step.source)
+                    await self._admit(step.run)
+                if not step.whole:
+                    call.check_new_ids()
             except BufstoreError as e:
                 refused = e
                 break
+            before = step.run, call
+            wanted.append((call.whole_list if step.whole else call.appending(None), _mark(step.source)))
         receipts, error = await self._appender.append_series(thread_id, wanted)
         if error is not None and not isinstance(error, BufstoreError):
             raise error
         return Series(receipts, error or refused)
 
-    async def _admitted(self, thread_id: str, step: Step) -> Prepare[MessageMemory]:
-        call = call_of(thread_id, step.messages, step.run, None, step.source)
-        if not step.whole:
-            call.check_new_ids()
-        if step.run.parent_thread_id is not None or not self._writer.claimed(step.run):
-            await self._lineage.check_run(step.run)
-            await self._writer.claim(step.run)
-        return call.whole_list if step.whole else call.appending(None)
+    async def _admit(self, run: Run) -> None:
+        if run.parent_thread_id is not None or not self._writer.claimed(run):
+            await self._lineage.check_run(run)
+            await self._writer.claim(run)
 
 
 def _mark(source: SourceMark | None) -> bytes | None:

@@ -23,7 +23,7 @@ def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> Th
     for stored in entries:
         payload = decoded(stored)
         if stored is entries[0] and stored.entry.base is Base.NONE:
-            fold.keep = payload.keep
+            fold.begin_at(payload.keep)
         try:
             fold.add(payload, stored.seq, self_contained=stored.entry.self_contained)
         except ValueError as e:
@@ -36,10 +36,14 @@ class Fold:
 
     def __init__(self, thread_id: str, version: int) -> None:
         self._thread_id = thread_id
-        self.keep = version
         self._seq = 0
         self._deleted = False
+        self.begin_at(version)
         self._begin()
+
+    def begin_at(self, version: int) -> None:
+        """The thread has so many messages, whatever was said before."""
+        self._version = self._keep = version
 
     def _begin(self) -> None:
         self._messages: list[bytes] = []
@@ -57,16 +61,16 @@ class Fold:
         self._seq = seq
         if isinstance(payload, Removal):
             self._begin()
-            self.keep, self._deleted, self._gone = 0, True, True
+            self._keep, self._deleted, self._gone = 0, True, True
             return
-        if payload.keep > self.keep + len(self._messages):
-            raise ValueError(f"keeps {payload.keep} of {self.keep + len(self._messages)} messages")
+        if payload.keep > self._keep + len(self._messages):
+            raise ValueError(f"keeps {payload.keep} of {self._keep + len(self._messages)} messages")
         self._gone = False
-        if payload.keep >= self.keep:
-            del self._messages[payload.keep - self.keep :]
+        if payload.keep >= self._keep:
+            del self._messages[payload.keep - self._keep :]
             self._messages += payload.messages
         else:
-            self.keep = payload.keep
+            self._keep = payload.keep
             self._messages = list(payload.messages)
         if isinstance(payload, Payload):
             self._whole = self._whole or (self_contained and payload.keep == 0)
@@ -90,9 +94,10 @@ class Fold:
         """What all of them do."""
         return ThreadChange(
             thread_id=self._thread_id,
-            keep=self.keep,
+            keep=self._keep,
             messages=self._messages,
-            whole=self._whole and self.keep == 0,
+            whole=(whole := self._whole and self._keep == 0),
+            appends=self._keep == self._version and not whole and not self._deleted,
             runs=self._runs,
             saves=self._saves,
             thread_seq=self._seq,

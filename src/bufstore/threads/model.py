@@ -154,6 +154,8 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
     #: True when the writer gave the whole list without knowing the thread: `keep` is 0 and many of the
     #: messages may be there already. Writing only those that differ gives the same result.
     whole: bool
+    #: True when `messages` come behind all that the thread has: by what the buffer knows, none of them is there yet.
+    appends: bool = False
     #: The newest record of every run that was saved, encoded, in the order of their last save.
     runs: Mapping[str, bytes]
     #: Every (run, status, parent) saved, oldest first, folded over the thread's row: see `Thread.with_run`.

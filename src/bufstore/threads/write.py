@@ -89,8 +89,19 @@ def call_of(
         check_id(key, "idempotency_key")
     if source is not None:
         check_source(source, key)
+    return _call(thread_id, messages, encode_run(run), save_of(run))
+
+
+def call_after(before: Call, messages: Sequence[Message], source: SourceMark | None) -> Call:
+    """The same for another call with the thread and the run of `before`, which need not be looked at again."""
+    if source is not None:
+        check_source(source)
+    return _call(before.thread_id, messages, before.run, before.save)
+
+
+def _call(thread_id: str, messages: Sequence[Message], run: bytes, save: RunSave) -> Call:
     encoded = encode_messages(messages)
-    return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), encode_run(run), save_of(run))
+    return Call(thread_id, encoded, digests_of(encoded), ids_of(messages), run, save)
 
 
 class Moved(Exception):
