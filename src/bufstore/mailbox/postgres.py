@@ -91,7 +91,7 @@ class PostgresBackend:
         async with self._pool.lend(self._timeout_s) as connection:
             cursor = columns.Cursor(connection)
             await cursor.execute(self._sql[name], parameters, binary=True)
-            return await cursor.fetchall() if cursor.description else []
+            return await cursor.rows()
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
         d = dispatch

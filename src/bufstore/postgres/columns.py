@@ -17,7 +17,7 @@ import msgspec
 from psycopg import AsyncConnection, AsyncRawCursor
 from psycopg.adapt import Dumper
 from psycopg.errors import InvalidBinaryRepresentation, UniqueViolation
-from psycopg.pq import Format
+from psycopg.pq import ExecStatus, Format
 
 from bufstore.threads.model import RunStatus, Thread, ThreadChange, decode_message
 
@@ -60,6 +60,12 @@ class Cursor(AsyncRawCursor[tuple[Any, ...]]):
         super().__init__(connection)
         # Here and not on the connection, which may be the caller's.
         self.adapters.register_dumper(Array, _ArrayDumper)
+
+    async def rows(self) -> list[tuple[Any, ...]]:
+        """All rows; none of a statement that gives none."""
+        result = self.pgresult
+        # Not `description`, which makes an object of each column.
+        return await self.fetchall() if result is not None and result.status == ExecStatus.TUPLES_OK else []
 
 
 def texts(values: Iterable[str | None]) -> Array:

@@ -77,7 +77,7 @@ class DirectEdits:
         """Rows of a query by name."""
         cursor = columns.Cursor(connection)
         await cursor.execute(self._sql[name], parameters, binary=True)
-        return await cursor.fetchall() if cursor.description else []
+        return await cursor.rows()
 
 
 class _Family:

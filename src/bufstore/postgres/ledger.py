@@ -187,4 +187,4 @@ class PostgresLedger:
         await self.setup()
         async with self._pool.lend(self._timeout_s) as connection:
             cursor = await self._send(connection, name, *parameters)
-            return await cursor.fetchall() if cursor.description else []
+            return await cursor.rows()

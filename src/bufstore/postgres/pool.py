@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import socket
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Self
@@ -17,6 +18,7 @@ from typing import Any, Self
 import psycopg
 from psycopg import AsyncConnection
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
@@ -27,6 +29,8 @@ from bufstore.postgres.errors import map_errors
 _NUDGE_S = 0.5
 #: When a call's time is over: how long the cancel request may take, and then the statement to end.
 _GRACE_S = 0.25
+#: A connection goes from caller to caller for so long; then the pool looks whether it is too old.
+_HANDED_ON_S = 60.0
 #: What the server says to a client that will never get in. Only its text says so: libpq gives no SQLSTATE here.
 _REFUSED = re.compile(
     r"authentication failed|no pg_hba\.conf entry|(role|database) \".*\" does not exist|permission denied|"
@@ -72,13 +76,24 @@ class _Connection(AsyncConnection[TupleRow]):
         failure.reason = None
         return connection
 
+    #: When it was last got from the pool.
+    lent_at: float = 0.0
+
 
 class Pool(AsyncConnectionPool[_Connection]):
-    """An `AsyncConnectionPool` with one more way to borrow: `lend`."""
+    """An `AsyncConnectionPool` with one more way to borrow: `lend`.
+
+    While all of its connections are lent, one that comes back goes to the next caller at once, past the pool, whose
+    locks and tasks cost more than a small statement. Not while anybody waits in the pool itself: he came earlier.
+    """
 
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
         self._failure = _Failure()
         self._returning: set[asyncio.Future[None]] = set()
+        #: Callers of `lend` who have a connection or wait for the pool to give one, and how many of them wait.
+        self._lent = self._asking = 0
+        #: Those who wait for one of them. None: the place is free, the connection is not there any more.
+        self._next: deque[asyncio.Future[_Connection | None]] = deque()
         defaults: dict[str, Any] = {
             "connect_timeout": max(2, round(connect_timeout_s)),
             "application_name": "bufstore",
@@ -106,7 +121,7 @@ class Pool(AsyncConnectionPool[_Connection]):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         with map_errors():
-            connection = await self._live(deadline)
+            connection = await self._borrow(deadline)
             alarm = Alarm(connection, deadline)
             try:
                 # The alarm ends the statement; the timeout is for what else the block may wait for.
@@ -121,8 +136,76 @@ class Pool(AsyncConnectionPool[_Connection]):
                 if alarm.off():
                     # The cancel request may still be under way: it must not hit the next one's statement.
                     await connection.close()
-                # Also after a cancellation: the pool rolls back what is open, or drops the connection.
-                await self._give_back(connection)
+                await self._end_loan(connection)
+
+    async def _borrow(self, deadline: float) -> _Connection:
+        """A place among those lent to, and a live connection."""
+        if self._lent >= self.max_size:
+            handed = await self._wait_turn(deadline)
+            if handed is not None:
+                return handed
+        else:
+            self._lent += 1
+        self._asking += 1
+        try:
+            connection = await self._live(deadline)
+        except BaseException:
+            self._free_place()
+            raise
+        finally:
+            self._asking -= 1
+        connection.lent_at = asyncio.get_running_loop().time()
+        return connection
+
+    async def _wait_turn(self, deadline: float) -> _Connection | None:
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[_Connection | None] = loop.create_future()
+        timer = loop.call_at(deadline, self._too_late, turn)
+        self._next.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                handed = turn.result()  # his turn had come
+                if handed is not None:
+                    await self._end_loan(handed)
+                else:
+                    self._free_place()
+            raise
+        finally:
+            timer.cancel()
+
+    def _too_late(self, turn: asyncio.Future[_Connection | None]) -> None:
+        if not turn.done():
+            turn.set_exception(self._not_in_time())
+
+    def _not_in_time(self) -> StoreUnavailable:
+        reason = self._failure.reason or "all connections are in use"
+        return StoreUnavailable(f"no connection to Postgres in time: {reason}")
+
+    async def _end_loan(self, connection: _Connection) -> None:
+        """Hand the connection on, or give it back."""
+        fresh = asyncio.get_running_loop().time() - connection.lent_at < _HANDED_ON_S
+        idle = connection.pgconn.transaction_status == TransactionStatus.IDLE
+        if fresh and idle and not self._asking and not self.closed and self._give_turn(connection):
+            return
+        try:
+            # Also after a cancellation: the pool rolls back what is open, or drops the connection.
+            await self._give_back(connection)
+        finally:
+            self._free_place()
+
+    def _free_place(self) -> None:
+        if not self._give_turn(None):
+            self._lent -= 1
+
+    def _give_turn(self, connection: _Connection | None) -> bool:
+        while self._next:
+            turn = self._next.popleft()
+            if not turn.done():
+                turn.set_result(connection)
+                return True
+        return False
 
     async def take(self, timeout_s: float) -> AsyncConnection[TupleRow]:
         """A live connection to keep, for the caller to close and then give back with `putconn`. Raises like `lend`."""
@@ -139,8 +222,7 @@ class Pool(AsyncConnectionPool[_Connection]):
                 # Asked again, the pool tries to connect again: Postgres that is back is noticed at once.
                 self._raise_refusal()
                 if left <= _NUDGE_S:
-                    reason = self._failure.reason or "all connections are in use"
-                    raise StoreUnavailable(f"no connection to Postgres in time: {reason}") from None
+                    raise self._not_in_time() from None
                 continue
             if _is_alive(connection):
                 return connection

@@ -117,7 +117,7 @@ class PostgresParked:
     async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         cursor = columns.Cursor(connection)
         await cursor.execute(self._sql[name], parameters, binary=True)
-        return await cursor.fetchall() if cursor.description else []
+        return await cursor.rows()
 
     async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         await self._setup()

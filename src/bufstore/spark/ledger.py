@@ -64,4 +64,4 @@ class SparkLedger:
         async with self._pool.lend(_TIMEOUT_S) as connection:
             cursor = columns.Cursor(connection)
             await cursor.execute(self._sql[name], parameters, binary=True)
-            return await cursor.fetchall() if cursor.description else []
+            return await cursor.rows()

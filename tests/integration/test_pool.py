@@ -1,0 +1,128 @@
+"""The pool under more callers than connections: all have their turn, none loses a connection for the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+
+import psycopg
+import pytest
+
+from bufstore.embedded import Servers
+from bufstore.errors import Closed, StoreUnavailable
+from bufstore.postgres.pool import Pool, open_pool
+
+
+@pytest.fixture(scope="module")
+async def pool(servers: Servers) -> AsyncIterator[Pool]:
+    pool = await open_pool(servers.postgres.dsn, size=3)
+    yield pool
+    await pool.close()
+
+
+async def backend(pool: Pool, timeout_s: float = 10) -> int:
+    """One statement; the server's process that carried it out."""
+    async with pool.lend(timeout_s) as connection:
+        return connection.info.backend_pid if await connection.execute("SELECT 1") else 0
+
+
+async def test_callers_have_their_turn_in_order_on_as_many_connections_as_there_are(pool: Pool) -> None:
+    done: list[int] = []
+
+    async def call(n: int) -> int:
+        used = await backend(pool)
+        done.append(n)
+        return used
+
+    pool.pop_stats()
+    used = await asyncio.gather(*(call(n) for n in range(100)))
+    assert len(set(used)) <= 3
+    assert all(abs(place - n) <= 6 for place, n in enumerate(done)), "each in its turn"
+    assert pool.get_stats()["requests_num"] < 50, "most were handed on"
+
+
+async def test_who_gives_up_at_any_moment_takes_nothing_with_him(pool: Pool) -> None:
+    chance = random.Random(5)
+    for _ in range(30):
+        calls = [asyncio.ensure_future(backend(pool)) for _ in range(12)]
+        for _ in range(chance.randrange(12)):
+            await asyncio.sleep(0)
+        for call in chance.sample(calls, 6):
+            call.cancel()
+            if chance.random() < 0.5:
+                await asyncio.sleep(0)
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(o, (int, asyncio.CancelledError)) for o in outcomes), outcomes
+        assert sum(isinstance(o, int) for o in outcomes) >= 6
+    # All three are there, at once.
+    async with contextlib.AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(pool.lend(5)) for _ in range(3)]
+        assert len({c.info.backend_pid for c in held}) == 3
+
+
+async def test_who_waits_too_long_is_told_and_the_others_go_on(pool: Pool) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(3):
+            await stack.enter_async_context(pool.lend(5))
+        patient = asyncio.ensure_future(backend(pool))
+        with pytest.raises(StoreUnavailable, match="all connections are in use"):
+            await backend(pool, 0.05)
+    assert await patient
+
+
+async def test_a_connection_that_broke_is_not_handed_on(pool: Pool, servers: Servers) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(pool.lend(5)) for _ in range(3)]
+        waiting = [asyncio.ensure_future(backend(pool)) for _ in range(6)]
+        await asyncio.sleep(0)
+        async with await psycopg.AsyncConnection.connect(servers.postgres.dsn, autocommit=True) as other:
+            for connection in held:
+                await other.execute("SELECT pg_terminate_backend(%s, 5000)", [connection.info.backend_pid])
+        for connection in held:
+            with contextlib.suppress(psycopg.Error):
+                await connection.execute("SELECT 1")
+    used = await asyncio.gather(*waiting)
+    assert not set(used) & {c.info.backend_pid for c in held}
+
+
+async def test_a_transaction_that_was_left_open_is_not_handed_on(pool: Pool) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        held = [await stack.enter_async_context(pool.lend(5)) for _ in range(3)]
+        waiting = asyncio.ensure_future(backend(pool))
+        for connection in held:
+            await connection.set_autocommit(False)
+            await connection.execute("SELECT 1")
+            await connection.rollback()
+            await connection.set_autocommit(True)
+            await connection.execute("BEGIN")
+    assert await waiting
+    async with pool.lend(5) as connection:
+        assert connection.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+
+
+async def test_one_who_waits_in_the_pool_itself_is_not_passed(pool: Pool) -> None:
+    done: list[int] = []
+
+    async def call(n: int) -> None:
+        await backend(pool)
+        done.append(n)
+
+    kept = await pool.take(5)
+    try:
+        await asyncio.gather(*(call(n) for n in range(100)))
+    finally:
+        await kept.close()
+        await pool.putconn(kept)  # type: ignore[arg-type]
+    assert done.index(2) < 10, "the third finds no place in the pool, of which one is kept"
+
+
+async def test_closing_ends_those_who_wait(servers: Servers) -> None:
+    pool = await open_pool(servers.postgres.dsn, size=1)
+    async with pool.lend(5):
+        waiting = [asyncio.ensure_future(backend(pool)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await pool.close()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(o, (Closed, StoreUnavailable)) for o in outcomes), outcomes
