@@ -69,7 +69,7 @@ class _Model:
             self.queue.append(Dispatch(thread_id="t", dispatch_id=str(self.number), **fields))
         elif what == "claim" and free and queued:
             head = min(queued, key=lambda d: d.order)
-            self.apply(decisions.claim(self.thread, head, "w", self.now + 50, self.now))
+            self.apply(decisions.claim(self.thread, head, decisions.Claiming("w", self.now + 50, self.now)))
         elif what == "expire":
             self.apply(decisions.expire(self.thread, self.now))
         elif what == "cancel" and self.queue:

@@ -42,6 +42,14 @@ TRANSITIONS: dict[tuple[Status, Event], frozenset[Status]] = {
 }
 
 
+class Claiming(msgspec.Struct, frozen=True, array_like=True):
+    """What a claim says of its dispatch. New fields are appended with defaults: it is stored as it is."""
+
+    holder: str
+    lease_until_ms: int
+    now_ms: int
+
+
 class Move(msgspec.Struct, frozen=True):
     """One dispatch that changes its place."""
 
@@ -88,21 +96,25 @@ def _became(d: Dispatch, event: Event, status: Status, now_ms: int, **fields: ob
     return check_invariants(replace(d, status=status, updated_at_ms=now_ms, **fields))
 
 
-def claim(thread: ThreadState, d: Dispatch, holder: str, lease_until_ms: int, now_ms: int) -> Step:
-    """The thread is free and `d`, queued and not stale, becomes its active dispatch."""
-    assert thread.active is None
-    assert not is_stale(d, thread)
-    claimed = _became(
+def claimed(d: Dispatch, claiming: Claiming, token: int) -> Dispatch:
+    """The queued dispatch `d` as claimed."""
+    return _became(
         d,
         Event.CLAIM,
         Status.CLAIMED,
-        now_ms,
-        token=OWN,
-        claimed_by=holder,
-        lease_until_ms=lease_until_ms,
-        claimed_at_ms=now_ms,
+        claiming.now_ms,
+        token=token,
+        claimed_by=claiming.holder,
+        lease_until_ms=claiming.lease_until_ms,
+        claimed_at_ms=claiming.now_ms,
     )
-    return Step(replace(thread, active=claimed), (Move(d, None),))
+
+
+def claim(thread: ThreadState, d: Dispatch, claiming: Claiming) -> Step:
+    """The thread is free and `d`, queued and not stale, becomes its active dispatch."""
+    assert thread.active is None
+    assert not is_stale(d, thread)
+    return Step(replace(thread, active=claimed(d, claiming, OWN)), (Move(d, None),))
 
 
 def _release(thread: ThreadState, after: Dispatch, *, wake: bool = True) -> Step:

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from bufstore.buffer.ports import Conflict
 from bufstore.errors import Closed
 from bufstore.mailbox.config import MailboxConfig
-from bufstore.mailbox.decisions import Step, is_expired
+from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState
-from bufstore.mailbox.ports import KeyTaken, Live, LiveHandler, Queue, Signal
+from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import Mailbox
 
 
@@ -153,6 +153,9 @@ class MemoryBackend:
 
     def _thread(self, thread_id: str) -> ThreadState:
         return self._shared.threads.get(thread_id) or ThreadState(thread_id=thread_id)
+
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+        raise InSteps
 
     async def thread(self, thread_id: str) -> ThreadState:
         self._state()

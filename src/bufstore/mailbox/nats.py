@@ -21,12 +21,12 @@ from bufstore.buffer.subjects import token, untoken
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import Closed, ConfigDrift, TooLarge
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
-from bufstore.mailbox.decisions import Step, is_expired
+from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Status, ThreadState
 from bufstore.mailbox.nats_agenda import Agenda
 from bufstore.mailbox.nats_keys import THREAD_GONE_S, Keys, bucket_config
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
-from bufstore.mailbox.ports import KeyTaken, Live, LiveHandler, Queue, Signal
+from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import Mailbox
 from bufstore.nats.connection import Connection
@@ -210,6 +210,9 @@ class NatsBackend:
         if wild := [s for s in subjects if "*" in s]:
             found |= await self._stream.last(wild, self._config.timeout_s)
         return found
+
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+        raise InSteps
 
     async def thread(self, thread_id: str) -> ThreadState:
         subject = self._keys.thread(thread_id)

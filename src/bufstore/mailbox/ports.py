@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from bufstore.mailbox.decisions import Step
+from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import Dispatch, Status, ThreadState
 
 
@@ -19,6 +19,10 @@ class KeyTaken(Exception):
         super().__init__(holder)
         self.holder = holder
         self.same_id = same_id
+
+
+class InSteps(Exception):
+    """Look first, then write."""
 
 
 class Signal(Protocol):
@@ -91,6 +95,15 @@ class Backend(Protocol):
 
     async def write(self, before: ThreadState, step: Step, now_ms: int) -> ThreadState:
         """Store the step if the thread is still as it was `before` and every `Move.before` is still queued."""
+        ...
+
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+        """Claim what is first in the queue, as `decisions.claim` has it, in one round trip: the state after it.
+
+        None when there is nothing to claim, or the thread is not free. The same again with a `step_id` that was done.
+        Raises InSteps when it must be done in two: this store cannot, or what is first is superseded. Conflict,
+        AppendUnknown as `write`.
+        """
         ...
 
     async def thread(self, thread_id: str) -> ThreadState: ...

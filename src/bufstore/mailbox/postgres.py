@@ -21,9 +21,9 @@ from psycopg import sql
 from bufstore.buffer.ports import AppendUnknown, Conflict
 from bufstore.errors import Closed, Unavailable
 from bufstore.mailbox.config import MailboxConfig
-from bufstore.mailbox.decisions import Step
+from bufstore.mailbox.decisions import Claiming, Step, claimed
 from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState
-from bufstore.mailbox.ports import KeyTaken, Live, LiveHandler, Queue, Signal
+from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import Mailbox
 from bufstore.notify.protocol import Notifier, Unlisten
 from bufstore.postgres import columns
@@ -38,6 +38,9 @@ _STATUSES = list(Status)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Dispatch).decode
+_decode_claiming = msgspec.msgpack.Decoder(Claiming).decode
+#: Outcomes of ``claim.sql``.
+_SUPERSEDED, _MOVED = 0, 2
 
 
 class PostgresBackend:
@@ -165,6 +168,26 @@ class PostgresBackend:
         epoch = version if thread.epoch == OWN else thread.epoch
         return replace(thread, version=version, epoch=epoch, active=active)
 
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+        with _unknown():
+            rows = await self._run(
+                "claim",
+                thread_id,
+                claiming.now_ms,
+                step_id,
+                _encode(claiming),
+                claiming.lease_until_ms,
+                self._numbers,
+            )
+        if not rows:
+            return None
+        outcome, version, epoch, *active = rows[0]
+        if outcome == _SUPERSEDED:
+            raise InSteps
+        if outcome == _MOVED:
+            raise Conflict("the thread has moved")
+        return _state(thread_id, (version, epoch, step_id, *active))
+
     async def thread(self, thread_id: str) -> ThreadState:
         rows = await self._run("thread", thread_id)
         return _state(thread_id, rows[0]) if rows else ThreadState(thread_id=thread_id)
@@ -174,20 +197,20 @@ class PostgresBackend:
         if not rows:
             return Queue(ThreadState(thread_id=thread_id), [])
         row = rows[0]
-        return Queue(_state(thread_id, row), [_dispatch(row[8:13])] if row[8] is not None else [])
+        return Queue(_state(thread_id, (*row[:8], None)), [_dispatch((*row[8:13], None))] if row[8] is not None else [])
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]:
         row = (await self._run("find", thread_id, dispatch_id))[0]
-        return _state(thread_id, row), _dispatch(row[8:13]) if row[8] is not None else None
+        return _state(thread_id, row), _dispatch(row[9:15]) if row[9] is not None else None
 
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
         below = (1 << 62) if below_epoch is None else below_epoch
-        return [_dispatch(row) for row in await self._run("queued", thread_id, below, limit)]
+        return [_dispatch((*row, None)) for row in await self._run("queued", thread_id, below, limit)]
 
     async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
         rows = await self._run("all_of", thread_id)
         thread = _state(thread_id, rows[0][:4]) if rows else ThreadState(thread_id=thread_id)
-        dispatches = [_dispatch(row[4:9]) for row in rows]
+        dispatches = [_dispatch(row[4:10]) for row in rows]
         active = [d for d in dispatches if d.status is Status.CLAIMED]
         rest = [d for d in dispatches if d.status is not Status.CLAIMED]
         return replace(thread, active=active[0] if active else None), rest
@@ -196,7 +219,7 @@ class PostgresBackend:
         return [row[0] for row in await self._run("queued_threads", limit)]
 
     async def finished(self, limit: int) -> list[Dispatch]:
-        return [_dispatch(row) for row in await self._run("finished", limit)]
+        return [_dispatch((*row, None)) for row in await self._run("finished", limit)]
 
     async def counts(self) -> dict[Status, int]:
         rows = await self._run("counts", _NUMBERS[Status.SUPERSEDED])
@@ -209,7 +232,7 @@ class PostgresBackend:
         return len(purged)
 
     async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:
-        return [_state(row[8], row) for row in await self._run("expiring", now_ms, limit)]
+        return [_state(row[9], row) for row in await self._run("expiring", now_ms, limit)]
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
         return 0  # a thread's next time stands in its row, where workers look
@@ -310,13 +333,16 @@ def _state(thread_id: str, row: Sequence[Any]) -> ThreadState:
         version=version,
         epoch=epoch,
         step=step,
-        active=_dispatch(row[3:8]) if active is not None else None,
+        active=_dispatch(row[3:9]) if active is not None else None,
     )
 
 
 def _dispatch(row: Sequence[Any]) -> Dispatch:
-    record, position, epoch, status, token = row
-    return replace(_decode(record), position=position, epoch=epoch, status=_STATUSES[status], token=token)
+    record, position, epoch, status, token, claim = row
+    d = replace(_decode(record), position=position, epoch=epoch)
+    if claim is not None:  # the record is as it was in the queue
+        return claimed(d, _decode_claiming(claim), token)
+    return replace(d, status=_STATUSES[status], token=token)
 
 
 class PostgresMailboxStore(Mailbox):

@@ -16,7 +16,7 @@ from bufstore.buffer.ports import AppendUnknown, Conflict
 from bufstore.errors import LogUnavailable, Rejected, StaleClaim, StepUnknown, StoreMisconfigured, Unavailable
 from bufstore.mailbox import decisions
 from bufstore.mailbox.counters import Counters
-from bufstore.mailbox.decisions import Step
+from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import Dispatch, ThreadState
 from bufstore.mailbox.ports import Backend
 
@@ -132,18 +132,28 @@ class Steps:
 
     async def write(self, thread: ThreadState, step: Step, step_id: str, now_ms: int) -> ThreadState:
         """Write one step; the state after it. Raises Conflict, AppendUnknown."""
+        named = replace(step, thread=replace(step.thread, step=step_id))
+        after = await self._noted(thread.thread_id, self._backend.write(thread, named, now_ms))
+        assert after is not None
+        return after
+
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+        """See `bufstore.mailbox.ports.Backend`."""
+        return await self._noted(thread_id, self._backend.claim_first(thread_id, claiming, step_id))
+
+    async def _noted(self, thread_id: str, writing: Awaitable[ThreadState | None]) -> ThreadState | None:
         try:
-            named = replace(step, thread=replace(step.thread, step=step_id))
-            after = await self._backend.write(thread, named, now_ms)
+            after = await writing
         except BaseException as e:
             if isinstance(e, Conflict):
                 self._counters.count("conflicts")
-            self._last.pop(thread.thread_id, None)
+            self._last.pop(thread_id, None)
             raise
-        self._last[thread.thread_id] = after
-        self._last.move_to_end(thread.thread_id)
-        if len(self._last) > _REMEMBERED:
-            self._last.popitem(last=False)
+        if after is not None:
+            self._last[thread_id] = after
+            self._last.move_to_end(thread_id)
+            if len(self._last) > _REMEMBERED:
+                self._last.popitem(last=False)
         return after
 
     async def drop_stale(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from bufstore.errors import AlreadyExists, InvalidQuery, StaleClaim
 from bufstore.mailbox import decisions
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import Counters, MailboxStatistics
-from bufstore.mailbox.decisions import Step, as_seen, is_stale
+from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_stale
 from bufstore.mailbox.model import (
     DEFAULT_PRIORITY,
     Dispatch,
@@ -28,7 +29,7 @@ from bufstore.mailbox.model import (
     check_dispatch,
     check_ms,
 )
-from bufstore.mailbox.ports import Backend, KeyTaken, Live, LiveHandler, Signal
+from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE, Steps
 from bufstore.types import check_id
 
@@ -121,6 +122,9 @@ class Mailbox:
         check_id(thread_id, "thread_id")
         now = self._now(now_ms)
 
+        async def at_once(claiming: Claiming, step_id: str) -> ThreadState | None:
+            return await self._steps.claim_first(thread_id, claiming, step_id)
+
         async def find() -> tuple[ThreadState, Dispatch | None]:
             queue = await self.backend.queue(thread_id, now)
             while queue.thread.active is None and queue.heads and is_stale(queue.heads[0], queue.thread):
@@ -128,7 +132,7 @@ class Mailbox:
                 queue = await self.backend.queue(thread_id, now)
             return queue.thread, queue.heads[0] if queue.heads else None
 
-        return await self._claim(thread_id, holder, lease_s, now, find)
+        return await self._claim(holder, lease_s, now, at_once, find)
 
     async def claim_dispatch(
         self, thread_id: str, dispatch_id: str, holder: str, *, lease_s: float | None = None, now_ms: int | None = None
@@ -136,32 +140,38 @@ class Mailbox:
         check_id(thread_id, "thread_id")
         check_id(dispatch_id, "dispatch_id")
 
+        async def at_once(_: Claiming, __: str) -> ThreadState | None:
+            raise InSteps
+
         async def find() -> tuple[ThreadState, Dispatch | None]:
             thread, found = await self.backend.find(thread_id, dispatch_id)
             return thread, found if found is not None and found.status is Status.QUEUED else None
 
-        return await self._claim(thread_id, holder, lease_s, self._now(now_ms), find)
+        return await self._claim(holder, lease_s, self._now(now_ms), at_once, find)
 
     async def _claim(
         self,
-        thread_id: str,
         holder: str,
         lease_s: float | None,
         now: int,
+        at_once: Callable[[Claiming, str], Awaitable[ThreadState | None]],
         find: Callable[[], Awaitable[tuple[ThreadState, Dispatch | None]]],
     ) -> Dispatch | None:
         check_id(holder, "holder")
         until = now + round(1000 * (self.config.lease_s if lease_s is None else lease_s))
         check_ms(until, "lease")
         step_id = secrets.token_hex(8)
+        claiming = Claiming(holder, until, now)
 
         async def attempt() -> ThreadState | None:
+            with suppress(InSteps):
+                return await at_once(claiming, step_id)
             thread, head = await find()
             if thread.step == step_id:  # an earlier attempt, whose answer was lost
                 return thread
             if thread.active is not None or head is None or is_stale(head, thread):
                 return None
-            return await self._steps.write(thread, decisions.claim(thread, head, holder, until, now), step_id, now)
+            return await self._steps.write(thread, decisions.claim(thread, head, claiming), step_id, now)
 
         with self.counters.timed("claim"):
             after = await self._steps.tries()(attempt)
