@@ -295,3 +295,83 @@ def test_whatever_fails_a_unit_is_stored_once_if_done_and_never_if_refused(
         await group.aclose()
 
     run(main())
+
+
+# --- lingering --------------------------------------------------------------------------------------------------
+
+
+async def writes(group: GroupCommit, who: str, count: int, read_s: float) -> list[float]:
+    """So many writes of one who reads for a while before each; when each was stored."""
+    stored = []
+    for n in range(count):
+        await asyncio.sleep(read_s)
+        await group.submit(unit(f"{who}.{n}", 0, f"{who}.{n}", "and its end"))
+        stored.append(asyncio.get_running_loop().time())
+    return stored
+
+
+async def sizes(linger: float, read_s: Sequence[float], count: int = 10) -> list[int]:
+    """Units of each group, of writers that read so long; a group takes 2 s."""
+    log = FakeLog()
+    log.fault = lambda kind: "slow"
+    group = GroupCommit(log, timeout_s=5, linger=linger)  # type: ignore[arg-type]
+    group.start()
+    await asyncio.gather(*(writes(group, str(n), count, s) for n, s in enumerate(read_s)))
+    await group.aclose()
+    return [messages // 2 for messages in log.batches]
+
+
+def test_writers_that_read_between_their_writes_share_groups_when_these_linger() -> None:
+    async def main() -> None:
+        read_s = [0.1 + 0.05 * n for n in range(8)]
+        alternating = await sizes(0.0, read_s)
+        together = await sizes(0.3, read_s)
+        assert max(alternating[2:]) < 8
+        assert together[2:-2] == [8] * len(together[2:-2])
+        assert len(together) < len(alternating)
+
+    run(main())
+
+
+def test_a_lone_writer_never_lingers() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        log.fault = lambda kind: "slow"
+        group = GroupCommit(log, timeout_s=5, linger=0.5)  # type: ignore[arg-type]
+        group.start()
+        assert await writes(group, "one", 5, 0.1) == pytest.approx([2.1 * (n + 1) for n in range(5)])
+        await group.aclose()
+
+    run(main())
+
+
+def test_those_that_stay_away_are_waited_for_once_and_not_long() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        log.fault = lambda kind: "slow"
+        group = GroupCommit(log, timeout_s=5, linger=0.5)  # type: ignore[arg-type]
+        group.start()
+        others = [asyncio.ensure_future(writes(group, f"o{n}", 1, 0.0)) for n in range(5)]
+        one = await writes(group, "one", 4, 0.1)
+        await asyncio.gather(*others)
+        # Others until 2.0, then they are waited for until 3.0; after that nobody is.
+        assert one == pytest.approx([5.0, 7.1, 9.2, 11.3])
+        await group.aclose()
+
+    run(main())
+
+
+def test_what_lingers_when_all_is_closed_learns_of_it() -> None:
+    async def main() -> None:
+        log = FakeLog()
+        log.fault = lambda kind: "slow"
+        group = GroupCommit(log, timeout_s=5, linger=1.0)  # type: ignore[arg-type]
+        group.start()
+        await asyncio.gather(*(writes(group, f"o{n}", 1, 0.0) for n in range(5)))
+        lingering = group.submit(unit("late", 0, "late"))
+        await asyncio.sleep(0.1)
+        assert not lingering.done()
+        await group.aclose()
+        assert isinstance((await outcomes([lingering]))[0], Closed)
+
+    run(main())

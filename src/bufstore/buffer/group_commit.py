@@ -9,6 +9,10 @@ do, so a second one would only delay the answer to the first. What fills meanwhi
 there, before the writers of the first learn of it: so they prepare their next entries while the server works. For that
 to be so from the start, of many that wait only half go with the first group.
 
+Writers that read before they write again come too late for that, and would end up in two crowds that take turns,
+half a group each. For them a group may *linger* (as Postgres' ``commit_delay`` has it): until as many wait as there are
+writers, for a share of the time that the last group took at most.
+
 A *unit* is what must be stored as neighbours or not at all (one thread's entries, the chunks of an entry). Units of
 different writers share a batch; when the server rejects it, it names no culprit: the units whose subject has moved
 are found with one read and fail with Conflict, the others go out again, in a batch of their own. A unit is never split.
@@ -88,8 +92,8 @@ class _Awaited(Unit):
 class GroupCommit:
     """Writes units to one stream, one group at a time."""
 
-    def __init__(self, stream: Stream, *, timeout_s: float = _GROUP_TIMEOUT_S) -> None:
-        """`timeout_s`: how long an answer is waited for, at most."""
+    def __init__(self, stream: Stream, *, timeout_s: float = _GROUP_TIMEOUT_S, linger: float = 0.0) -> None:
+        """`timeout_s`: how long an answer is waited for, at most. `linger`: share of a group's time, 0 to 1."""
         self._stream = stream
         self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
         self._shapes = Shapes()
@@ -103,6 +107,11 @@ class GroupCommit:
         self._choice: bool | None = None
         #: A batch of which the first message was sent, and the unit that waits at the head of the queue with it.
         self._begun: tuple[Unit, BegunBatch] | None = None
+        self._linger = linger
+        #: How many units were on their way or waiting when the last group ended, and until when those are waited for.
+        self._writers = 0
+        self._linger_until = self._sent_at = 0.0
+        self._lingering: asyncio.TimerHandle | None = None
         #: A look at what waits is due one turn of the loop later.
         self._due = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -117,6 +126,7 @@ class GroupCommit:
     async def aclose(self) -> None:
         """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
         self._closed = True
+        self._stop_lingering()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -140,11 +150,29 @@ class GroupCommit:
             asyncio.get_running_loop().call_soon(_end, [unit], Closed("the store is closed"))
             return
         self._waiting.append(unit)
-        if self._ahead is None:
+        if self._ahead is None and not self._lingers():
             if not self._due:
                 self._look_soon()
             elif len(self._waiting) == _BEGIN_AT:
                 self._begin()
+
+    def _lingers(self) -> bool:
+        """Whether more are waited for; if so, a look is due when their time is over."""
+        if self._loop is None or not 0 < len(self._waiting) < self._writers:
+            self._stop_lingering()
+            return False
+        if self._lingering is None and self._loop.time() < self._linger_until:
+            self._lingering = self._loop.call_at(self._linger_until, self._linger_over)
+        return self._lingering is not None
+
+    def _linger_over(self) -> None:
+        self._lingering = None
+        self._look()
+
+    def _stop_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
 
     def _begin(self) -> None:
         """So many that it may be a batch: if it will, let the server make room for it while the rest is prepared."""
@@ -169,7 +197,7 @@ class GroupCommit:
     def _send(self, group: list[Unit]) -> None:
         if group:
             assert self._loop is not None
-            self._ahead = group
+            self._ahead, self._sent_at = group, self._now()
             task = self._loop.create_task(self._guarded(group), name="bufstore-group")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -179,7 +207,11 @@ class GroupCommit:
         if self._ahead is not group:
             return
         self._ahead = None
-        if self._closed or not self._waiting:
+        if self._linger:
+            now = self._now()
+            self._writers = len(group) + len(self._waiting)
+            self._linger_until = now + self._linger * (now - self._sent_at)
+        if self._closed or not self._waiting or self._lingers():
             return
         if len(self._waiting) * _SMALL < len(group):
             self._look_soon()

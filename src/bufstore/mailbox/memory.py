@@ -38,6 +38,8 @@ class MemoryMailbox:
     def __init__(self) -> None:
         self.threads: dict[str, ThreadState] = {}
         self.dispatches: dict[str, dict[str, Dispatch]] = defaultdict(dict)
+        #: Those of them that are queued: a claim must not look through all that ever was.
+        self.queued: dict[str, dict[str, Dispatch]] = defaultdict(dict)
         self.wakes: dict[str, _Wake] = {}
         self.delayed: dict[str, int] = {}
         self.listeners: dict[str, list[LiveHandler]] = defaultdict(list)
@@ -114,7 +116,7 @@ class MemoryBackend:
             if d.dedupe_key == dispatch.dedupe_key and not d.status.finished:
                 raise KeyTaken(d.dispatch_id, same_id=False)
         stored = replace(dispatch, epoch=thread.epoch, position=shared.number())
-        known[stored.dispatch_id] = stored
+        known[stored.dispatch_id] = shared.queued[stored.thread_id][stored.dispatch_id] = stored
         self._announce(stored, now_ms)
         return stored
 
@@ -142,10 +144,11 @@ class MemoryBackend:
         shared.threads[thread_id] = after
         for move in step.moves:
             if move.before is not None:
-                del known[move.before.dispatch_id]
+                del known[move.before.dispatch_id], shared.queued[thread_id][move.before.dispatch_id]
             if move.after is not None:
                 known[move.after.dispatch_id] = move.after
                 if move.after.status is Status.QUEUED:
+                    shared.queued[thread_id][move.after.dispatch_id] = move.after
                     self._announce(move.after, now_ms)
         if step.wake:
             shared.wake(thread_id)
@@ -166,8 +169,7 @@ class MemoryBackend:
         return Queue(self._thread(thread_id), sorted(ready, key=lambda d: d.order)[:100])
 
     def _queued(self, thread_id: str) -> list[Dispatch]:
-        known = self._state().dispatches.get(thread_id, {})
-        return [d for d in known.values() if d.status is Status.QUEUED]
+        return list(self._state().queued.get(thread_id, {}).values())
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]:
         thread = await self.thread(thread_id)
@@ -182,7 +184,7 @@ class MemoryBackend:
         return await self.thread(thread_id), list(self._shared.dispatches.get(thread_id, {}).values())
 
     async def queued_threads(self, limit: int) -> list[str]:
-        threads = list(self._state().dispatches)
+        threads = list(self._state().queued)
         return [t for t in threads if any(d.epoch >= self._thread(t).epoch for d in self._queued(t))][:limit]
 
     async def finished(self, limit: int) -> list[Dispatch]:
@@ -206,6 +208,7 @@ class MemoryBackend:
             del self._shared.dispatches[d.thread_id][d.dispatch_id]
             if not self._shared.dispatches[d.thread_id]:
                 del self._shared.dispatches[d.thread_id]
+                self._shared.queued.pop(d.thread_id, None)
                 if self._thread(d.thread_id).active is None:
                     self._shared.threads.pop(d.thread_id, None)
         return len(old)

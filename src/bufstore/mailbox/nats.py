@@ -37,6 +37,8 @@ from bufstore.nats.stream import NatsStream
 _PAGE = 1000
 #: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.
 #: What a read costs the server grows with the queue: so of a long one many are read at once.
+#: Every step reads before it writes, which takes less than this share of a group's time.
+_LINGER = 0.3
 _AHEAD_MAX = 512
 _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
@@ -52,7 +54,7 @@ class NatsBackend:
         self._keys = Keys(names.bucket)
         self._connection = Connection(nats, "bufstore mailbox")
         self._stream = NatsStream(self._connection, nats.api, f"KV_{names.bucket}", names.replicas)
-        self._writes = GroupCommit(self._stream)
+        self._writes = GroupCommit(self._stream, linger=_LINGER)
         self._signals = NatsSignals(self._connection, self._stream, nats.api, names)
         self._live = NatsLive(self._connection, self._stream, names)
         self._agenda = Agenda(self._stream, self._keys, self._put, config.timeout_s)
