@@ -13,6 +13,7 @@ from bufstore import DataLoss, Run
 from bufstore.spark import Deployment as Where
 from bufstore.spark import archive, bulk_drain, restore
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
+from bufstore.spark.config import NoLog
 from conftest import Deployment
 from helpers import eventually, fresh, query
 from spark.jobs import held, read_options, rows_of, settings_of
@@ -140,3 +141,48 @@ async def test_analytics_of_a_log(spark: Any, deployment: Deployment) -> None:
     found = await query(deployment.servers.postgres.dsn, cursors)
     flushed = spark.createDataFrame(found, "partition int, position bigint")
     assert await asyncio.to_thread(lag(entries, flushed).collect) == []
+
+
+async def test_an_archive_comes_back_into_a_log(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    path, threads = str(tmp_path / "archive"), [fresh() for _ in range(6)]
+    await write(deployment, threads, range(4))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    elsewhere = Deployment(deployment.servers)
+    with pytest.raises(NoLog):
+        await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
+    await write(elsewhere, threads[:1], range(1))  # which makes it; and this thread is another one there
+    dry = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log", dry_run=True)
+    assert (dry.applied, dry.present, dry.refused, dry.threads) == (20, 0, 4, 6)
+    assert "gone on elsewhere" in dry.reasons[0]
+    for expected in ((20, 0, 4), (0, 20, 4)):
+        report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
+        assert (report.applied, report.present, report.refused) == expected
+    found = await held(elsewhere, threads)
+    assert found == {t: list(range(4)) for t in threads} | {threads[0]: [0]}
+    # More is archived, and comes behind what Postgres has by now.
+    await write(deployment, threads, range(4, 7))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    await asyncio.to_thread(bulk_drain, spark, where(elsewhere), tasks=2)
+    report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
+    assert (report.applied, report.present, report.refused) == (15, 20, 7)
+    await write(elsewhere, threads, range(7, 8))
+    report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
+    assert (report.applied, report.present, report.refused) == (0, 35, 7), "what was written since stays"
+    assert await held(elsewhere, threads[1:]) == {t: list(range(8)) for t in threads[1:]}
+
+
+async def test_what_was_restored_into_postgres_goes_on_in_a_log(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    path, threads = str(tmp_path / "archive"), [fresh() for _ in range(3)]
+    await write(deployment, threads, range(3))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    elsewhere = Deployment(deployment.servers)
+    await asyncio.to_thread(restore, spark, path, where(elsewhere))
+    await write(deployment, threads, range(3, 5))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    async with elsewhere.store():  # its log begins above all restored positions
+        report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
+    assert (report.applied, report.present, report.refused) == (6, 9, 0)
+    assert await held(elsewhere, threads) == {t: list(range(5)) for t in threads}
+    assert await in_postgres(elsewhere, threads) == {t: list(range(5)) for t in threads}

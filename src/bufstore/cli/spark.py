@@ -64,14 +64,18 @@ def archive(options: Options, path: str, master: str, tasks: int | None, start: 
 @click.argument("path")
 @_MASTER
 @_TASKS
+@click.option("--into", type=click.Choice(["postgres", "log"]), default="postgres", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Say what would be done.")
 @connects()
-def restore(options: Options, path: str, master: str, tasks: int | None, dry_run: bool) -> None:
-    """Apply the archive at PATH to Postgres, where it does not have it. No flusher may run meanwhile."""
+def restore(options: Options, path: str, master: str, tasks: int | None, into: Any, dry_run: bool) -> None:
+    """Bring the archive at PATH back, where it is not there.
+
+    Into Postgres, while no flusher runs; or into the log, from where flushers move it on.
+    """
     from bufstore.spark.restore import restore as bring_back
 
     with options.target() as target, _session(master, progress=not options.as_json) as session:
-        report = bring_back(session, path, _deployment(target), tasks=tasks, dry_run=dry_run)
+        report = bring_back(session, path, _deployment(target), into=into, tasks=tasks, dry_run=dry_run)
     show(report, as_json=options.as_json, title="restored" if not dry_run else "would be restored")
     if report.refused:
         raise click.exceptions.Exit(EXIT_WRONG)

@@ -1,4 +1,5 @@
-"""Bringing an archive back into Postgres: what a flush would have made of its entries, thread by thread.
+"""Bringing an archive back: into Postgres what a flush would have made of its entries, thread by thread, or into a log
+(`bufstore.spark.restore_log`).
 
 The entries keep the positions that they had, and a thread's row says up to which it is applied. So a restore may be
 repeated, stopped and gone on with, and what Postgres has already is left as it is.
@@ -10,67 +11,60 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import Malformed, StoredMessage, assemble
+from bufstore.buffer.entry import StoredMessage, assemble
 from bufstore.buffer.ports import Decision, FlushFailed
-from bufstore.buffer.settler import decide_thread
 from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.errors import ConfigError, MalformedEntry, StoreUnavailable
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.archive import Manifest, check_range, log_of, manifests_of, whole
-from bufstore.spark.config import Deployment
+from bufstore.spark.config import Deployment, NoLog
 from bufstore.spark.jobs import described
-from bufstore.spark.worker import loop
-from bufstore.threads.coalesce import coalesce
+from bufstore.spark.restore_log import IntoLog
+from bufstore.spark.restoring import Counts, applicable
+from bufstore.spark.worker import in_task, loop
 
 if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import SparkSession
 
 _OUTCOME = "threads bigint, applied bigint, present bigint, refused bigint, reasons array<string>"
-_SHOWN = 10
+Into = Literal["postgres", "log"]
 #: Entries of one transaction.
 _AT_ONCE = 5000
 
 
-class RestoreReport(msgspec.Struct, kw_only=True):
+class RestoreReport(Counts, kw_only=True):
     """What a restore did, or (``dry_run``) would do."""
 
-    threads: int = 0
-    #: Entries that were applied, and that Postgres had already.
-    applied: int = 0
-    present: int = 0
-    #: Entries that cannot be applied: what they build on is neither in the archive nor in Postgres. Nothing was done
-    #: with them, nor with those behind them in their threads.
-    refused: int = 0
-    reasons: list[str] = msgspec.field(default_factory=list)
     dry_run: bool = False
     seconds: float = 0.0
 
-    def add(self, threads: int, applied: int, present: int, refused: int, reasons: Sequence[str]) -> None:
-        """Add what a part came to."""
-        self.threads += threads
-        self.applied += applied
-        self.present += present
-        self.refused += refused
-        self.reasons = [*self.reasons, *reasons][:_SHOWN]
-
 
 def restore(
-    spark: SparkSession, path: str, deployment: Deployment, *, tasks: int | None = None, dry_run: bool = False
+    spark: SparkSession,
+    path: str,
+    deployment: Deployment,
+    *,
+    into: Into = "postgres",
+    tasks: int | None = None,
+    dry_run: bool = False,
 ) -> RestoreReport:
-    """Apply the entries of the archive at `path` to the deployment's Postgres, where it does not have them.
+    """Bring the entries of the archive at `path` back, where the deployment does not have them.
 
-    For a Postgres that was lost, or is older than its backups' log; no flusher may run meanwhile. `dry_run`: say what
-    would be done, and roll back (the tables are made). Raises DataLoss when the archive has a gap or was changed,
-    ConfigError when there is none, or when the deployment's log has positions that the archive has too, Unavailable
-    errors.
+    `into` "postgres": for a Postgres that was lost, or is older than its backups' log; no flusher may run meanwhile.
+    "log": behind what the deployment's log or Postgres has of each thread, for its flushers to move on; see
+    `bufstore.spark.restore_log`. `dry_run`: say what would be done, and do nothing (the tables are made).
+
+    Raises DataLoss when the archive has a gap or was changed, ConfigError when there is none, NoLog when there is none
+    to write into, ConfigError when Postgres and log do not go together (or, for Postgres, when the log has positions
+    that the archive has too), Unavailable errors.
     """
     from pyspark.sql import DataFrame
 
@@ -80,7 +74,7 @@ def restore(
         raise ConfigError(f"there is no archive at {path}")
     whole(manifests)
     report = RestoreReport(dry_run=dry_run)
-    loop().run(_setup(deployment, manifests, dry_run=dry_run))
+    loop().run(_setup(deployment, manifests, into, dry_run=dry_run))
     tasks = tasks or int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
     # One job for all ranges of one kind of subjects: a thread's entries in order, whatever range they are in.
     for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
@@ -90,20 +84,30 @@ def restore(
             messages = messages.dropDuplicates(["position"])
         owned = messages.select("position", "subject", "header", "body").repartition(tasks, "subject")
         ordered = owned.sortWithinPartitions("subject", "position")
-        with described(ordered, f"bufstore: restore {path}"):
-            for found in ordered.mapInArrow(partial(_task, deployment, subjects, dry_run), _OUTCOME).collect():
+        with described(ordered, f"bufstore: restore {path} into {into}"):
+            for found in ordered.mapInArrow(partial(_task, deployment, subjects, into, dry_run), _OUTCOME).collect():
                 report.add(*found)
     report.seconds = round(time.perf_counter() - began, 3)
     return report
 
 
-async def _setup(deployment: Deployment, manifests: Sequence[Manifest], *, dry_run: bool) -> None:
+async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: Into, *, dry_run: bool) -> None:
     found = await log_of(deployment)
-    epoch = epoch_after(
-        manifests, found.created if found is not None else None, found.epoch if found is not None else 0
-    )
-    async with _Restoring(deployment, dry_run=dry_run) as restoring:
+    if into == "log":
+        if found is None:
+            raise NoLog(deployment.stream)
+        epoch = found.epoch
+    else:
+        epoch = epoch_after(
+            manifests, found.created if found is not None else None, found.epoch if found is not None else 0
+        )
+    async with _restoring(deployment, into, dry_run=dry_run) as restoring:
         await restoring.setup(epoch)
+
+
+def _restoring(deployment: Deployment, into: Into, *, dry_run: bool) -> _IntoPostgres | IntoLog:
+    kind = IntoLog if into == "log" else _IntoPostgres
+    return kind(deployment, dry_run=dry_run)
 
 
 def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) -> int:
@@ -124,11 +128,12 @@ def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) 
 
 
 def _task(
-    deployment: Deployment, subjects: Subjects, dry_run: bool, batches: Iterator[pyarrow.RecordBatch]
+    deployment: Deployment, subjects: Subjects, into: Into, dry_run: bool, batches: Iterator[pyarrow.RecordBatch]
 ) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
 
-    report = loop().run(_restore(deployment, subjects, _threads(subjects, batches), dry_run=dry_run))
+    with in_task():
+        report = loop().run(_restore(deployment, into, _threads(subjects, batches), dry_run=dry_run))
     schema = pyarrow.schema(
         [(name, pyarrow.int64()) for name in ("threads", "applied", "present", "refused")]
         + [("reasons", pyarrow.list_(pyarrow.string()))]
@@ -162,20 +167,20 @@ def _entries(subjects: Subjects, messages: Sequence[StoredMessage]) -> Iterator[
 
 
 async def _restore(
-    deployment: Deployment, subjects: Subjects, threads: Iterator[tuple[str, list[Item]]], *, dry_run: bool
-) -> RestoreReport:
-    report = RestoreReport()
-    async with _Restoring(deployment, dry_run=dry_run) as restoring:
+    deployment: Deployment, into: Into, threads: Iterator[tuple[str, list[Item]]], *, dry_run: bool
+) -> Counts:
+    report = Counts()
+    async with _restoring(deployment, into, dry_run=dry_run) as restoring:
         part: dict[str, list[Item]] = {}
         size = 0
         for thread_id, items in threads:
             part[thread_id] = items
             size += len(items)
             if size >= _AT_ONCE:
-                report.add(*await restoring.apply(part))
+                report.add(**msgspec.structs.asdict(await restoring.apply(part)))
                 part, size = {}, 0
         if part:
-            report.add(*await restoring.apply(part))
+            report.add(**msgspec.structs.asdict(await restoring.apply(part)))
     return report
 
 
@@ -183,7 +188,7 @@ class _RollBack(Exception):
     """Ends a transaction of a dry run."""
 
 
-class _Restoring:
+class _IntoPostgres:
     """Applies entries to one database."""
 
     def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
@@ -191,7 +196,7 @@ class _Restoring:
         self._ledger = PostgresLedger(deployment.postgres, self._store, schema=deployment.schema)
         self._dry_run = dry_run
 
-    async def __aenter__(self) -> _Restoring:
+    async def __aenter__(self) -> _IntoPostgres:
         await self._store.open()
         await self._ledger.open()
         return self
@@ -207,13 +212,14 @@ class _Restoring:
         if not self._dry_run:
             await self._ledger.set_epoch(epoch)
 
-    async def apply(self, threads: Mapping[str, Sequence[Item]]) -> tuple[int, int, int, int, list[str]]:
+    async def apply(self, threads: Mapping[str, Sequence[Item]]) -> Counts:
         """One transaction: threads, entries applied, present and refused, and why."""
-        counts: tuple[int, int, int, int, list[str]] = (0, 0, 0, 0, [])
+        counts = Counts()
+        versions = await self._store.versions(list(threads))
 
         def decide(rows: Mapping[str, Row]) -> Decision:
             nonlocal counts
-            decision, counts = decided(rows, threads)
+            decision, counts = decided(rows, versions, threads)
             if self._dry_run:
                 raise _RollBack
             return decision
@@ -228,33 +234,22 @@ class _Restoring:
 
 
 def decided(
-    rows: Mapping[str, Row], threads: Mapping[str, Sequence[Item]]
-) -> tuple[Decision, tuple[int, int, int, int, list[str]]]:
-    """What a restore writes of these entries, and the counts of `_Restoring.apply`."""
+    rows: Mapping[str, Row], versions: Mapping[str, int], threads: Mapping[str, Sequence[Item]]
+) -> tuple[Decision, Counts]:
+    """What a restore writes of these entries; `rows` and `versions` are of Postgres."""
     batch: list[Any] = []
     after: dict[str, Row] = {}
-    applied = present = refused = 0
-    reasons: list[str] = []
+    counts = Counts(threads=len(threads))
     for thread_id, items in threads.items():
-        row, poison = rows[thread_id], dict[int, str]()
-        behind = [item for item in items if item.seq > row.flushed_seq]
-        present += len(items) - len(behind)
-        todo, change = decide_thread(thread_id, row, behind, poison, coalesce, complete=True)
-        if todo.park:
-            # Only up to the first that cannot be applied: a restore sets nothing aside.
-            first = todo.park[0]
-            refused += sum(item.seq >= first.item.seq for item in behind)
-            reasons.append(
-                f"thread {thread_id!r}, position {first.item.seq}: {_cause(first.item, first.cause, poison)}"
-            )
-            behind = [item for item in behind if item.seq < first.item.seq]
-            todo, change = decide_thread(thread_id, row, behind, {}, coalesce, complete=True)
-        if change is not None:
-            batch.append(change)
-            after[thread_id] = todo.row
-            applied += len(todo.apply)
-    return Decision(batch=batch, rows=after), (len(threads), applied, present, refused, reasons[:_SHOWN])
-
-
-def _cause(item: Item, cause: str, poison: Mapping[int, str]) -> str:
-    return cause if isinstance(item, Malformed) else poison.get(item.entry.id, cause)
+        row = rows[thread_id]
+        found = applicable(thread_id, row, versions.get(thread_id, 0), items)
+        if found.change is not None:
+            batch.append(found.change)
+            after[thread_id] = found.plan.row
+        counts.add(
+            applied=len(found.plan.apply),
+            present=sum(item.seq <= row.flushed_seq for item in items),
+            refused=found.refused,
+            reasons=[found.reason] if found.reason else [],
+        )
+    return Decision(batch=batch, rows=after), counts

@@ -1,0 +1,182 @@
+"""Bringing an archive back into a log, from where flushers move it on: for a deployment whose store is the app's own,
+or to try out in another place what has happened.
+
+A thread goes on behind what the log, or else Postgres, has of it: the last entry there is found in the archive by its
+id, and what follows it is written. So a restore may be repeated, stopped and gone on with. Compare-and-set guards each
+thread: where somebody else has written, or writes meanwhile, nothing is.
+
+Entries stand at other positions than before, and entries between them may be missing that had no effect. So each is
+chained anew to the one before it that has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from bufstore.buffer.chain import Row
+from bufstore.buffer.entry import Base, Entry, StoredEntry, assemble, encode, entry_id
+from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
+from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.share import Item
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.nats.link import NatsLink
+from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.store import PostgresThreadStore
+from bufstore.spark.config import Deployment
+from bufstore.spark.restoring import Counts, applicable
+
+_TIMEOUT_S = 30.0
+_UNIT_BYTES = 4 << 20
+_AT_ONCE = 256
+
+
+class Wanted(NamedTuple):
+    """What is to be written of a thread."""
+
+    entries: Sequence[Entry]
+    present: int = 0
+    refused: int = 0
+    reason: str = ""
+
+
+def wanted(thread_id: str, row: Row, version: int, held: Sequence[int], items: Sequence[Item], log_end: int) -> Wanted:
+    """What of the archive's `items` is missing behind what there is.
+
+    `row` and `version`: of Postgres. `held`: ids of the entries that the log has, at least the last, oldest first.
+    `log_end`: the position behind the log's last.
+    """
+    ids = [item.entry.id if isinstance(item, StoredEntry) else 0 for item in items]
+    last = held[-1] if held else row.applied_id
+    if ids[-1] in held:
+        return Wanted([], present=len(items))
+    if row.broken_since is not None:
+        return Wanted([], refused=len(items), reason=f"thread {thread_id!r} is in quarantine")
+    if last and last not in ids:
+        where = "the log" if held else "Postgres"
+        return Wanted([], refused=len(items), reason=f"thread {thread_id!r} has gone on elsewhere: see {where}")
+    if not held and row.flushed_seq >= log_end:
+        return Wanted([], refused=len(items), reason=f"thread {thread_id!r}: Postgres is ahead of this log")
+    at = ids.index(last) + 1 if last else 0
+    base = Row()
+    if at:
+        before = items[at - 1]
+        assert isinstance(before, StoredEntry)
+        base = Row(flushed_seq=before.seq, applied_id=last, version=before.entry.version)
+    found = applicable(thread_id, base, version, items[at:])
+    entries = _chained([stored.entry for stored in found.plan.apply], last, bool(held), max(log_end, row.flushed_seq))
+    return Wanted(entries, at, found.refused, found.reason)
+
+
+def _chained(entries: Sequence[Entry], last: int, in_log: bool, seen: int) -> list[Entry]:
+    chained: list[Entry] = []
+    for entry in entries:
+        if in_log:
+            link = {"prev_id": last, "base": Base.CHAINED, "seen": 0}
+        else:
+            link = {"prev_id": last, "base": Base.STORED if last else Base.NONE, "seen": seen}
+        chained.append(msgspec.structs.replace(entry, **link))
+        last, in_log = entry.id, True
+    return chained
+
+
+class IntoLog:
+    """Writes into one deployment's log, which a BufferedThreadStore has made."""
+
+    def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
+        self._deployment = deployment
+        self._dry_run = dry_run
+        self._store = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=1)
+        self._ledger = PostgresLedger(deployment.postgres, self._store, schema=deployment.schema)
+
+    async def __aenter__(self) -> IntoLog:
+        log = await self._deployment.find_log()
+        self._subjects = Subjects(log.subject, log.partitions)
+        self._link = NatsLink(self._deployment.server, BufferConfig(log=log), "bufstore-restore")
+        await self._link.open()
+        await self._ledger.open()
+        await self._store.open()
+        self._group = GroupCommit(self._link.log, timeout_s=_TIMEOUT_S)
+        self._group.start()
+        self._room = asyncio.Semaphore(_AT_ONCE)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._group.aclose()
+        await self._store.aclose()
+        await self._ledger.aclose()
+        await self._link.aclose()
+
+    async def setup(self, epoch: int) -> None:
+        """Raise ConfigError unless Postgres and the log (whose generation is `epoch`) go together."""
+        known = await self._ledger.epoch()
+        if known is not None and known != epoch:
+            raise ConfigError(
+                f"the log is of epoch {epoch}, and Postgres goes with epoch {known}: open a BufferedThreadStore, which "
+                "says what has happened to them"
+            )
+
+    async def apply(self, threads: Mapping[str, Sequence[Item]]) -> Counts:
+        """Write what is missing of these threads: threads, entries written, present and refused, and why."""
+        names = {self._subjects.of(thread_id): thread_id for thread_id in threads}
+        last = {names[s]: m for s, m in (await self._link.log.last(list(names), _TIMEOUT_S)).items()}
+        end = 1 + await self._link.log.end(_TIMEOUT_S)
+        rows = await self._ledger.rows(list(threads))
+        versions = await self._store.versions(list(threads))
+        counts = Counts(threads=len(threads))
+
+        async def one(thread_id: str, items: Sequence[Item]) -> None:
+            held = [entry_id(last[thread_id])] if thread_id in last else []
+            if held and held[-1] not in {i.entry.id for i in items if isinstance(i, StoredEntry)}:
+                held = await self._ids(thread_id)
+            row = rows[thread_id][0] if thread_id in rows else Row()
+            todo = wanted(thread_id, row, versions.get(thread_id, 0), held, items, end)
+            if not self._dry_run:
+                async with self._room:
+                    todo = await self._write(thread_id, todo, last[thread_id].seq if thread_id in last else 0)
+            reasons = [todo.reason] if todo.reason else []
+            counts.add(applied=len(todo.entries), present=todo.present, refused=todo.refused, reasons=reasons)
+
+        async with asyncio.TaskGroup() as group:
+            for thread_id, items in threads.items():
+                group.create_task(one(thread_id, items))
+        return counts
+
+    async def _ids(self, thread_id: str) -> list[int]:
+        messages = await self._link.log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
+        return [item.entry.id if isinstance(item, StoredEntry) else 0 for item in assemble(messages, thread_id)]
+
+    async def _write(self, thread_id: str, todo: Wanted, behind: int) -> Wanted:
+        written = 0
+        for unit in self._units(thread_id, todo.entries):
+            messages = [message for entry in unit for message in entry]
+            messages[0] = msgspec.structs.replace(messages[0], expected=behind)
+            try:
+                behind = await self._group.submit(messages)
+            except Conflict:
+                left = len(todo.entries) - written
+                reason = f"thread {thread_id!r}: somebody writes to it now"
+                return Wanted(todo.entries[:written], todo.present, todo.refused + left, reason)
+            except AppendUnknown as e:
+                raise LogUnavailable(f"no answer came; done again, a restore finds out: {e}") from e
+            written += len(unit)
+        return todo
+
+    def _units(self, thread_id: str, entries: Sequence[Entry]) -> list[list[list[Outgoing]]]:
+        """The entries' messages, in units of what is stored as neighbours."""
+        subject, bytes_max = self._subjects.of(thread_id), self._link.log.message_bytes_max
+        units: list[list[list[Outgoing]]] = []
+        count = size = 0
+        for entry in entries:
+            messages = [Outgoing(subject, body, header) for header, body in encode(entry, bytes_max)]
+            count, size = count + len(messages), size + len(entry.payload)
+            if not units or count > BATCH_MESSAGES_MAX or size > _UNIT_BYTES:
+                units.append([])
+                count, size = len(messages), len(entry.payload)
+            units[-1].append(messages)
+        return units
