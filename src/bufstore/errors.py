@@ -2,6 +2,7 @@
 
 BufstoreError
 ├── ConfigError                 at construction or setup: fix the configuration
+│   ├── NoLog                   there is no log of this name on the server yet
 │   └── ConfigDrift             what exists on the server differs from what is configured
 ├── Rejected                    nothing was stored; the same call will be rejected again unless something changes
 │   ├── InvalidId               a thread, run or message id that cannot be stored
@@ -47,6 +48,13 @@ class BufstoreError(Exception):
 
 class ConfigError(BufstoreError):
     """The configuration cannot work. Nothing was done; fix it and start again."""
+
+
+class NoLog(ConfigError):
+    """There is no log of this name on the server: a BufferedThreadStore that is opened makes it."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(f"there is no log {stream!r} on this server: open a BufferedThreadStore on it first")
 
 
 class ConfigDrift(ConfigError):

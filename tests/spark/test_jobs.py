@@ -11,9 +11,8 @@ import pytest
 
 from bufstore import DataLoss, Run
 from bufstore.spark import Deployment as Where
-from bufstore.spark import archive, bulk_drain, restore
+from bufstore.spark import NoLog, archive, bulk_drain, restore
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
-from bufstore.spark.config import NoLog
 from conftest import Deployment
 from helpers import eventually, fresh, query
 from spark.jobs import held, read_options, rows_of, settings_of
@@ -135,6 +134,10 @@ async def test_analytics_of_a_log(spark: Any, deployment: Deployment) -> None:
     none = spark.createDataFrame([], "partition int, position bigint")
     behind = await asyncio.to_thread(lag(entries, none).collect)
     assert sum(r.entries for r in behind) == 15
+    for by, expected in (("agent_id", {"planner": 15}), ("thread_id", dict(zip(threads, (9, 3, 3), strict=True)))):
+        behind = await asyncio.to_thread(lag(entries, none, by).collect)
+        assert {r[by]: r.entries for r in behind} == expected
+    assert [r.hour for r in await asyncio.to_thread(lag(entries, none, "hour").collect)] == [hour.hour]
     async with deployment.store() as store:
         await store.force_flush_all()
     cursors = f'SELECT partition, cursor_seq FROM "{deployment.name}".buffer_partitions'

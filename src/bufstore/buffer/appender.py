@@ -23,12 +23,12 @@ from typing import Generic
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer import ring as rings
-from bufstore.buffer import sources
 from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import Base, Entry, encode, entry_id
-from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
+from bufstore.buffer.entry import entry_id
+from bufstore.buffer.group_commit import GroupCommit
 from bufstore.buffer.lane import Lane, Unit, Write
-from bufstore.buffer.ports import AppendUnknown, Conflict, Log, Outgoing
+from bufstore.buffer.next_unit import Doubtful, Limits, NeedRow, next_unit, other_content
+from bufstore.buffer.ports import AppendUnknown, Conflict, Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.tip import M, NeedBase, Prepare, Tip, TipCache
 from bufstore.buffer.tip_finder import TipFinder, Writer
@@ -37,32 +37,16 @@ from bufstore.config import BufferConfig
 from bufstore.errors import (
     BufstoreError,
     Closed,
-    IdempotencyConflict,
     LogUnavailable,
     OutcomeUnknown,
-    Rejected,
-    TooLarge,
 )
 from bufstore.failpoints import Failpoint, reach
 from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
 
-_UNIT_BYTES_MAX = 8 << 20
 #: Longest pause between two tries while the log is away: a write that comes when it is back waits for it.
 _PAUSE_MAX_S = 0.2
-
-
-class _NeedRow(Exception):
-    """A key or a source's number can only be judged by what Postgres remembers of the thread."""
-
-
-class _NotTried(Exception):
-    """The write before it in its series failed."""
-
-
-class _Doubtful(Exception):
-    """A write is to be refused because of a tip that another writer may have left behind by now."""
 
 
 class Appender(Generic[M]):
@@ -270,7 +254,7 @@ class Appender(Generic[M]):
             return None
         entry, same = found
         if not same:
-            raise _other_content(thread_id)
+            raise other_content(thread_id)
         return Receipt(thread_id, entry.seq, entry.entry.id, entry.entry.version, repeated=True)
 
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------
@@ -287,15 +271,15 @@ class Appender(Generic[M]):
             self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
         try:
-            unit = self._build(lane, tip, looked_up=looked_up)
-        except _Doubtful:
+            unit = next_unit(lane, tip, self._limits(lane.thread_id), self._on_end, looked_up=looked_up)
+        except Doubtful:
             doubtful = tip
             self._spawn(self._find(lane, lambda: self._finder.confirm(lane.thread_id, doubtful), for_head=True))
             return
         except NeedBase:
             self._spawn(self._find(lane, lambda: self._finder.of_content(lane.thread_id), for_head=True))
             return
-        except _NeedRow:
+        except NeedRow:
             self._spawn(self._find(lane, lambda: self._finder.of_row(lane.thread_id), for_head=True))
             return
         if unit is None:
@@ -303,103 +287,8 @@ class Appender(Generic[M]):
             return
         self._send(unit)
 
-    def _build(self, lane: Lane[M], tip: Tip[M], *, looked_up: bool) -> Unit[M] | None:
-        """Take writes off the queue into a unit; None if all of them ended without one. Raises _Doubtful."""
-        unit: Unit[M] = Unit(lane, tip, self._on_end)
-        size, bytes_max = 0, self._log.message_bytes_max
-        while lane.queue:
-            write = lane.queue[0]
-            if write.done.done():
-                lane.queue.popleft()
-                continue
-            if write.after is not None and write.after.failed:
-                lane.queue.popleft()
-                write.done.set_exception(_NotTried())
-                continue
-            # What expects nothing in the log goes alone: it may land late, after a purge, and is told by what it says
-            # of its base (`chain.superseded`), which nothing behind it says.
-            if unit.writes and not unit.before.seq:
-                break
-            # What is refused because of the tip must be refused because of a durable one: what stands in this
-            # very unit may still fail. So such writes wait for the next round.
-            first = not unit.writes
-            known = rings.find(tip.ring, write.item) if write.keyed else None
-            unsure = write.keyed and known is None and not tip.ring_complete
-            if write.mark is not None:
-                known = known or (sources.holds(tip.sources or b"", write.mark) or None)
-                unsure = unsure or (known is None and tip.sources is None)
-            if unsure:
-                if first:
-                    raise _NeedRow
-                break
-            if known is not None:
-                if not first:
-                    break
-                lane.queue.popleft()
-                self._settle_repeat(lane.thread_id, write, tip, known)
-                continue
-            try:
-                draft = write.prepare(tip)
-            except NeedBase:
-                if first:
-                    raise
-                break
-            except Exception as e:
-                if not first:
-                    break
-                if isinstance(e, Rejected) and not looked_up:
-                    raise _Doubtful from e
-                lane.queue.popleft()
-                if not write.done.done():
-                    write.done.set_exception(e)
-                continue
-            ring = rings.add(tip.ring, write.item)
-            marks = tip.sources if write.mark is None else sources.add(tip.sources or b"", write.mark)
-            entry = Entry(
-                id=write.id,
-                prev_id=tip.id,
-                base=tip.base,
-                seen=tip.seen,
-                version=draft.version,
-                self_contained=draft.self_contained,
-                ring=ring,
-                ring_complete=tip.ring_complete or rings.full(ring),
-                sources=marks,
-                payload=draft.payload,
-            )
-            try:
-                messages = self._messages(lane.thread_id, entry, tip.seq if first else None, bytes_max)
-            except BufstoreError as e:
-                draft.undo()
-                if not first:
-                    break
-                lane.queue.popleft()
-                write.done.set_exception(e)
-                continue
-            size += len(draft.payload)
-            if not first and (size > _UNIT_BYTES_MAX or len(unit.messages) + len(messages) > BATCH_MESSAGES_MAX):
-                draft.undo()
-                break
-            lane.queue.popleft()
-            complete = entry.ring_complete
-            tip = Tip(-1, write.id, Base.CHAINED, 0, draft.version, ring, draft.memory, False, complete, marks)
-            unit.add(write, draft, messages, tip)
-        return unit if unit.writes else None
-
-    def _messages(self, thread_id: str, entry: Entry, expected: int | None, bytes_max: int) -> list[Outgoing]:
-        if len(entry.payload) > self._config.log.max_entry_bytes:
-            raise TooLarge(len(entry.payload), self._config.log.max_entry_bytes)
-        parts = encode(entry, bytes_max)
-        if len(parts) > BATCH_MESSAGES_MAX:
-            raise TooLarge(len(entry.payload), BATCH_MESSAGES_MAX * bytes_max)
-        subject = self._subjects.of(thread_id)
-        return [Outgoing(subject, body, header, expected if i == 0 else None) for i, (header, body) in enumerate(parts)]
-
-    def _settle_repeat(self, thread_id: str, write: Write[M], tip: Tip[M], same: bool) -> None:
-        if same:
-            write.done.set_result(Receipt(thread_id, tip.seq or tip.flushed_seq, tip.id, tip.version, repeated=True))
-        else:
-            write.done.set_exception(_other_content(thread_id))
+    def _limits(self, thread_id: str) -> Limits:
+        return Limits(self._subjects.of(thread_id), self._log.message_bytes_max, self._config.log.max_entry_bytes)
 
     def _send(self, unit: Unit[M]) -> None:
         for write, _ in unit.writes:
@@ -558,10 +447,6 @@ class Appender(Generic[M]):
 def _new_ids(count: int) -> list[int]:
     random = os.urandom(8 * count)
     return [int.from_bytes(random[i : i + 8]) >> 1 or 1 for i in range(0, 8 * count, 8)]
-
-
-def _other_content(thread_id: str) -> IdempotencyConflict:
-    return IdempotencyConflict(f"thread {thread_id!r}: the idempotency key was used with other content")
 
 
 class _StillUnknown(Exception):

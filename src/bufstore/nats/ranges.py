@@ -20,7 +20,7 @@ import nats.errors
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig, NatsConfig
-from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.errors import LogUnavailable, NoLog
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.finding import log_config
@@ -85,12 +85,12 @@ class LogReader:
         await self._connection.aclose()
 
     async def look(self) -> Log:
-        """The log as it is now. Raises ConfigError when there is none."""
+        """The log as it is now. Raises NoLog when there is none."""
         await self._connection.wait_up(_SILENCE_S)
         try:
             info = await self._stream.api(f"STREAM.INFO.{self._name}")
         except StreamMissing:
-            raise ConfigError(f"there is no log {self._name!r} on this server") from None
+            raise NoLog(self._name) from None
         state, config = info["state"], info["config"]
         found = log_config(config, self._bucket)
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))

@@ -3,8 +3,9 @@
 Importing this does not import Spark.
 """
 
+from bufstore.errors import NoLog
 from bufstore.spark.archive import ArchiveReport, Manifest, archive
-from bufstore.spark.config import Deployment, NoLog, SinkConfig
+from bufstore.spark.config import Deployment, SinkConfig
 from bufstore.spark.drain import DrainReport, bulk_drain
 from bufstore.spark.java import ensure_java
 from bufstore.spark.restore import RestoreReport, restore

@@ -8,7 +8,7 @@ position, stored_at, thread_id, kind, messages, run_id, run, bytes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -67,19 +67,26 @@ def coalescing(entries: DataFrame, window_s: float = 0.5) -> DataFrame:
     ).orderBy("hour")
 
 
-def lag(entries: DataFrame, flushed: DataFrame) -> DataFrame:
-    """Per partition: entries behind the cursor and the age of the oldest, in seconds.
+LagBy = Literal["partition", "agent_id", "thread_id", "hour"]
+
+
+def lag(entries: DataFrame, flushed: DataFrame, by: LagBy = "partition") -> DataFrame:
+    """What Postgres does not have yet, per partition, agent, thread or hour: entries, and the age of the oldest in s.
 
     `flushed`: partition, position (``SELECT partition, cursor_seq AS position FROM bufstore.buffer_partitions``).
-    Needs the column partition of the entries, too.
+    Needs the column partition of the entries, too. `agent_id` is null for what is no checkpoint.
     """
     from pyspark.sql import functions as F
 
     behind = entries.join(flushed.withColumnRenamed("position", "cursor"), "partition", "left").where(
         F.col("position") > F.coalesce("cursor", F.lit(0))
     )
+    if by == "agent_id":
+        behind = behind.withColumn("agent_id", F.get_json_object("run", "$.agent_id"))
+    elif by == "hour":
+        behind = behind.withColumn("hour", F.date_trunc("hour", "stored_at"))
     age = (F.unix_micros(F.current_timestamp()) - F.unix_micros(F.min("stored_at"))) / F.lit(1e6)
-    return behind.groupBy("partition").agg(F.count("*").alias("entries"), F.round(age, 3).alias("oldest_s"))
+    return behind.groupBy(by).agg(F.count("*").alias("entries"), F.round(age, 3).alias("oldest_s")).orderBy(by)
 
 
 def _checkpoints(entries: DataFrame) -> DataFrame:

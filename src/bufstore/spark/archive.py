@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bufstore.errors import ConfigError, DataLoss
+from bufstore.errors import ConfigError, DataLoss, NoLog
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.nats.ranges import Log, LogReader
 from bufstore.postgres.ledger import PostgresLedger
-from bufstore.spark.config import Deployment, NoLog
+from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import described
 from bufstore.spark.worker import loop
 
@@ -222,14 +222,12 @@ def _hex(total: Any) -> str:
 
 async def log_of(deployment: Deployment) -> Log | None:
     """The deployment's log as it is now; None if there is none."""
-    try:
-        await deployment.find_log()
-    except NoLog:
-        return None
     reader = LogReader(deployment.server, deployment.stream, deployment.bucket)
     await reader.open()
     try:
         return await reader.look()
+    except NoLog:
+        return None
     finally:
         await reader.aclose()
 

@@ -7,17 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bufstore.config import LogConfig, NatsConfig, Secretive, as_nats_config
-from bufstore.errors import ConfigError
+from bufstore.errors import ConfigError, NoLog
 from bufstore.nats.finding import find_log
 from bufstore.postgres.migrate import check_schema
 from bufstore.types import check_id
-
-
-class NoLog(ConfigError):
-    """There is no log of this name on the server: a BufferedThreadStore that is opened makes it."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(f"there is no log {stream!r} on this server: open a BufferedThreadStore on it first")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

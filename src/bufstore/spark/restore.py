@@ -20,11 +20,11 @@ from bufstore.buffer.entry import StoredMessage, assemble
 from bufstore.buffer.ports import Decision, FlushFailed
 from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects, first_position
-from bufstore.errors import ConfigError, MalformedEntry, StoreUnavailable
+from bufstore.errors import ConfigError, MalformedEntry, NoLog, StoreUnavailable
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.archive import Manifest, check_range, log_of, manifests_of, whole
-from bufstore.spark.config import Deployment, NoLog
+from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import described
 from bufstore.spark.restore_log import IntoLog
 from bufstore.spark.restoring import Counts, applicable
