@@ -480,6 +480,39 @@ def test_a_log_that_stays_away_ends_every_call_in_time(fault: str) -> None:
     test(main)
 
 
+def test_a_write_while_nothing_is_connected_fails_at_once_and_the_next_goes_on() -> None:
+    """Before anything is sent the connection is asked for its limits, and there is none."""
+
+    class Disconnected(FakeLog):
+        away = False
+
+        @property
+        def message_bytes_max(self) -> int:
+            if self.away:
+                raise LogUnavailable("not connected")
+            return 1 << 20
+
+        @message_bytes_max.setter
+        def message_bytes_max(self, _: int) -> None: ...
+
+    async def whole() -> None:
+        log = Disconnected()
+        world = World(log)
+        one = Instance(world)
+        await one.checkpoint(["a"])
+        log.away = True
+        began = asyncio.get_running_loop().time()
+        found = await asyncio.gather(*(one.append([n]) for n in range(3)), return_exceptions=True)
+        assert all(isinstance(f, LogUnavailable) for f in found)
+        assert asyncio.get_running_loop().time() == began
+        log.away = False
+        await one.append(["b"])
+        assert await world.messages() == ["a", "b"]
+        await one.aclose()
+
+    run(whole())
+
+
 @pytest.mark.parametrize("fault", ["stored", "lost"])
 def test_the_token_of_an_unknown_outcome_makes_a_retry_safe(fault: str) -> None:
     async def main(world: World, one: Instance) -> None:

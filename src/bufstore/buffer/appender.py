@@ -271,7 +271,13 @@ class Appender(Generic[M]):
             self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
         try:
-            unit = next_unit(lane, tip, self._limits(lane.thread_id), self._on_end, looked_up=looked_up)
+            limits = self._limits(lane.thread_id)
+        except LogUnavailable as e:  # not connected
+            self._end_queued(lane, e, len(lane.queue))
+            self._lanes.pop(lane.thread_id, None)
+            return
+        try:
+            unit = next_unit(lane, tip, limits, self._on_end, looked_up=looked_up)
         except Doubtful:
             doubtful = tip
             self._spawn(self._find(lane, lambda: self._finder.confirm(lane.thread_id, doubtful), for_head=True))
@@ -364,13 +370,15 @@ class Appender(Generic[M]):
 
     def _fail(self, lane: Lane[M], error: Exception, for_head: bool) -> None:
         self._tips.drop(lane.thread_id)
-        failed = [lane.queue.popleft()] if for_head and lane.queue else list(lane.queue)
-        if not for_head:
-            lane.queue.clear()
-        for write in failed:
+        self._end_queued(lane, error, 1 if for_head else len(lane.queue))
+        self._advance(lane)
+
+    def _end_queued(self, lane: Lane[M], error: Exception, count: int) -> None:
+        """The first so many that are queued fail."""
+        for _ in range(min(count, len(lane.queue))):
+            write = lane.queue.popleft()
             if not write.done.done():
                 write.done.set_exception(error)
-        self._advance(lane)
 
     async def _recover_or_fail(self, unit: Unit[M], error: Exception) -> None:
         try:
