@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from bufstore.embedded import Servers
-from bufstore.errors import Closed, StoreUnavailable
+from bufstore.errors import Closed, StoreMisconfigured, StoreUnavailable
 from bufstore.postgres.pool import Pool, open_pool
 
 
@@ -120,6 +121,15 @@ async def test_one_who_waits_in_the_pool_itself_is_not_passed(pool: Pool) -> Non
         await kept.close()
         await pool.putconn(kept)  # type: ignore[arg-type]
     assert done.index(2) < 10, "the third finds no place in the pool, of which one is kept"
+
+
+async def test_a_login_that_is_refused_is_told_to_all_at_once(servers: Servers) -> None:
+    pool = await open_pool(make_conninfo(servers.postgres.dsn, dbname="nowhere"), size=2)
+    calls = [asyncio.ensure_future(backend(pool, 60)) for _ in range(200)]
+    async with asyncio.timeout(20):
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(o, StoreMisconfigured) for o in outcomes), outcomes
+    await pool.close()
 
 
 async def test_closing_ends_those_who_wait(servers: Servers) -> None:

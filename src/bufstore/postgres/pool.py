@@ -149,7 +149,9 @@ class Pool(AsyncConnectionPool[_Connection]):
         self._asking += 1
         try:
             connection = await self._live(deadline)
-        except BaseException:
+        except BaseException as e:
+            if isinstance(e, StoreMisconfigured):
+                self._refuse_all(str(e))
             self._free_place()
             raise
         finally:
@@ -178,6 +180,13 @@ class Pool(AsyncConnectionPool[_Connection]):
     def _too_late(self, turn: asyncio.Future[_Connection | None]) -> None:
         if not turn.done():
             turn.set_exception(self._not_in_time())
+
+    def _refuse_all(self, reason: str) -> None:
+        """Those who wait need not each find out for themselves."""
+        while self._next:
+            turn = self._next.popleft()
+            if not turn.done():
+                turn.set_exception(StoreMisconfigured(reason))
 
     def _not_in_time(self) -> StoreUnavailable:
         reason = self._failure.reason or "all connections are in use"

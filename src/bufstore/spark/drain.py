@@ -22,7 +22,7 @@ from bufstore.errors import BufstoreError
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import context_of, described
-from bufstore.spark.worker import loop
+from bufstore.spark.worker import in_task, loop
 from bufstore.threads.buffered import BufferedThreadStore
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def _task(
 
     for batch in batches:
         if batch.num_rows:
-            found = asyncio.run(flush())
+            with in_task():
+                found = asyncio.run(flush())
             yield pyarrow.RecordBatch.from_arrays(
                 [pyarrow.array([value], pyarrow.int64()) for value in found],
                 names=["entries", "changes", "transactions", "parked"],
