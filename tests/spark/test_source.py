@@ -9,8 +9,10 @@ from typing import Any
 
 import nats
 import pytest
+from pyspark.sql import functions as F
 
 from bufstore import Run, RunStatus
+from bufstore.spark.progress import ProgressListener, QueryProgress
 from conftest import Deployment
 from helpers import fresh
 from spark.jobs import ended, prepared, read_options, rows_of
@@ -172,3 +174,32 @@ async def test_a_wrong_option_is_named(spark: Any, deployment: Deployment) -> No
     }.items():
         with pytest.raises(Exception, match=option):
             await collected(read(spark, deployment, **{option: value}))
+
+
+async def test_a_listener_tells_of_each_batch(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    await written(deployment, [fresh()], range(10))
+    told: list[QueryProgress] = []
+    # Spark tells from a thread of its own, when it likes.
+    loop, all_told = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(progress: QueryProgress) -> None:
+        if progress.query == "watched":
+            told.append(progress)
+            if progress.lag == 0:
+                loop.call_soon_threadsafe(all_told.set)
+
+    listener = ProgressListener(tell)
+    spark.streams.addListener(listener)
+    try:
+        options = read_options(deployment, startingPosition="earliest", maxMessagesPerTrigger=6)
+        df = spark.readStream.format("threadlog").options(**options).load()
+        counted = df.observe("entries", F.count("*").alias("count"), F.sum("bytes").alias("bytes"))
+        writer = counted.writeStream.queryName("watched").format("noop").trigger(availableNow=True)
+        await ended(writer.option("checkpointLocation", str(tmp_path / "ck")).start())
+        async with asyncio.timeout(60):
+            await all_told.wait()
+    finally:
+        spark.streams.removeListener(listener)
+    assert [(p.batch_id, p.rows, p.lag) for p in told if p.rows] == [(0, 6, 4), (1, 4, 0)]
+    assert [p.observed["entries"]["count"] for p in told if p.rows] == [6, 4]
+    assert all(p.seconds > 0 and p.rows_per_second > 0 for p in told if p.rows)

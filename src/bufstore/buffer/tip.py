@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
+
+import msgspec
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, StoredMessage, decode
@@ -24,8 +25,8 @@ class Memory(Protocol):
 M = TypeVar("M", bound=Memory)
 
 
-@dataclass(slots=True)
-class Tip(Generic[M]):
+# Neither is part of a cycle: of what each write makes, and of ten thousand threads is kept, Python need not look at it.
+class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     """A thread's last entry, as a writer knows it; what the next entry builds on."""
 
     #: The expected last sequence of the subject; 0: the log shows nothing.
@@ -50,8 +51,7 @@ class NeedBase(Exception):
     """Raised by `prepare`: this write cannot be built without the thread's content."""
 
 
-@dataclass(slots=True)
-class Draft(Generic[M]):
+class Draft(msgspec.Struct, Generic[M], gc=False, eq=False):
     """What `prepare` makes of a tip."""
 
     payload: bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,6 +22,8 @@ class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     #: Messages (at most) between what was read and the end of the log; None when the source is another one.
     lag: int | None
+    #: What the query's own ``df.observe(name, …)`` counted: name → column → value.
+    observed: Mapping[str, Mapping[str, Any]] = {}
 
 
 class ProgressListener(StreamingQueryListener):
@@ -44,6 +46,7 @@ class ProgressListener(StreamingQueryListener):
                 rows_per_second=round(found.processedRowsPerSecond or 0.0, 3),
                 seconds=found.batchDuration / 1000,
                 lag=lag_of([(source.endOffset, source.latestOffset) for source in found.sources]),
+                observed={name: row.asDict() for name, row in found.observedMetrics.items()},
             )
         )
 

@@ -15,15 +15,16 @@ import msgspec
 _NOTHING: tuple[array[int], array[int]] = array("q"), array("q")
 
 
-class MessageMemory:
+def _empty() -> array[int]:
+    return array("q")
+
+
+class MessageMemory(msgspec.Struct, gc=False, eq=False):
     """Digests of a thread's messages and of their ids, in order."""
 
-    __slots__ = ("_known_ids", "digests", "ids")
-
-    def __init__(self, digests: array[int] | None = None, ids: array[int] | None = None) -> None:
-        self.digests: array[int] = digests if digests is not None else array("q")
-        self.ids: array[int] = ids if ids is not None else array("q")
-        self._known_ids: set[int] | None = None
+    digests: array[int] = msgspec.field(default_factory=_empty)
+    ids: array[int] = msgspec.field(default_factory=_empty)
+    _known_ids: set[int] | None = None
 
     @property
     def weight(self) -> int:
