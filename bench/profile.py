@@ -10,8 +10,9 @@ import cProfile
 import gc
 import io
 import pstats
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +26,7 @@ from bench.contestant import Contestant
 from bench.ours import Ours
 from bench.rows.end_to_end import BoundedWriter
 from bench.servers import BenchServers
+from bench.spark import SparkJobs
 from bench.stage import Stage
 from bench.worker import Worker
 
@@ -174,22 +176,42 @@ def end_to_end(stage: Stage, console: Console) -> None:
     console.print(table)
 
 
-def _each(spent: Mapping[str, float], checkpoints: float) -> list[str]:
-    each = {name: 1e6 * s / checkpoints for name, s in spent.items()}
-    names = ("writer", "flusher", "nats-server", "postgres")
-    return [f"{each.get(name, 0):.0f}" for name in names] + [f"{sum(each.values()):.0f}"]
+def sink(stage: Stage, console: Console) -> None:
+    """What a row costs all who have to do with it, when Spark writes it."""
+    names = ("java", "python", "nats-server", "postgres")
+    table = Table("", *names, "all", "1/s", title="rows of Spark: µs of the processor for a row, and rate")
+    rows = stage.count(100_000, 400)
+    with stage.workers(jobs=(SparkJobs, {"cores": 2})) as workers:
+        jobs = workers["jobs"]
+        for how in ("log", "postgres", "upsert"):
+            for label in (f"{how}-first", how):  # the first opens what stays open
+                jobs.call("prepare", rows=rows, threads=max(rows // 10, 1), label=label)
+                before, began = _processes(workers), time.perf_counter()
+                jobs.call("write", label=label, how=how)
+                took = time.perf_counter() - began
+            spent = {n: s - before.get(n, 0.0) for n, s in _processes(workers).items()}
+            table.add_row(how, *_each(spent, rows, names), f"{rows / took:.0f}")
+    console.print(table)
+
+
+_WRITING = ("writer", "flusher", "nats-server", "postgres")
+
+
+def _each(spent: Mapping[str, float], checkpoints: float, names: Sequence[str] = _WRITING) -> list[str]:
+    each = {name: 1e6 * spent.get(name, 0.0) / checkpoints for name in names}
+    return [f"{each[name]:.0f}" for name in names] + [f"{sum(each.values()):.0f}"]
 
 
 def _processes(workers: Mapping[str, Worker]) -> dict[str, float]:
-    """Seconds of the processor that workers and servers have taken so far, by name."""
+    """Seconds of the processor that workers, servers and what they start have taken so far, by name."""
     names = {worker.pid: name for name, worker in workers.items()}
     spent: dict[str, float] = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            name = names.get(process.pid) or process.name()
+            # Python's own name may have its version in it.
+            name = names.get(process.pid) or re.sub(r"^python.*", "python", process.name())
             times = process.cpu_times()
-            if name in names.values() or name in ("nats-server", "postgres"):
-                spent[name] = spent.get(name, 0.0) + times.user + times.system
+            spent[name] = spent.get(name, 0.0) + times.user + times.system
     return spent
 
 
@@ -199,6 +221,7 @@ PARTS: Mapping[str, Callable[[Stage, Console], None]] = {
     "pauses": pauses,
     "drain": drain,
     "end_to_end": end_to_end,
+    "sink": sink,
 }
 
 

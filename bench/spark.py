@@ -70,12 +70,26 @@ class SparkJobs(Contestant):
 
     async def sink(self, rows: int, threads: int, label: str, mode: str) -> float:
         """Rows per second through our sink."""
-        mode_: Any = mode
-        config = SinkConfig(app_id=label, mode=mode_, **self._where)
-        return await self._timed(rows, threads, label, lambda df: checkpoint_sink(config)(df, 0))
+        return await self._timed(rows, threads, label, self._sink(label, mode))
+
+    def _sink(self, label: str, mode: Any) -> Callable[[Any], None]:
+        config = SinkConfig(app_id=label, mode=mode, **self._where)
+        return lambda df: checkpoint_sink(config)(df, 0)
 
     async def upserts(self, rows: int, threads: int, label: str, together: bool) -> float:
         """Rows per second with an upsert each: committed one by one, or (`together`) a partition at a time."""
+        return await self._timed(rows, threads, label, self._upserts(together))
+
+    async def prepare(self, rows: int, threads: int, label: str) -> None:
+        """Have the rows ready for `write`."""
+        self._df = await asyncio.to_thread(self._rows, rows, threads, label)
+
+    async def write(self, label: str, how: str) -> None:
+        """Write the prepared rows: "log", "postgres" (past the log) or "upsert", committed one by one."""
+        await asyncio.to_thread(self._upserts(False) if how == "upsert" else self._sink(label, how), self._df)
+        self._df.unpersist()
+
+    def _upserts(self, together: bool) -> Callable[[Any], None]:
         with psycopg.connect(self.place.dsn, autocommit=True) as connection:
             connection.execute(
                 f"CREATE TABLE IF NOT EXISTS {self._table} "
@@ -97,12 +111,20 @@ class SparkJobs(Contestant):
             owned = df.repartition(self._cores, "thread_id").sortWithinPartitions("thread_id", "position")
             owned.foreachPartition(write)
 
-        return await self._timed(rows, threads, label, job)
+        return job
 
     async def _timed(self, rows: int, threads: int, label: str, job: Callable[[Any], None]) -> float:
         return await asyncio.to_thread(self._time, rows, threads, label, job)
 
     def _time(self, rows: int, threads: int, label: str, job: Callable[[Any], None]) -> float:
+        df = self._rows(rows, threads, label)
+        began = time.perf_counter()
+        job(df)
+        rate = rows / (time.perf_counter() - began)
+        df.unpersist()
+        return rate
+
+    def _rows(self, rows: int, threads: int, label: str) -> Any:
         from pyspark.sql import functions as F
 
         texts = self.spark.createDataFrame(
@@ -118,11 +140,7 @@ class SparkJobs(Contestant):
         )
         df = df.coalesce(self._cores).cache()  # there before the clock runs
         assert df.count() == rows
-        began = time.perf_counter()
-        job(df)
-        rate = rows / (time.perf_counter() - began)
-        df.unpersist()
-        return rate
+        return df
 
     async def read(self, messages: int, form: str) -> float:
         """Messages per second from the beginning of the log, up to `messages`."""
