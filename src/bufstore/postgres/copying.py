@@ -6,7 +6,6 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from psycopg import AsyncConnection
-from psycopg.errors import UniqueViolation
 
 from bufstore.postgres.columns import id_hash
 from bufstore.threads.model import ThreadChange
@@ -41,12 +40,8 @@ def copied(changes: Iterable[ThreadChange]) -> Iterator[bytes]:
     yield b"".join(parts)
 
 
-async def copy(connection: AsyncConnection, statement: str, blocks: Iterable[bytes]) -> bool:
-    """Run a COPY, within the transaction; False, and nothing is written, when one of its rows is there already."""
-    try:
-        async with connection.transaction(), connection.cursor() as cursor, cursor.copy(statement) as writing:
-            for block in blocks:
-                await writing.write(block)
-    except UniqueViolation:
-        return False
-    return True
+async def copy(connection: AsyncConnection, statement: str, blocks: Iterable[bytes]) -> None:
+    """Run a COPY in the transaction."""
+    async with connection.cursor() as cursor, cursor.copy(statement) as writing:
+        for block in blocks:
+            await writing.write(block)

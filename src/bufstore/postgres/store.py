@@ -223,19 +223,17 @@ class PostgresThreadStore:
                 if deleted:
                     await self._send(connection, "apply_removals", [columns.texts(deleted)])
                 await self._send(connection, "apply_threads", columns.thread_columns(changes))
-                ends = (columns.texts(c.thread_id for c in changes), columns.ints(c.version for c in changes))
-                await self._send(connection, "apply_cut", ends)
+                # COPY knows no conflict: what somebody wrote past us where it will write goes first.
+                ends = columns.ints(c.keep if new and c.appends else c.version for c in changes)
+                await self._send(connection, "apply_cut", (columns.texts(c.thread_id for c in changes), ends))
                 for name, whole in (("apply_messages", False), ("apply_whole_messages", True)):
                     some = (c for c in changes if c.whole is whole and not (new and c.appends))
                     for messages in columns.message_columns(some):
                         await self._send(connection, name, messages)
                 for records in runs:
                     await self._send(connection, "apply_runs", records)
-            if new and not await copy(connection, self._sql["copy_messages"], copied(new)):
-                # Somebody wrote to the table past us, or the thread's row is of an older day: the batch decides.
-                async with connection.pipeline():
-                    for messages in columns.message_columns(new):
-                        await self._send(connection, "apply_messages", messages)
+            if new:
+                await copy(connection, self._sql["copy_messages"], copied(new))
 
     # -- reads -------------------------------------------------------------------------------------------------
 
