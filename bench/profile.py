@@ -212,6 +212,8 @@ def _processes(workers: Mapping[str, Worker]) -> dict[str, float]:
             name = names.get(process.pid) or re.sub(r"^python.*", "python", process.name())
             times = process.cpu_times()
             spent[name] = spent.get(name, 0.0) + times.user + times.system
+            if name == "postgres":  # of sessions that have ended
+                spent[name] += times.children_user + times.children_system
     return spent
 
 
