@@ -14,6 +14,8 @@ from __future__ import annotations
 from functools import lru_cache
 from hashlib import blake2b
 
+from bufstore.types import SourceMark
+
 SIZE = 8
 _ITEM = 16  # 8 bytes of the name's hash, 8 bytes of the number
 NUMBER_MAX = (1 << 63) - 1
@@ -27,6 +29,11 @@ def item(name: str, number: int) -> bytes:
 @lru_cache(maxsize=256)  # a process writes for few sources, and many numbers of each
 def _hash_of(name: str) -> bytes:
     return blake2b(name.encode(), digest_size=8).digest()
+
+
+def item_of(mark: SourceMark | None) -> bytes | None:
+    """The item of a mark; None of none."""
+    return item(mark.name, mark.number) if mark is not None else None
 
 
 def holds(sources: bytes, wanted: bytes) -> bool:

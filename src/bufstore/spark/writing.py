@@ -188,8 +188,7 @@ class _Task:
     def _marked(self, line: _Line) -> tuple[Write, bytes | None]:
         if isinstance(line.wanted, Rejected):
             raise line.wanted
-        mark = self._mark(line.rank)
-        return line.wanted, sources.item(mark.name, mark.number) if mark is not None else None
+        return line.wanted, sources.item_of(self._mark(line.rank))
 
 
 class _Line(NamedTuple):

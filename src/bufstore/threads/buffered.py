@@ -224,7 +224,7 @@ class BufferedThreadStore:
             call.whole_list,
             key=idempotency_key,
             content=_content("whole", call, idempotency_key),
-            mark=_mark(source),
+            mark=sources.item_of(source),
         )
 
     async def checkpoint_append(
@@ -250,7 +250,7 @@ class BufferedThreadStore:
             call.appending(expected_version),
             key=idempotency_key,
             content=_content("append", call, idempotency_key),
-            mark=_mark(source),
+            mark=sources.item_of(source),
         )
 
     async def create_run(self, run: Run) -> Receipt:
@@ -493,10 +493,6 @@ class BufferedThreadStore:
             self._log.ends(filters, self._config.read_timeout_s), self._ledger.cursors()
         )
         return {p: max(0, end - (cursors[p].seq if p in cursors else 0)) for p, end in enumerate(ends)}
-
-
-def _mark(source: SourceMark | None) -> bytes | None:
-    return sources.item(source.name, source.number) if source is not None else None
 
 
 def _content(kind: str, call: Call, key: str | None) -> bytes:

@@ -104,7 +104,7 @@ class BulkWriter:
                 refused = e
                 break
             before = step.run, call
-            wanted.append((call.whole_list if step.whole else call.appending(None), _mark(step.source)))
+            wanted.append((call.whole_list if step.whole else call.appending(None), sources.item_of(step.source)))
         receipts, error = await self._appender.append_series(thread_id, wanted)
         if error is not None and not isinstance(error, BufstoreError):
             raise error
@@ -114,7 +114,3 @@ class BulkWriter:
         if run.parent_thread_id is not None or not self._writer.claimed(run):
             await self._lineage.check_run(run)
             await self._writer.claim(run)
-
-
-def _mark(source: SourceMark | None) -> bytes | None:
-    return sources.item(source.name, source.number) if source is not None else None
