@@ -532,7 +532,7 @@ def test_names_that_cannot_be_a_schema(schema: str) -> None:
 
 async def test_tables_of_a_newer_release_are_refused(server: PostgresServer) -> None:
     async with ready(server.dsn, schema="newer") as store:
-        await rows(store, "INSERT INTO {schema}.bufstore_migrations VALUES ('threads', 99)")
+        await rows(store, "INSERT INTO {schema}.bufstore_migrations (room, version) VALUES ('threads', 99)")
         with pytest.raises(ConfigError, match=r"version 99.*up to 3"):
             await store.setup()
 

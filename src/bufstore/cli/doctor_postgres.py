@@ -10,7 +10,7 @@ from psycopg import AsyncConnection, sql
 from bufstore.cli.connect import Target
 from bufstore.cli.diagnosis import Check, Level, Notes
 from bufstore.errors import BufstoreError
-from bufstore.postgres.migrate import newest
+from bufstore.postgres.migrate import applied_migrations, newest, works_with
 from bufstore.postgres.pool import new_pool
 
 _TIMEOUT_S = 5.0
@@ -89,16 +89,18 @@ async def _schema(notes: Notes, connection: AsyncConnection[Any], schema: str) -
 
 
 async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
-    table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
-    rows = await connection.execute(sql.SQL("SELECT room, max(version) FROM {} GROUP BY room").format(table))
-    versions = dict(await rows.fetchall())
+    versions = await applied_migrations(connection, schema)
     for room in _ROOMS:
         if room not in versions:
             continue  # an app's own store has no threads' tables
-        known, theirs = newest(files("bufstore.postgres") / room), versions[room]
+        known, theirs = newest(files("bufstore.postgres") / room), max(versions[room])
         found = f"version {theirs} of {known}"
         if theirs > known:
-            notes.say(f"{room} tables", Level.BAD, found, "a newer release has migrated them: upgrade bufstore")
+            fits = works_with(versions[room], known)
+            advice = "a newer release has migrated them: upgrade bufstore"
+            if fits:
+                advice = "a newer release has migrated them; this one works with them: finish the upgrade"
+            notes.say(f"{room} tables", Level.WARNING if fits else Level.BAD, found, advice)
         else:
             notes.require(f"{room} tables", theirs == known, found, "the next store that opens migrates them")
     refused = await _value(

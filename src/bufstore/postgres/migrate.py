@@ -2,11 +2,18 @@
 
 A folder of SQL files belongs to one *room* of tables. ``NNNN_what.sql`` are its migrations, applied in order,
 once; each other ``name.sql`` is a query. In all of them ``{schema}`` stands for the (quoted) schema name.
+
+A rolling upgrade runs two releases on the same tables, and a rollback runs the older one on the newer tables. So a
+migration may begin with the line ``-- Works with: NNNN``: the release whose newest migration is NNNN, and every later
+one, still works after this one. It is recorded with the migration, because an older release cannot read the file. A
+migration without that line shuts out all earlier releases. Expand first, contract a release later: see
+docs/OPERATIONS.md.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from typing import Any, LiteralString
 
@@ -16,6 +23,7 @@ from bufstore.errors import ConfigError
 from bufstore.failpoints import Failpoint, reach
 
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
+_WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
 #: The functions' bodies stand between these, so the schema's name must not hold it.
 _BODY_QUOTE = "$body$"
 #: Postgres cuts longer identifiers short, in silence.
@@ -55,7 +63,8 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     """Bring the tables of `room` in `schema` up to date; return the versions that were applied now.
 
     All in one transaction, one process at a time; a schema that is up to date is only read, so a role without
-    DDL rights can start an app. Raises ConfigError when a newer release has migrated the schema already.
+    DDL rights can start an app. Tables of a newer release are left alone; raises ConfigError when this release cannot
+    work with them.
     """
     check_schema(schema)
     migrations = {
@@ -63,21 +72,22 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     }
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATION_LOCK])
-        known = await _applied(connection, schema, room)
-        if known and max(known) > max(migrations):
+        applied = (await applied_migrations(connection, schema)).get(room, {})
+        if not works_with(applied, max(migrations)):
             raise ConfigError(
-                f"the {room} tables in schema {schema!r} have version {max(known)}, made by a newer release; "
-                f"this one knows up to {max(migrations)}: upgrade bufstore"
+                f"the {room} tables in schema {schema!r} have version {max(applied)}, made by a newer release that "
+                f"works only with version {max(applied.values())} and later; this release knows up to "
+                f"{max(migrations)}: upgrade bufstore"
             )
-        missing = sorted(set(migrations) - known)
+        missing = sorted(set(migrations) - applied.keys())
         if missing:
             await _prepare(connection, schema)
         for version in missing:
             await connection.execute(migrations[version])
             reach(Failpoint.MIGRATION_HALF)
             await connection.execute(
-                sql.SQL("INSERT INTO {}.bufstore_migrations (room, version) VALUES ({}, {})").format(
-                    sql.Identifier(schema), room, version
+                sql.SQL("INSERT INTO {}.bufstore_migrations (room, version, works_with) VALUES ({}, {}, {})").format(
+                    sql.Identifier(schema), room, version, oldest_release(migrations[version], version)
                 )
             )
     reach(Failpoint.MIGRATION_DONE)
@@ -89,13 +99,36 @@ def newest(folder: Traversable) -> int:
     return max(int(match[1]) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name)))
 
 
-async def _applied(connection: AsyncConnection[Any], schema: str, room: str) -> set[int]:
+def oldest_release(migration: str, version: int) -> int:
+    """The newest migration of the oldest release that works after this one: what the file says, else its own."""
+    said = _WORKS_WITH.search(migration)
+    return int(said[1]) if said else version
+
+
+def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
+    """Whether a release whose newest migration is `newest_known` works with tables that have these migrations.
+
+    `applied`: each migration's version, with the oldest release that works after it.
+    """
+    return all(oldest <= newest_known for version, oldest in applied.items() if version > newest_known)
+
+
+async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:
+    """Per room, the versions that were applied, each with the oldest release that works after it."""
     table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
     cursor = await connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table.as_string(connection)])
     if await cursor.fetchone() != (True,):
-        return set()
-    cursor = await connection.execute(sql.SQL("SELECT version FROM {} WHERE room = {}").format(table, room))
-    return {row[0] for row in await cursor.fetchall()}
+        return {}
+    # By way of JSON, because the column may not be there: releases without it made the table.
+    cursor = await connection.execute(
+        sql.SQL("SELECT room, version, coalesce((to_jsonb(m) ->> 'works_with')::int, version) FROM {} AS m").format(
+            table
+        )
+    )
+    applied: dict[str, dict[int, int]] = {}
+    for room, version, oldest in await cursor.fetchall():
+        applied.setdefault(room, {})[version] = oldest
+    return applied
 
 
 async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
@@ -108,6 +141,12 @@ async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
             "CREATE TABLE IF NOT EXISTS {}.bufstore_migrations ("
             "room text, version int, applied_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (room, version))"
         ).format(sql.Identifier(schema))
+    )
+    # The oldest release that works with the tables as they are from this migration on.
+    await connection.execute(
+        sql.SQL("ALTER TABLE {}.bufstore_migrations ADD COLUMN IF NOT EXISTS works_with int").format(
+            sql.Identifier(schema)
+        )
     )
 
 

@@ -119,7 +119,7 @@ class PostgresThreadStore:
     async def setup(self) -> None:
         """Create or update the tables. Safe to call again and by several processes at once.
 
-        Raises ConfigError when a newer release has updated them already.
+        Raises ConfigError when a newer release has changed them so that this one cannot work with them.
         """
         async with self.pool.lend(self._timeout_s) as connection:
             await migrate(connection, self.schema, _FOLDER, "threads")

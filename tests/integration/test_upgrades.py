@@ -1,0 +1,118 @@
+"""Two releases on the same tables: a rolling upgrade, and the way back from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import pytest
+
+from bufstore import ConfigError
+from bufstore.embedded import Servers
+from bufstore.mailbox import PostgresMailboxStore
+from bufstore.postgres.migrate import migrate, newest
+from bufstore.postgres.pool import new_pool
+from bufstore.spark.ledger import SparkLedger
+from conftest import Deployment
+from helpers import fresh, run_of, said
+
+#: What a later release may do to the tables while this one works on them: add tables, and columns with a default.
+EXPANDED = {
+    "threads": "ALTER TABLE {schema}.threads ADD COLUMN later text NOT NULL DEFAULT '';"
+    "ALTER TABLE {schema}.messages ADD COLUMN later bigint; ALTER TABLE {schema}.runs ADD COLUMN later jsonb;",
+    "buffer": "ALTER TABLE {schema}.buffer_threads ADD COLUMN later bigint NOT NULL DEFAULT 0;"
+    "ALTER TABLE {schema}.buffer_partitions ADD COLUMN later text;"
+    "ALTER TABLE {schema}.buffer_log ADD COLUMN later text;"
+    "ALTER TABLE {schema}.buffer_quarantine ADD COLUMN later text;"
+    "CREATE TABLE {schema}.buffer_later (thread_id text PRIMARY KEY);",
+    "mailbox": "ALTER TABLE {schema}.mailbox_threads ADD COLUMN later text NOT NULL DEFAULT '';"
+    "ALTER TABLE {schema}.mailbox_dispatches ADD COLUMN later bigint;",
+    "spark": "ALTER TABLE {schema}.spark_sources ADD COLUMN later text;",
+}
+FOLDERS = {
+    "threads": files("bufstore.postgres") / "threads",
+    "buffer": files("bufstore.postgres") / "buffer",
+    "mailbox": files("bufstore.mailbox") / "sql",
+    "spark": files("bufstore.spark") / "sql",
+}
+
+
+class Later:
+    """The folder of a room as a later release has it: one migration more."""
+
+    def __init__(self, room: str, works_with: int | None) -> None:
+        self._folder: Traversable = FOLDERS[room]
+        self.name = f"{newest(self._folder) + 1:04}_later.sql"
+        self._text = (f"-- Works with: {works_with:04}\n" if works_with else "") + EXPANDED[room]
+
+    def read_text(self, encoding: str) -> str:
+        return self._text
+
+    def iterdir(self) -> Iterator[Any]:
+        yield from self._folder.iterdir()
+        yield self
+
+
+async def upgrade(servers: Servers, schema: str, room: str, *, works_with: int | None) -> None:
+    """What a later release does when it opens."""
+    folder: Any = Later(room, works_with)
+    async with new_pool(servers.postgres.dsn, size=1) as pool, pool.lend(10) as connection:
+        await migrate(connection, schema, folder, room)
+
+
+async def test_this_release_goes_on_and_restarts_on_the_tables_of_the_next(
+    deployment: Deployment, servers: Servers
+) -> None:
+    thread_id = fresh()
+    async with deployment.store() as running:
+        await running.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await running.force_flush(thread_id)
+        for room in ("threads", "buffer"):
+            await upgrade(servers, deployment.name, room, works_with=newest(FOLDERS[room]))
+        await running.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id, 1))
+        await running.force_flush(thread_id)
+    async with deployment.store() as restarted:
+        await restarted.checkpoint_append(thread_id, [said(2)], run_of(thread_id, 2), expected_version=2)
+        await restarted.force_flush(thread_id)
+        assert await flushed(deployment, thread_id) == [said(0), said(1), said(2)]
+        await restarted.save_thread_state(thread_id, {"step": 1})
+        assert [t.thread_id for t in (await restarted.query_threads()).threads] == [thread_id]
+        await restarted.delete_thread(thread_id)
+        await restarted.force_flush(thread_id)
+        assert await flushed(deployment, thread_id) is None
+
+
+async def flushed(deployment: Deployment, thread_id: str) -> list[Any] | None:
+    async with deployment.inner() as plain:
+        return await plain.load_messages(thread_id)
+
+
+async def test_a_mailbox_and_a_pipeline_open_on_the_tables_of_the_next_release(servers: Servers) -> None:
+    schema = fresh("next")[:20]
+    for room in ("mailbox", "spark"):
+        await upgrade(servers, schema, room, works_with=newest(FOLDERS[room]))
+    async with PostgresMailboxStore(servers.postgres.dsn, schema=schema) as mailbox:
+        await mailbox.enqueue("t", b"work", dispatch_id="d")
+        assert await mailbox.load_dispatch("t", "d") is not None
+    ledger = SparkLedger(servers.postgres.dsn, schema)
+    await ledger.open()
+    try:
+        await ledger.setup()
+        assert (await ledger.begin("app", "query", 0)).query_id == "query"
+    finally:
+        await ledger.aclose()
+
+
+@pytest.mark.parametrize("room", ["threads", "buffer"])
+async def test_tables_that_this_release_cannot_work_with_are_refused(
+    deployment: Deployment, servers: Servers, room: str
+) -> None:
+    async with deployment.store():
+        pass
+    await upgrade(servers, deployment.name, room, works_with=None)
+    version = newest(FOLDERS[room]) + 1
+    with pytest.raises(ConfigError, match=f"version {version}, made by a newer release .* up to {version - 1}"):
+        async with deployment.store() as store:
+            await store.force_flush_all()
