@@ -558,6 +558,36 @@ async def test_tables_of_the_first_release_are_upgraded(server: PostgresServer) 
         assert await store.load_message(thread_id, "old") is not None
 
 
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_migration_that_meets_a_long_query_holds_nobody_else_up(
+    server: PostgresServer, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr("bufstore.postgres.migrate._LOCK_S", 0.3, raising=False)
+    monkeypatch.setattr("bufstore.postgres.migrate._LOCKS_S", 30.0 if ends else 1.0, raising=False)
+    schema = f"locked-{uuid.uuid4().hex}"
+    async with PostgresThreadStore(server.dsn, schema=schema) as store:
+        async with store.pool.lend(10) as connection:
+            await migrate(connection, schema, FirstRelease(), "threads")
+        async with store.pool.lend(60) as connection, connection.transaction():
+            await connection.execute(f'SELECT FROM "{schema}".threads')
+            setup = asyncio.create_task(store.setup())
+            waits = (
+                "SELECT l.pid FROM pg_locks AS l JOIN pg_class AS c ON c.oid = l.relation"
+                f" JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE n.nspname = '{schema}' AND NOT l.granted"
+            )
+            while not setup.done() and not await rows(store, waits):
+                pass
+            # Behind the migration, which does not get its lock: but not for as long as the long query takes.
+            await rows(store, "SELECT count(*) FROM {schema}.threads")
+            if not ends:
+                with pytest.raises(StoreUnavailable, match="pg_stat_activity"):
+                    await setup
+                assert await rows(store, "SELECT max(version) FROM {schema}.bufstore_migrations") == [(1,)]
+        if ends:
+            await setup
+            await store.query_threads()
+
+
 class FirstRelease:
     """The folder of SQL files as the first release had it: as far as migrations go."""
 

@@ -427,9 +427,6 @@ class ListeningClient(Client):
             return
         self.stats["in_msgs"] += 1
         self.stats["in_bytes"] += len(data)
-        if sid not in self._subs:  # unsubscribed: what was on its way still comes
-            del self._listeners[sid]
-            return
         try:
             more = heard(subject.decode("utf-8", "replace"), reply.decode("utf-8", "replace"), data, headers or b"")
             if more is not None:
@@ -438,6 +435,11 @@ class ListeningClient(Client):
             # Anybody may send anything to an inbox: it must not end the task that reads. What was ours is missed, and
             # whoever waits for it notices.
             _log.warning("a message that is none: %s", type(e).__name__, extra={"action": "nats_message"})
+
+    def _remove_sub(self, sid: int, *limit: int) -> None:
+        # Unsubscribed. What is on its way still comes, and is dropped like that of any unknown subscription.
+        self._listeners.pop(sid, None)
+        super()._remove_sub(sid, *limit)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:

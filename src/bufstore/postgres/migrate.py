@@ -17,9 +17,11 @@ from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 from typing import Any, LiteralString
 
+import psycopg
 from psycopg import AsyncConnection, sql
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random
 
-from bufstore.errors import ConfigError
+from bufstore.errors import ConfigError, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
@@ -30,6 +32,11 @@ _BODY_QUOTE = "$body$"
 _MAX_IDENTIFIER_BYTES = 63
 #: Any fixed number: one migration at a time in a database.
 _MIGRATION_LOCK = 0x6275_6673_746F_7265
+#: How long a migration waits for a lock on a table, how long it leaves the tables alone then, at least, and for how
+#: long it tries again.
+_LOCK_S = 1.0
+_LOCK_PAUSE_S = 0.5
+_LOCKS_S = 6.0
 
 
 def check_schema(schema: str) -> str:
@@ -64,22 +71,42 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
 
     All in one transaction, one process at a time; a schema that is up to date is only read, so a role without
     DDL rights can start an app. Tables of a newer release are left alone; raises ConfigError when this release cannot
-    work with them.
+    work with them, and StoreUnavailable when another session held a lock on the tables for too long: then nothing was
+    changed.
     """
     check_schema(schema)
     migrations = {
         int(match[1]): _rendered(file, schema) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name))
     }
+    if not await _missing(connection, schema, room, migrations):
+        return []
+    try:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(psycopg.errors.LockNotAvailable),
+            wait=wait_random(_LOCK_PAUSE_S, 2 * _LOCK_PAUSE_S),
+            stop=stop_after_delay(_LOCKS_S),
+            reraise=True,
+        ):
+            with attempt:
+                applied = await _migrate_at_once(connection, schema, room, migrations)
+    except psycopg.errors.LockNotAvailable as e:
+        raise StoreUnavailable(
+            f"the {room} tables in schema {schema!r} could not be migrated: another session holds a lock on them "
+            "(a long query, a dump, VACUUM FULL); see pg_stat_activity, let it end, and try again"
+        ) from e
+    reach(Failpoint.MIGRATION_DONE)
+    return applied
+
+
+async def _migrate_at_once(
+    connection: AsyncConnection[Any], schema: str, room: str, migrations: Mapping[int, LiteralString]
+) -> list[int]:
+    """One try, in one transaction."""
     async with connection.transaction():
         await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATION_LOCK])
-        applied = (await applied_migrations(connection, schema)).get(room, {})
-        if not works_with(applied, max(migrations)):
-            raise ConfigError(
-                f"the {room} tables in schema {schema!r} have version {max(applied)}, made by a newer release that "
-                f"works only with version {max(applied.values())} and later; this release knows up to "
-                f"{max(migrations)}: upgrade bufstore"
-            )
-        missing = sorted(set(migrations) - applied.keys())
+        # While a change of a table waits for whoever reads it, everybody else waits behind the change.
+        await connection.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(_LOCK_S * 1000)}ms"])
+        missing = await _missing(connection, schema, room, migrations)
         if missing:
             await _prepare(connection, schema)
         for version in missing:
@@ -90,8 +117,21 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
                     sql.Identifier(schema), room, version, oldest_release(migrations[version], version)
                 )
             )
-    reach(Failpoint.MIGRATION_DONE)
     return missing
+
+
+async def _missing(
+    connection: AsyncConnection[Any], schema: str, room: str, migrations: Mapping[int, LiteralString]
+) -> list[int]:
+    """The versions that are not applied yet. Raises ConfigError when this release cannot work with those that are."""
+    applied = (await applied_migrations(connection, schema)).get(room, {})
+    if not works_with(applied, max(migrations)):
+        raise ConfigError(
+            f"the {room} tables in schema {schema!r} have version {max(applied)}, made by a newer release that "
+            f"works only with version {max(applied.values())} and later; this release knows up to "
+            f"{max(migrations)}: upgrade bufstore"
+        )
+    return sorted(migrations.keys() - applied.keys())
 
 
 def newest(folder: Traversable) -> int:
