@@ -11,17 +11,19 @@ from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
 from bufstore.cli.quarantine import quarantine
 from bufstore.cli.repair import repair
+from bufstore.cli.running import Commands
 from bufstore.cli.spark import spark
 from bufstore.cli.status import status
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="bufstore")
 def app() -> None:
     """A buffered write-ahead checkpoint store: NATS JetStream in front of Postgres.
 
     Exit codes: 0 all well; 1 something is lost, differs, was not imported, or is worth a look; 2 wrong usage or
-    configuration, or a server that cannot be reached; 130 interrupted.
+    configuration, or a server that cannot be reached; 130 interrupted. A command that fails says why on standard error,
+    and with --json also on standard output: {"code": …, "error": …, "message": …}.
     """
 
 

@@ -9,22 +9,26 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
+from bufstore.cli.certificates import tls_context
 from bufstore.cli.running import configure_logs, reporting_errors
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
-from bufstore.embedded import Servers
-from bufstore.errors import ConfigError
+from bufstore.errors import ConfigError, EmbeddedError
 from bufstore.nats.finding import find_log
 from bufstore.postgres.migrate import check_schema
 from bufstore.postgres.pool import check_conninfo
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
 
+if TYPE_CHECKING:
+    from bufstore.embedded import Servers
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _OPTIONS = (
     click.option("--nats", metavar="URL", envvar="BUFSTORE_NATS", show_envvar=True,
                  help="NATS server; several are separated by commas."),
@@ -34,9 +38,15 @@ _OPTIONS = (
     click.option("--data", metavar="DIR", type=click.Path(file_okay=False, path_type=Path),
                  help="With --embedded: keep the data in this folder. Default: a fresh temporary one."),
     click.option("--nats-creds", metavar="FILE", envvar="BUFSTORE_NATS_CREDS", show_envvar=True,
-                 type=click.Path(exists=True, dir_okay=False, path_type=Path), help="NATS credentials file."),
+                 type=_FILE, help="NATS credentials file."),
     click.option("--nats-user", metavar="USER", envvar="BUFSTORE_NATS_USER", show_envvar=True,
                  help="NATS user; the password comes from BUFSTORE_NATS_PASSWORD, a token from BUFSTORE_NATS_TOKEN."),
+    click.option("--tls-ca", metavar="FILE", envvar="BUFSTORE_TLS_CA", show_envvar=True, type=_FILE,
+                 help="Certificates (PEM) that NATS' own must be signed by. Default: those that this system trusts."),
+    click.option("--tls-cert", metavar="FILE", envvar="BUFSTORE_TLS_CERT", show_envvar=True, type=_FILE,
+                 help="Our certificate (PEM) for a NATS that asks for one. (TLS for Postgres is part of its DSN.)"),
+    click.option("--tls-key", metavar="FILE", envvar="BUFSTORE_TLS_KEY", show_envvar=True, type=_FILE,
+                 help="The private key of --tls-cert, if that file does not hold it."),
     click.option("--schema", default="bufstore", show_default=True, envvar="BUFSTORE_SCHEMA", show_envvar=True,
                  help="Postgres schema of bufstore's tables."),
     click.option("--stream", default="THREADLOG", show_default=True, envvar="BUFSTORE_STREAM", show_envvar=True,
@@ -137,8 +147,8 @@ def connects(*, embedded_by_default: bool = False) -> Callable[[Callable[..., No
     return decorate
 
 
-_NAMES = ("nats", "postgres", "embedded", "data", "nats_creds", "nats_user", "schema", "stream", "bucket", "as_json",
-          "verbose")  # fmt: skip
+_NAMES = ("nats", "postgres", "embedded", "data", "nats_creds", "nats_user", "tls_ca", "tls_cert", "tls_key", "schema",
+          "stream", "bucket", "as_json", "verbose")  # fmt: skip
 
 
 def _target(shared: dict[str, Any], embedded_by_default: bool) -> Target | None:
@@ -156,13 +166,24 @@ def _target(shared: dict[str, Any], embedded_by_default: bool) -> Target | None:
     reporting_errors(LogConfig)(stream=names["stream"], bucket=names["bucket"])
     reporting_errors(check_schema)(names["schema"])
     if embedded:
-        return Target(nats=NatsConfig(), postgres="", servers=Servers(shared["data"]), **names)
+        return Target(nats=NatsConfig(), postgres="", servers=reporting_errors(_servers)(shared["data"]), **names)
     if not nats and not postgres:
         return None
     if not nats or not postgres:
         missing = "--postgres (or BUFSTORE_POSTGRES)" if nats else "--nats (or BUFSTORE_NATS)"
         raise click.UsageError(f"{missing} is missing; both are needed, or --embedded.")
     return Target(nats=reporting_errors(_nats_config)(nats, shared), postgres=postgres, **names)
+
+
+def _servers(data: Path | None) -> Servers:
+    # Not at the top: only this needs a Unix, and every command would.
+    try:
+        from bufstore.embedded import Servers
+    except ModuleNotFoundError as e:
+        raise EmbeddedError(
+            f"servers of our own run on Linux and macOS only (Python has no {e.name} here): give --nats and --postgres"
+        ) from None
+    return Servers(data)
 
 
 def _nats_config(urls: str, shared: dict[str, Any]) -> NatsConfig:
@@ -173,4 +194,5 @@ def _nats_config(urls: str, shared: dict[str, Any]) -> NatsConfig:
         # Not as options: a command line is everybody's to read.
         password=os.environ.get("BUFSTORE_NATS_PASSWORD"),
         token=os.environ.get("BUFSTORE_NATS_TOKEN"),
+        tls=tls_context(shared["tls_ca"], shared["tls_cert"], shared["tls_key"]),
     )

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,9 +19,11 @@ from bufstore.cli.database import count_transactions
 from bufstore.cli.verify import Expected, Verdict, verify
 from bufstore.cli.view import Sample, View
 from bufstore.cli.writing import ConversationWriter, Written, flush_all
-from bufstore.embedded import Servers
 from bufstore.errors import BufstoreError
 from bufstore.threads.buffered import BufferedThreadStore
+
+if TYPE_CHECKING:
+    from bufstore.embedded import Servers
 
 _SAMPLE_S = 0.25
 

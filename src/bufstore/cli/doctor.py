@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -52,17 +51,22 @@ def doctor(options: Options, nats_sys: str | None, nats_monitor: str | None) -> 
 async def _look(target: Target, nats_sys: str | None, nats_monitor: str | None) -> Diagnosis:
     nats, epoch = await check_nats(target)
     known = target.servers.nats.sync_interval if target.servers is not None else None
-    sync = await check_sync(nats_sys, nats_monitor, known)
+    sync = await check_sync(nats_sys, nats_monitor, target.nats.tls, known)
     return diagnosis([*nats, *sync, *await check_postgres(target, epoch)])
 
 
 def _show(found: Diagnosis) -> None:
-    table = Table(box=box.SIMPLE)
-    for name in ("", "what", "", "found", "what to do"):
-        table.add_column(name, overflow="fold", no_wrap=name == "what")
-    for c in found.checks:
-        level = Text(c.level.value, style=_COLOURS[c.level])
-        table.add_row(c.part, c.what, level, Text(c.found), Text(c.advice))
     console = Console(highlight=False)
-    console.print(table)
+    for part in dict.fromkeys(c.part for c in found.checks):
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for c in found.checks:
+            if c.part == part:
+                # The advice below what was found: two columns of sentences do not fit into 80 characters.
+                said = Text(f"{c.found}\n→ {c.advice}" if c.advice else c.found)
+                table.add_row(Text(f"  {c.level.value}", style=_COLOURS[c.level]), c.what, said)
+        console.print(part, style="bold")
+        console.print(table)
     console.print(("all is fine", "it works; see the warnings", "it cannot work like this")[found.code])

@@ -7,6 +7,7 @@ import http.client
 import json
 import urllib.error
 import urllib.request
+from ssl import SSLContext
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -28,16 +29,18 @@ _LAZY = (
 )
 
 
-async def check_sync(sys_url: str | None, monitor_url: str | None, known: str | None) -> list[Check]:
+async def check_sync(
+    sys_url: str | None, monitor_url: str | None, tls: SSLContext | None, known: str | None
+) -> list[Check]:
     """One check. `known`: how servers of our own were started."""
     notes = Notes("NATS")
     try:
         if known is not None:
             _judge(notes, [{"server_name": "embedded", "always": known == "always", "interval": known}])
         elif sys_url is not None:
-            _judge(notes, [_of(v) for v in await _ask_servers(sys_url)])
+            _judge(notes, [_of(v) for v in await _ask_servers(sys_url, tls)])
         elif monitor_url is not None:
-            _judge(notes, [_of(await asyncio.to_thread(_fetch, monitor_url))])
+            _judge(notes, [_of(await asyncio.to_thread(_fetch, monitor_url, tls))])
         else:
             notes.say(_WHAT, Level.UNKNOWN, "unknown", _HOW)
     except (BufstoreError, OSError, ValueError) as e:
@@ -69,9 +72,9 @@ def _judge(notes: Notes, servers: list[dict[str, Any]]) -> None:
         notes.say(_WHAT, Level.OK, f"always ({len(servers)} servers)" if len(servers) > 1 else "always")
 
 
-async def _ask_servers(url: str) -> list[dict[str, Any]]:
+async def _ask_servers(url: str, tls: SSLContext | None) -> list[dict[str, Any]]:
     """Every server of the cluster answers for itself."""
-    connection = Connection(NatsConfig(servers=(url,)), "bufstore-doctor")
+    connection = Connection(NatsConfig(servers=(url,), tls=tls), "bufstore-doctor")
     await connection.open()
     found: list[dict[str, Any]] = []
 
@@ -90,12 +93,12 @@ async def _ask_servers(url: str) -> list[dict[str, Any]]:
     return found
 
 
-def _fetch(url: str) -> dict[str, Any]:
+def _fetch(url: str, tls: SSLContext | None) -> dict[str, Any]:
     if not url.startswith(("http://", "https://")):
         raise ValueError("the monitoring address begins with http:// or https://")
     request = urllib.request.Request(url.rstrip("/").removesuffix("/varz") + "/varz")  # noqa: S310
     try:
-        with urllib.request.urlopen(request, timeout=5) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=5, context=tls) as answer:  # noqa: S310
             found: dict[str, Any] = json.load(answer)
             return found
     except http.client.HTTPException as e:  # an address with a space, or no HTTP

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
 from bufstore.errors import BufstoreError
 
@@ -36,9 +37,44 @@ class Finite(click.FloatRange):
 
 
 class Failure(click.ClickException):
-    """Ends the command with one line on standard error."""
+    """Ends the command with one line on standard error, and with --json one object on standard output (`Problem`)."""
 
     exit_code = EXIT_UNUSABLE
+
+    def __init__(self, message: str, kind: str = "Failure") -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """What --json prints of a command that failed."""
+
+    #: The exit code.
+    code: int
+    #: The name of the error (`bufstore.errors`), or "Usage".
+    error: str
+    message: str
+
+
+class Commands(click.Group):
+    """A group of commands which, when they fail and --json was given, say so in JSON as well."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_AS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.ClickException as e:
+            if ctx.meta[_AS_JSON]:
+                kind = e.kind if isinstance(e, Failure) else "Usage"
+                problem = Problem(code=e.exit_code, error=kind, message=e.format_message())
+                click.echo(msgspec.json.encode(problem))
+            raise
+
+
+_AS_JSON = f"{__name__}.as_json"
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -71,7 +107,7 @@ def reporting_errors(command: Callable[..., T]) -> Callable[..., T]:
             if error is None:
                 raise
             _log.debug("the command failed", exc_info=e)
-            raise Failure(_one_line(error)) from None
+            raise Failure(_one_line(error), type(error).__name__) from None
 
     return wrapped
 
