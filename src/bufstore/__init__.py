@@ -41,6 +41,7 @@ from bufstore.errors import (
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.erasing import Erasure
 from bufstore.threads.health import Health, Statistics
 from bufstore.threads.lineage import Children
 from bufstore.threads.model import (
@@ -85,6 +86,7 @@ __all__ = [
     "ConfigError",
     "Consistency",
     "DataLoss",
+    "Erasure",
     "Finding",
     "FlushTimeout",
     "Health",

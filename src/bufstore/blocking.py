@@ -25,14 +25,15 @@ R = TypeVar("R")
 
 
 def _blocking(
-    method: Callable[Concatenate[Any, P], Awaitable[R]],
+    method: Callable[Concatenate[Any, P], Awaitable[R]], *, as_long_as_it_takes: bool = False
 ) -> Callable[Concatenate[BlockingThreadStore, P], R]:
-    """The method, waited for."""
+    """The method, waited for; `as_long_as_it_takes`: its own bound is the only one."""
     name = method.__name__
 
     @functools.wraps(method)
     def call(self: BlockingThreadStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = self._call(lambda: getattr(self._store, name)(*args, **kwargs))
+        timeout_s = None if as_long_as_it_takes else self._timeout_s
+        result: R = self._call(lambda: getattr(self._store, name)(*args, **kwargs), timeout_s)
         return result
 
     return call
@@ -42,8 +43,9 @@ class BlockingThreadStore:
     """A `ThreadRunStore` whose calls block. Use ``with``, or `close` it.
 
     `open_store` makes the store, on the loop (a BufferedThreadStore opens there what it keeps); its errors pass
-    through. `call_timeout_s` bounds every call beyond the store's own times: CallTimeout. After `close`, and from a
-    call that `close` has overtaken: Closed. A call from the loop's own thread would wait for itself: ConfigError.
+    through. `call_timeout_s` bounds every call beyond the store's own times (but not `erase`): CallTimeout. After
+    `close`, and from a call that `close` has overtaken: Closed. A call from the loop's own thread would wait for
+    itself: ConfigError.
     """
 
     def __init__(self, open_store: Callable[[], Awaitable[ThreadRunStore]], *, call_timeout_s: float = 60.0) -> None:
@@ -60,7 +62,7 @@ class BlockingThreadStore:
         self._thread.start()
         self._started.wait()
         try:
-            self._store = self._call(open_store)
+            self._store = self._call(open_store, self._timeout_s)
         except BaseException:
             self._stop()
             raise
@@ -81,7 +83,7 @@ class BlockingThreadStore:
                 return
             self._closing = True
         try:
-            self._call(self._store.aclose, closing=True)
+            self._call(self._store.aclose, self._timeout_s, closing=True)
         finally:
             self._stop()
 
@@ -110,7 +112,7 @@ class BlockingThreadStore:
         for future in left:  # scheduled too late to begin
             future.cancel()
 
-    def _call(self, work: Callable[[], Awaitable[R]], *, closing: bool = False) -> R:
+    def _call(self, work: Callable[[], Awaitable[R]], timeout_s: float | None, *, closing: bool = False) -> R:
         if threading.current_thread() is self._thread:
             raise ConfigError("a blocking store cannot be called on its own loop")
         assert self._loop is not None
@@ -122,13 +124,13 @@ class BlockingThreadStore:
             future = asyncio.run_coroutine_threadsafe(begun, self._loop)
             self._pending.add(future)
         try:
-            return future.result(self._timeout_s)
+            return future.result(timeout_s)
         except CancelledError:
             raise Closed("the store was closed before the call ended; a write may be stored or not") from None
         except TimeoutError:
             if future.done() and not future.cancelled():
                 raise  # the store's own
-            raise CallTimeout(f"no end after {self._timeout_s:g} s; a write may be stored or not") from None
+            raise CallTimeout(f"no end after {timeout_s:g} s; a write may be stored or not") from None
         finally:
             future.cancel()  # when the caller gives up (or is interrupted) so does the call
             with self._lock:
@@ -176,6 +178,7 @@ class BlockingBufferedStore(BlockingThreadStore):
     load_message_range = _blocking(BufferedThreadStore.load_message_range)
     query_runs = _blocking(BufferedThreadStore.query_runs)
     query_threads = _blocking(BufferedThreadStore.query_threads)
+    erase = _blocking(BufferedThreadStore.erase, as_long_as_it_takes=True)
     force_flush = _blocking(BufferedThreadStore.force_flush)
     force_flush_all = _blocking(BufferedThreadStore.force_flush_all)
     statistics = _blocking(BufferedThreadStore.statistics)

@@ -195,6 +195,10 @@ class Log(Stream, Generations, Protocol):
         """Remove the partition's messages below a sequence."""
         ...
 
+    async def erase(self, subject: str, below: int) -> int:
+        """Remove the subject's messages below a sequence and overwrite them on disk; how many there were."""
+        ...
+
     async def subjects(self, filter_: str, offset: int) -> list[str]:
         """Some of the subjects that match and have messages, those behind the first `offset`; empty: no more."""
         ...
@@ -502,6 +506,10 @@ class Ledger(Protocol):
 
     async def quarantined(self) -> int:
         """How many entries wait in quarantine."""
+        ...
+
+    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
+        """Delete the rows of these threads that pipelines have set aside as unfit; how many there were."""
         ...
 
     @property

@@ -7,6 +7,7 @@ import click
 from bufstore.cli.checking import verify
 from bufstore.cli.demo import demo
 from bufstore.cli.doctor import doctor
+from bufstore.cli.erase import erase
 from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
 from bufstore.cli.quarantine import quarantine
@@ -27,5 +28,5 @@ def app() -> None:
     """
 
 
-for command in (demo, import_, status, flush, quarantine, verify, doctor, repair, spark):
+for command in (demo, import_, status, flush, erase, quarantine, verify, doctor, repair, spark):
     app.add_command(command)

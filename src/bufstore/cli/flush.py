@@ -59,7 +59,7 @@ def flush(options: Options, thread: str | None, everything: bool, timeout: float
 async def _flush(target: Target, thread: str | None, timeout_s: float) -> Report:
     began = time.perf_counter()
     create = target.servers is not None  # in a folder of our own there is no wrong place to make a log
-    async with target.buffered(flusher=False, create=create) as store, _stand_in(target) as stand_in:
+    async with target.buffered(flusher=False, create=create) as store, standing_in(target) as stand_in:
         if thread is None:
             await store.force_flush_all(timeout_s=timeout_s)
         else:
@@ -73,7 +73,7 @@ async def _flush(target: Target, thread: str | None, timeout_s: float) -> Report
 
 
 @asynccontextmanager
-async def _stand_in(target: Target) -> AsyncIterator[asyncio.Event]:
+async def standing_in(target: Target) -> AsyncIterator[asyncio.Event]:
     """Be a flusher inside the block if there is none, or none any more; the event is set from then on.
 
     A flusher that was killed counts as alive until its lease has run out, some seconds later.

@@ -290,6 +290,12 @@ class MemoryLog:
     async def purge(self, partition: int, below: int) -> None:
         (await self._turn()).purge(self._subjects.of_partition(partition), below)
 
+    async def erase(self, subject: str, below: int) -> int:
+        stream = await self._turn()
+        before = len(stream.messages)
+        stream.purge(subject, below)
+        return before - len(stream.messages)
+
     async def subjects(self, filter_: str, offset: int) -> list[str]:
         return (await self._turn()).names(filter_)[offset:]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
-from bufstore.nats.errors import ConsumerMissing, StreamMissing
+from bufstore.nats.errors import ConsumerMissing, MessageMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.setup import check_stream, epoch_of, stream_config, withdrawn
 from bufstore.nats.stream import NatsStream
@@ -25,6 +26,8 @@ from bufstore.nats.stream import NatsStream
 #: What all partitions together ask for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
 #: dead and cuts it off, and while a large window is computed nothing is read.
 _ASKED_BYTES_MAX = 32 << 20
+
+_ERASED_AT_ONCE = 16
 
 
 class NatsLog(NatsStream):
@@ -151,6 +154,24 @@ class NatsLog(NatsStream):
             f"STREAM.PURGE.{self._config.log.stream}",
             {"filter": self._subjects.of_partition(partition), "seq": below},
         )
+
+    async def erase(self, subject: str, below: int) -> int:
+        # One by one: a purge by subject only forgets where the messages are, a deletion overwrites them.
+        removed, after = 0, 0
+        while found := await self.after(subject, after, 5.0, limit=_ERASED_AT_ONCE):
+            old = [message.seq for message in found if message.seq < below]
+            removed += sum(await asyncio.gather(*map(self._overwrite, old)))
+            if len(old) < len(found):
+                break
+            after = found[-1].seq
+        return removed
+
+    async def _overwrite(self, seq: int) -> bool:
+        try:
+            await self.api(f"STREAM.MSG.DELETE.{self._config.log.stream}", {"seq": seq})
+        except MessageMissing:
+            return False  # somebody else was faster
+        return True
 
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> NatsFeed:
         consumer = f"{self._config.log.subject}-flusher-{partition}"

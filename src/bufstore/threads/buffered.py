@@ -35,6 +35,7 @@ from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.bulk import BulkWriter
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.erasing import Erasure, ThreadEraser
 from bufstore.threads.health import Health, Statistics
 from bufstore.threads.lineage import Children
 from bufstore.threads.lists import BufferedLists
@@ -108,6 +109,9 @@ class BufferedThreadStore:
         self._lists = BufferedLists(store, ledger, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
         self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
+        self._eraser = ThreadEraser(
+            self._log, ledger, self._subjects, self._edits, self._lineage, self.quarantine, self._waiter, config
+        )
         #: For pipelines.
         self.bulk = BulkWriter(store, ledger, self._appender, self._writer, self._lineage)
         self._closing: asyncio.Task[None] | None = None
@@ -286,6 +290,16 @@ class BufferedThreadStore:
     async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
         """See `ThreadRunStore.delete_thread`."""
         return await self._lineage.change(lineage.deletion(thread_id, children))
+
+    async def erase(self, thread_id: str, *, children: Children = Children.REJECT) -> Erasure:
+        """Delete the thread if it is there, and remove its content from the log and from quarantine for good.
+
+        For a duty to erase: after `delete_thread` alone the content stays in the log until it is purged. Returns after
+        ``failover_window_s`` at the earliest, because until then Postgres may need the entries again. What is left,
+        archives above all: docs/OPERATIONS.md, "Erasure". Safe to repeat, also for a thread that was deleted before.
+        Raises as `delete_thread` does, but not NotFound; FlushTimeout, StoreUnavailable.
+        """
+        return await self._eraser.erase(thread_id, children)
 
     async def _admit(self, run: Run) -> None:
         await self._lineage.check_run(run)

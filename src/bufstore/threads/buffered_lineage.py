@@ -40,7 +40,7 @@ from bufstore.errors import (
 from bufstore.failpoints import Failpoint, reach
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
-from bufstore.threads.lineage import Children, LineageChange, NamedParents, carry_out, check
+from bufstore.threads.lineage import Children, LineageChange, NamedParents, carry_out, check, descendants
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
@@ -211,6 +211,10 @@ class BufferedLineage:
             level, cursor = Consistency.EVENTUAL, page.next_cursor  # flushed by the first page's barrier
             if cursor is None:
                 return sorted(set(found))
+
+    async def descendants(self, thread_id: str) -> list[str]:
+        """The threads that a deletion with `Children.CASCADE` would take along."""
+        return await descendants(_Family(self, None), thread_id)
 
     async def edit(self, wanted: Change, seq: int | None) -> Receipt:
         """Append an edit while the record still is the one at `seq`. Raises Overtaken."""

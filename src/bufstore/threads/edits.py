@@ -158,6 +158,17 @@ def delete_thread(thread_id: str) -> Change:
     return Change(thread_id, decide, heals=True)
 
 
+def remove_remains(thread_id: str) -> Change:
+    """A removal of a thread that is not there, behind what the log may hold of it. AlreadyExists if it is there."""
+
+    def decide(known: Known) -> Removal:
+        if known.thread is not None:
+            raise AlreadyExists(f"thread {thread_id!r} was written again")
+        return Removal()
+
+    return Change(thread_id, decide, heals=True)
+
+
 def _there(thread_id: str, known: Known) -> None:
     if known.thread is None:
         raise NotFound(f"there is no thread {thread_id!r}")

@@ -155,13 +155,13 @@ async def carry_out(family: Family, wanted: LineageChange) -> Receipt:
             with contextlib.suppress(NotFound):
                 await family.edit(edits.detach(child, thread_id))
     elif wanted.children is Children.CASCADE:
-        for descendant in reversed(await _descendants(family, thread_id)):
+        for descendant in reversed(await descendants(family, thread_id)):
             with contextlib.suppress(NotFound):
                 await family.edit(edits.delete_thread(descendant))
     return await family.edit(edits.delete_thread(thread_id))
 
 
-async def _descendants(family: Family, thread_id: str) -> list[str]:
+async def descendants(family: Family, thread_id: str) -> list[str]:
     """Children before their own children. A cycle that got in somehow ends."""
     found: dict[str, None] = {}
     todo = [thread_id]

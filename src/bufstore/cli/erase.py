@@ -1,0 +1,75 @@
+"""`bufstore erase`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import click
+import msgspec
+
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.flush import standing_in
+from bufstore.cli.output import show_json
+from bufstore.cli.running import EXIT_WRONG, run
+from bufstore.threads.erasing import Erasure
+from bufstore.threads.lineage import Children
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore erase --json``."""
+
+    erased: list[Erasure]
+
+
+@click.command()
+@click.argument("threads", metavar="THREAD...", nargs=-1, required=True)
+@click.option(
+    "--children",
+    type=click.Choice([c.value for c in Children]),
+    default=Children.REJECT.value,
+    show_default=True,
+    help="What becomes of child threads: they forbid it, stay without a parent, or are erased too.",
+)
+@connects()
+def erase(options: Options, threads: tuple[str, ...], children: str) -> None:
+    """Delete each THREAD and remove its content from the log and from quarantine.
+
+    Takes as long as Postgres may need the entries again (failover_window_s, a minute by default). Archives are not
+    touched: the report says whether they may hold the content. Exit code 1 if something may be left, or there was
+    nothing.
+    """
+    with options.target() as target:
+        report = run(_erase(target, threads, Children(children)))
+    if options.as_json:
+        show_json(report)
+    else:
+        for erasure in report.erased:
+            click.echo(_said(erasure))
+    if any(_left(erasure) or not erasure.found for erasure in report.erased):
+        raise SystemExit(EXIT_WRONG)
+
+
+async def _erase(target: Target, threads: Sequence[str], children: Children) -> Report:
+    async with target.buffered(flusher=False, create=False) as store, standing_in(target):
+        return Report(erased=await asyncio.gather(*(store.erase(t, children=children) for t in dict.fromkeys(threads))))
+
+
+def _left(erasure: Erasure) -> bool:
+    return bool(erasure.archived_below or erasure.written_again)
+
+
+def _said(erasure: Erasure) -> str:
+    name = repr(erasure.thread_ids[0])
+    if not erasure.found:
+        return f"{name}: there was nothing of it"
+    others = len(erasure.thread_ids) - 1
+    lines = [
+        f"{name}{f' and {others} descendants' if others else ''}: erased; {erasure.log_messages} messages of the log, "
+        f"{erasure.quarantined} entries in quarantine, {erasure.set_aside} rows set aside by pipelines"
+    ]
+    if erasure.archived_below:
+        lines.append(f"  archives of the log below position {erasure.archived_below} may hold its content")
+    if erasure.written_again:
+        lines.append(f"  written again meanwhile: {', '.join(map(repr, erasure.written_again))}")
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""Erasing a thread: deleting it, and removing its content wherever else the buffer keeps it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bufstore.buffer.erase import Eraser
+from bufstore.buffer.flush_waiter import FlushWaiter
+from bufstore.buffer.ports import Ledger, Log
+from bufstore.buffer.quarantine import Quarantine
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import AlreadyExists, NotFound
+from bufstore.threads import edits
+from bufstore.threads.buffered_edits import BufferedEdits
+from bufstore.threads.buffered_lineage import BufferedLineage
+from bufstore.threads.lineage import Children, deletion
+
+_PAGE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Erasure:
+    """What `erase` has removed, and what it could not."""
+
+    #: The threads: the one that was named, and its descendants if they went too.
+    thread_ids: tuple[str, ...]
+    #: Whether there was anything of them: the thread itself, or entries in log or quarantine.
+    found: bool
+    #: Threads that somebody has written to since they were deleted: they are there, and what they were may be, too.
+    written_again: tuple[str, ...]
+    #: Messages removed from the log.
+    log_messages: int
+    #: Entries removed from quarantine.
+    quarantined: int
+    #: Rows that pipelines had set aside because they were not fit to be written.
+    set_aside: int
+    #: Archives of the log below this position may hold the content; 0: the log was never archived.
+    archived_below: int
+
+
+class ThreadEraser:
+    """See `BufferedThreadStore.erase`."""
+
+    def __init__(
+        self,
+        log: Log,
+        ledger: Ledger,
+        subjects: Subjects,
+        edits: BufferedEdits,
+        lineage: BufferedLineage,
+        quarantine: Quarantine,
+        waiter: FlushWaiter,
+        config: BufferConfig,
+    ) -> None:
+        self._log = log
+        self._ledger = ledger
+        self._subjects = subjects
+        self._edits = edits
+        self._lineage = lineage
+        self._quarantine = quarantine
+        self._waiter = waiter
+        self._eraser = Eraser(log, ledger, subjects, waiter, config)
+        self._config = config
+
+    async def erase(self, thread_id: str, children: Children) -> Erasure:
+        """Delete, then remove what is kept beside the tables. Safe to repeat, also after an error."""
+        wanted = deletion(thread_id, children)
+        cascade = children is Children.CASCADE
+        threads = [thread_id, *(await self._lineage.descendants(thread_id) if cascade else ())]
+        existed = True
+        try:
+            await self._lineage.change(wanted)
+        except NotFound:
+            existed = False
+        below = {t: await self._removed_at(t) for t in threads}
+        removed = await self._eraser.erase({t: seq for t, seq in below.items() if seq})
+        quarantined = sum([await self._unpark(t) for t in threads])
+        set_aside = await self._ledger.erase_set_aside(threads)
+        return Erasure(
+            thread_ids=tuple(threads),
+            found=existed or bool(removed or quarantined or set_aside),
+            written_again=tuple(t for t, seq in below.items() if seq is None),
+            log_messages=removed,
+            quarantined=quarantined,
+            set_aside=set_aside,
+            archived_below=await self._ledger.archived(),
+        )
+
+    async def _removed_at(self, thread_id: str) -> int | None:
+        """The position of the thread's removal; 0 if the log holds nothing of it, None if it was written again.
+
+        The log's last entry of a thread stays, because it is what writers build on; so it must be one that says
+        nothing. Where the log holds entries and no removal behind them (all were parked, and there was no thread to
+        delete), a removal is written.
+        """
+        subject = self._subjects.of(thread_id)
+        last = (await self._log.last([subject], self._config.append_timeout_s)).get(subject)
+        if last is None:
+            return 0
+        await self._waiter.partitions({self._subjects.partition(thread_id): last.seq}, self._config.flush_timeout_s)
+        row = await self._ledger.row(thread_id)
+        if row.gone and row.flushed_seq >= last.seq:
+            return row.flushed_seq
+        try:
+            return (await self._edits.edit(edits.remove_remains(thread_id))).thread_seq
+        except AlreadyExists:
+            return row.flushed_seq if row.gone else None
+
+    async def _unpark(self, thread_id: str) -> int:
+        count = 0
+        while found := await self._quarantine.page(thread_id=thread_id, limit=_PAGE):
+            count += await self._quarantine.discard([entry.seq for entry in found])
+        return count

@@ -1,0 +1,80 @@
+"""Erasing a thread on real servers: its content is on NATS' disk and in the tables no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bufstore import Consistency, PostgresThreadStore
+from bufstore.embedded import Servers
+from bufstore.spark.ledger import SparkLedger
+from conftest import Deployment
+from helpers import fresh, query, run_of
+
+SHORT = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "failover_window_s": 1.0}
+
+
+class Picky(PostgresThreadStore):
+    """Refuses messages with a mark, as a table's constraint would."""
+
+    async def apply(self, connection: Any, batch: Any) -> None:
+        if any(b"poison" in m for c in batch for m in c.messages):
+            await connection.execute("SELECT 1/0")
+        await super().apply(connection, batch)
+
+
+def on_disk(servers: Servers, mark: str) -> bool:
+    """Whether any file of NATS has the mark in it."""
+    return any(mark.encode() in file.read_bytes() for file in servers.nats.data.rglob("*") if file.is_file())
+
+
+async def tables_with(deployment: Deployment, mark: str) -> list[str]:
+    """The tables of the deployment with a row that has the mark in it."""
+    dsn, schema = deployment.servers.postgres.dsn, deployment.name
+    tables = [t for (t,) in await query(dsn, "SELECT tablename FROM pg_tables WHERE schemaname = %s", schema)]
+    found = []
+    for table in tables:
+        looked = f"SELECT 1 FROM {schema}.{table} AS r WHERE r::text LIKE %s OR r::text LIKE %s LIMIT 1"
+        if await query(dsn, looked, f"%{mark}%", f"%{mark.encode().hex()}%"):
+            found.append(table)
+    return found
+
+
+async def test_the_content_of_an_erased_thread_is_nowhere_any_more(deployment: Deployment, servers: Servers) -> None:
+    gone, other, mark, large = fresh(), fresh(), fresh("secret"), fresh("large")
+    ledger = SparkLedger(servers.postgres.dsn, deployment.name)
+    await ledger.open()
+    try:
+        await ledger.setup()
+        for thread_id in (gone, other):
+            await ledger.quarantine("app", 0, 1, {"thread_id": thread_id, "messages": f"{mark}-{thread_id}"}, "no")
+    finally:
+        await ledger.aclose()
+    inner = Picky(servers.postgres.dsn, schema=deployment.name, pool_size=4)
+    async with deployment.store(inner, **SHORT) as store:
+        for thread_id in (gone, other):
+            for n in range(3):
+                await store.checkpoint(thread_id, [f"{mark}-{thread_id}"] * (n + 1), run_of(thread_id, n))
+        # In several messages, because it is larger than one may be.
+        await store.checkpoint(gone, [large + "x" * (3 << 20)], run_of(gone, 3))
+        await store.checkpoint(gone, [f"{mark}-{gone}", "poison"], run_of(gone, 4))
+        await store.force_flush_all()
+        assert await store.quarantined() == 1
+        assert on_disk(servers, f"{mark}-{gone}")
+        assert on_disk(servers, large)
+        assert "buffer_quarantine" in await tables_with(deployment, gone)
+
+        erasure = await store.erase(gone)
+        assert (erasure.log_messages > 5, erasure.quarantined, erasure.set_aside) == (True, 1, 1)
+        assert not on_disk(servers, f"{mark}-{gone}")
+        assert not on_disk(servers, large)
+        # Its id stays, where it keeps what is delivered again from taking effect.
+        assert await tables_with(deployment, gone) == ["buffer_threads"]
+        assert await tables_with(deployment, f"{mark}-{gone}") == []
+
+        assert on_disk(servers, f"{mark}-{other}")
+        assert await store.load_messages(other, consistency=Consistency.STRONG) == [f"{mark}-{other}"] * 3
+        assert await store.load_checkpoint(gone) is None
+        await store.checkpoint(gone, ["new"], run_of(gone, 9))
+        await store.force_flush(gone)
+    async with deployment.store(inner=Picky(servers.postgres.dsn, schema=deployment.name)) as store:
+        assert await store.load_messages(gone) == ["new"]
