@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bufstore.errors import BufstoreError, StoreUnavailable
+from bufstore.errors import BufstoreError, ReadNotFresh, StoreUnavailable
 from bufstore.threads.model import Run, decode_message
 from bufstore.types import Consistency
 from unit.test_appender import Instance, World, test
@@ -131,6 +131,78 @@ def test_a_read_without_postgres_shows_what_the_log_alone_tells() -> None:
         world.store_is_up = False
         assert await shown(one) == ["a", "b"]
         with pytest.raises(StoreUnavailable):
+            await shown(one, "another")
+
+    test(main)
+
+
+def slow_threads(one: Instance, delays: dict[str, float]) -> None:
+    """The store takes so long for these threads, and no time for anything else."""
+    state = one.reads._store.state
+
+    async def slowly(thread_id: str) -> Any:
+        await asyncio.sleep(delays.get(thread_id, 0.0))
+        return await state(thread_id)
+
+    one.reads._store.state = slowly  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("takes_s", [1.5, 2.5, 9.0])
+def test_a_thread_that_takes_the_store_long_is_read_and_makes_no_other_wait(takes_s: float) -> None:
+    async def main(world: World, one: Instance) -> None:
+        for thread_id in ("slow", "quick"):
+            await one.checkpoint(["a"], thread_id)
+            await world.flush(thread_id)
+        await world.flush_and_purge("slow")
+        slow_threads(one, {"slow": takes_s})
+        one.appender.forget("slow")
+        read = asyncio.create_task(shown(one, "slow"))
+        write = asyncio.create_task(one.append(["b"], "slow"))
+        began = asyncio.get_running_loop().time()
+        while not read.done():
+            await asyncio.sleep(0.2)
+            assert one.reads.store_down is None, "one slow thread says nothing of the others"
+            before = asyncio.get_running_loop().time()
+            assert await shown(one, "quick") == ["a"]
+            assert asyncio.get_running_loop().time() - before < 0.1
+        assert await read in (["a"], ["a", "b"])
+        assert asyncio.get_running_loop().time() - began < takes_s + 1
+        await write
+        await world.flush("slow")
+        assert world.ledger.parked.entries == {}
+
+    test(main)
+
+
+def test_a_thread_that_takes_the_store_longer_than_a_read_may_take_says_so() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"], "slow")
+        await world.flush_and_purge("slow")
+        slow_threads(one, {"slow": 60.0})
+        with pytest.raises(StoreUnavailable, match="read_timeout_s"):
+            await one.reads.joined("slow")
+        assert one.reads.store_down is None
+        with pytest.raises((ReadNotFresh, StoreUnavailable)):
+            await shown(one, "slow")
+
+    test(main)
+
+
+def test_a_read_that_a_hanging_store_does_not_answer_is_told_by_the_log_in_its_time() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+
+        async def hangs(_: str) -> Any:
+            await asyncio.sleep(3600)
+
+        one.reads._store.state = hangs  # type: ignore[method-assign]
+        one.reads._store.run = hangs  # type: ignore[method-assign]
+        began = asyncio.get_running_loop().time()
+        assert await shown(one) == ["a"]
+        assert asyncio.get_running_loop().time() - began < world.config.read_timeout_s / 2
+        assert one.reads.store_down is not None
+        assert await shown(one) == ["a"]
+        with pytest.raises(StoreUnavailable, match="did not answer in time"):
             await shown(one, "another")
 
     test(main)

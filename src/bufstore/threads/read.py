@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import Any
 
 from bufstore.buffer.entry import assemble
 from bufstore.buffer.flush_waiter import FlushWaiter
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 #: How long a call waits for Postgres before it tries to do with the log alone, or gives up.
 STORE_PATIENCE_S = 2.0
 _PROBE_INTERVAL_S = 0.25
+#: A run that nobody has: to ask for it costs the store little.
+_PROBE = "bufstore-probe"
 
 
 class ThreadReads:
@@ -58,14 +61,15 @@ class ThreadReads:
         self._config = config
         self._own_seq = own_seq
         self._probe: asyncio.Task[None] | None = None
+        self._question: asyncio.Task[None] | None = None
+        #: Questions to the store that nobody waits for any more.
+        self._ending: set[asyncio.Task[ThreadState]] = set()
         #: Why Postgres is taken for down; None while it answers.
         self.store_down: str | None = None
 
     async def aclose(self) -> None:
         """Stop looking whether Postgres is back."""
-        if self._probe is not None:
-            self._probe.cancel()
-            await asyncio.gather(self._probe, return_exceptions=True)
+        await _give_up(self._probe, self._question, *self._ending)
 
     async def thread(
         self, thread_id: str, level: Consistency, at_least: int = 0, quarantined: Quarantined = "raise"
@@ -138,21 +142,26 @@ class ThreadReads:
         return last.seq
 
     async def joined(self, thread_id: str) -> tuple[ThreadState, int]:
-        """The thread's state with its tail, and the position of its last entry in the log (0: none there)."""
+        """The thread's state with its tail, and the position of its last entry in the log (0: none there).
+
+        Raises StoreUnavailable when only Postgres could tell, and it is down or does not tell in `read_timeout_s`;
+        LogUnavailable.
+        """
         subject = self._subjects.of(thread_id)
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
+            deadline = began + self._config.read_timeout_s
+            asked = None if self.store_down is not None else loop.create_task(self._store.state(thread_id))
             in_log = loop.create_task(self._last(subject))
             try:
-                state = await self._stored(thread_id)
+                state = await self._stored(asked, deadline) if asked is not None else None
+                last = await in_log
             except BaseException:
-                in_log.cancel()
-                await asyncio.gather(in_log, return_exceptions=True)
+                await _give_up(in_log, asked)
                 raise
-            last = await in_log
             if state is None:
-                state, last = await self._without_store(thread_id)
+                state, last = await self._without_store(thread_id, asked, deadline)
             elif last > state.row.flushed_seq:
                 state, last = await self._with_tail(thread_id, state)
             # A pause in between (of this process, say) may have outlived an entry in the log: look again.
@@ -201,23 +210,51 @@ class ThreadReads:
         found = (await self._log.last([subject], self._config.read_timeout_s)).get(subject)
         return found.seq if found is not None else 0
 
-    async def _stored(self, thread_id: str) -> ThreadState | None:
-        """What the store holds; None while it is down."""
-        if self.store_down is not None:
-            return None
+    async def _stored(self, asked: asyncio.Task[ThreadState], deadline: float) -> ThreadState | None:
+        """What the store answers, however long it takes for that as long as it is up; None if it does not answer.
+
+        One thread may take long: whether the store is down, a small question tells.
+        """
+        while not await self._done(asked, deadline, self._patience / 2):
+            if deadline <= asyncio.get_running_loop().time() or (await self._is_down() and not asked.done()):
+                return None
         try:
-            async with asyncio.timeout(min(STORE_PATIENCE_S, self._config.read_timeout_s / 2)):
-                return await self._store.state(thread_id)
-        except TimeoutError:
-            self._take_for_down("it did not answer in time")
-        except StoreUnavailable as e:
-            self._take_for_down(str(e))
+            return asked.result()
+        except StoreUnavailable:
+            pass
         except BufstoreError:
             raise
         except Exception as e:
             # An app's own store raises its driver's errors; whatever they mean, it did not answer.
-            self._take_for_down(type(e).__name__)
+            _log.debug("a read of the store failed: %s", type(e).__name__, extra={"action": "store_read_failed"})
+        await self._is_down()
         return None
+
+    async def _done(self, asked: asyncio.Task[ThreadState], deadline: float, within_s: float) -> bool:
+        """Wait so long for the store's answer, at most until `deadline`; whether it is there."""
+        left = max(deadline - asyncio.get_running_loop().time(), 0)
+        done, _ = await asyncio.wait([asked], timeout=min(within_s, left))
+        return bool(done)
+
+    @property
+    def _patience(self) -> float:
+        return min(STORE_PATIENCE_S, self._config.read_timeout_s / 2)
+
+    async def _is_down(self) -> bool:
+        """Whether the store does not answer a small question either, asked once for all who want to know."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._ask(), name="bufstore-store-question")
+        await asyncio.shield(self._question)
+        return self.store_down is not None
+
+    async def _ask(self) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._store.run(_PROBE)
+        except TimeoutError:
+            self._take_for_down("it did not answer in time")
+        except Exception as e:
+            self._take_for_down(str(e) if isinstance(e, BufstoreError) else type(e).__name__)
 
     def _take_for_down(self, reason: str) -> None:
         """Do not make every read wait for a Postgres that is away: one task looks whether it is back."""
@@ -229,23 +266,39 @@ class ThreadReads:
     async def _look_for_store(self) -> None:
         while self.store_down is not None:
             with contextlib.suppress(Exception):  # whatever an app's store raises: it is not back yet
-                await self._store.run("bufstore-probe")
+                await self._store.run(_PROBE)
                 self.store_down = None
                 _log.info("Postgres is back", extra={"action": "store_up"})
                 return
             await asyncio.sleep(_PROBE_INTERVAL_S)
 
-    async def _without_store(self, thread_id: str) -> tuple[ThreadState, int]:
-        messages = await self._log.after(self._subjects.of(thread_id), 0, self._config.read_timeout_s)
-        state = from_log_alone(thread_id, assemble(messages, thread_id))
-        if state is not None:
-            return state, messages[-1].seq
+    async def _without_store(
+        self, thread_id: str, asked: asyncio.Task[ThreadState] | None, deadline: float
+    ) -> tuple[ThreadState, int]:
+        """What the log tells without the store, else what the store tells after all. `asked`: it was, before."""
         try:
-            async with asyncio.timeout(STORE_PATIENCE_S):
-                stored = await self._store.state(thread_id)
-        except TimeoutError:
-            raise StoreUnavailable(f"only Postgres can tell about thread {thread_id!r}: {self.store_down}") from None
+            messages = await self._log.after(self._subjects.of(thread_id), 0, self._config.read_timeout_s)
+            state = from_log_alone(thread_id, assemble(messages, thread_id))
+            if state is not None:
+                return state, messages[-1].seq
+            if asked is None or asked.done():
+                asked = asyncio.create_task(self._store.state(thread_id))
+            while not await self._done(asked, deadline, self._patience):
+                late = asyncio.get_running_loop().time() >= deadline
+                if late or self.store_down is not None:
+                    reason = self.store_down or "it did not tell in BufferConfig.read_timeout_s"
+                    raise StoreUnavailable(f"only Postgres can tell about thread {thread_id!r}: {reason}")
+            stored = asked.result()
+        finally:
+            self._let_go(asked)
         return await self._with_tail(thread_id, stored)
+
+    def _let_go(self, asked: asyncio.Task[ThreadState] | None) -> None:
+        """End the question, without waiting for that: a server that hangs takes its time for it."""
+        if asked is not None and not asked.done():
+            self._ending.add(asked)
+            asked.add_done_callback(self._ending.discard)
+            asked.cancel()
 
     async def _thread_of_run(self, run_id: str) -> str | None:
         try:
@@ -269,3 +322,11 @@ class ThreadReads:
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
         ends = await self._log.ends(filters, timeout_s)
         await self._waiter.partitions({p: seq for p, seq in enumerate(ends) if seq}, timeout_s)
+
+
+async def _give_up(*tasks: asyncio.Task[Any] | None) -> None:
+    """End these tasks, if they have not ended; nobody wants their answers any more."""
+    left = [task for task in tasks if task is not None]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

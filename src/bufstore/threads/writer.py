@@ -45,6 +45,8 @@ class ThreadWriter:
     async def row(self, thread_id: str) -> Row:
         """The thread's row. Raises StoreUnavailable, soon."""
         try:
+            # One small row, whatever the thread holds. And what was seen of the log before must not grow old meanwhile:
+            # see `bufstore.buffer.tip_finder`.
             async with asyncio.timeout(STORE_PATIENCE_S):
                 return await self._ledger.row(thread_id)
         except TimeoutError:
