@@ -10,7 +10,7 @@ from bufstore.spark.ledger import SparkLedger
 from conftest import Deployment
 from helpers import fresh, query, run_of
 
-SHORT = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "failover_window_s": 1.0}
+SHORT = {"append_timeout_s": 3.0, "read_timeout_s": 3.0, "failover_window_s": 6.0}
 
 
 class Picky(PostgresThreadStore):
