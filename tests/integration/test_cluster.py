@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bufstore import BufstoreError, Consistency, NatsConfig, ReadNotFresh
+from bufstore import BufstoreError, Consistency, LogFull, NatsConfig, ReadNotFresh
+from bufstore.buffer.ports import Outgoing
 from bufstore.embedded import NatsServer, Servers
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
@@ -131,5 +133,48 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
                 return None
 
         assert await eventually(read, 60) == [said(0)]
+    finally:
+        await context.__aexit__(None, None, None)
+
+
+async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: list[NatsServer]) -> None:
+    """What proves that the leader leads must not need room in the log."""
+    deployment = Deployment(servers, replicas=3, max_bytes=1 << 20)
+    nats = NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in cluster], user="all", password="all")
+
+    async def opened() -> Any:
+        try:
+            context = deployment.store(nats=nats, append_timeout_s=2.0, read_timeout_s=4.0)
+            return context, await context.__aenter__()
+        except BufstoreError:
+            return None  # no meta leader yet
+
+    context, store = await eventually(opened, 60)
+    try:
+        thread_id, written = fresh(), 0
+        with suppress(LogFull):
+            while True:
+                await store.checkpoint_append(thread_id, [said(written, 50_000)], run_of(thread_id))
+                written += 1
+        for size in (1000, 1):  # to the last byte
+            with suppress(LogFull):
+                while True:
+                    await store._log.publish(Outgoing(f"{deployment.log.subject}.barrier.1", b"x" * size), 5)
+
+        async def read() -> int | None:
+            found = await store.load_messages(thread_id, consistency=Consistency.STRONG)
+            return len(found or [])
+
+        assert await read() == written
+        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        followers = [s for i, s in enumerate(cluster) if f"n{i}" != info["cluster"]["leader"]]
+        for server in followers:
+            await asyncio.to_thread(server.pause)
+        try:
+            with pytest.raises(ReadNotFresh):
+                await read()
+        finally:
+            for server in followers:
+                await asyncio.to_thread(server.resume)
     finally:
         await context.__aexit__(None, None, None)

@@ -129,7 +129,12 @@ class NatsLog(NatsStream):
         if self._config.log.replicas > 1:
             # A leader that the others have left answers reads for seconds; a write needs their votes. The subject is
             # in no partition, and holds one message.
-            await self.publish(Outgoing(f"{self._config.log.subject}.barrier.0", b"", rollup=True), timeout_s)
+            subject = f"{self._config.log.subject}.barrier.0"
+            try:
+                await self.publish(Outgoing(subject, b"", rollup=True), timeout_s)
+            except LogFull:
+                # To remove it needs their votes as well, and no room.
+                await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"filter": subject}, timeout_s)
 
     async def fill(self) -> tuple[int, int]:
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
