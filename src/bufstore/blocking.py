@@ -16,8 +16,10 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from bufstore.buffer.quarantine import Quarantine
 from bufstore.errors import CallTimeout, Closed, ConfigError
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.bulk import BulkWriter
 from bufstore.threads.protocol import ThreadRunStore
 
 P = ParamSpec("P")
@@ -26,12 +28,12 @@ R = TypeVar("R")
 
 def _blocking(
     method: Callable[Concatenate[Any, P], Awaitable[R]], *, as_long_as_it_takes: bool = False
-) -> Callable[Concatenate[BlockingThreadStore, P], R]:
+) -> Callable[Concatenate[BlockingThreadStore | _Part, P], R]:
     """The method, waited for; `as_long_as_it_takes`: its own bound is the only one."""
     name = method.__name__
 
     @functools.wraps(method)
-    def call(self: BlockingThreadStore, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: BlockingThreadStore | _Part, /, *args: P.args, **kwargs: P.kwargs) -> R:
         timeout_s = None if as_long_as_it_takes else self._timeout_s
         result: R = self._call(lambda: getattr(self._store, name)(*args, **kwargs), timeout_s)
         return result
@@ -159,6 +161,38 @@ class BlockingThreadStore:
     delete_thread = _blocking(ThreadRunStore.delete_thread)
 
 
+class _Part:
+    """A part of a store, called on the store's loop."""
+
+    def __init__(self, whole: BlockingThreadStore, part: object) -> None:
+        self._whole = whole
+        self._store = part
+        self._timeout_s = whole._timeout_s
+
+    def _call(self, work: Callable[[], Awaitable[R]], timeout_s: float | None) -> R:
+        return self._whole._call(work, timeout_s)
+
+
+class BlockingQuarantine(_Part):
+    """`bufstore.buffer.quarantine.Quarantine`, whose calls block."""
+
+    count = _blocking(Quarantine.count)
+    page = _blocking(Quarantine.page)
+    show = _blocking(Quarantine.show)
+    replay = _blocking(Quarantine.replay)
+    replay_thread = _blocking(Quarantine.replay_thread)
+    threads = _blocking(Quarantine.threads)
+    discard = _blocking(Quarantine.discard)
+
+
+class BlockingBulkWriter(_Part):
+    """`bufstore.threads.bulk.BulkWriter`, whose calls block."""
+
+    learn_new = _blocking(BulkWriter.learn_new)
+    claim = _blocking(BulkWriter.claim)
+    write = _blocking(BulkWriter.write)
+
+
 class BlockingBufferedStore(BlockingThreadStore):
     """A `BufferedThreadStore` whose calls block: with levels and receipts in the reads, and its administration."""
 
@@ -166,6 +200,9 @@ class BlockingBufferedStore(BlockingThreadStore):
         self, open_store: Callable[[], Awaitable[BufferedThreadStore]], *, call_timeout_s: float = 60.0
     ) -> None:
         super().__init__(open_store, call_timeout_s=call_timeout_s)
+        store: Any = self._store
+        self.quarantine = BlockingQuarantine(self, store.quarantine)
+        self.bulk = BlockingBulkWriter(self, store.bulk)
 
     load_checkpoint = _blocking(BufferedThreadStore.load_checkpoint)
     load_thread = _blocking(BufferedThreadStore.load_thread)

@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,10 +20,15 @@ from bufstore import (
     Closed,
     ConfigError,
     MemoryThreadStore,
+    NotFound,
     Run,
     ThreadRunStore,
     VersionConflict,
 )
+from bufstore.blocking import BlockingBulkWriter, BlockingQuarantine
+from bufstore.buffer.quarantine import Quarantine
+from bufstore.memory import MemoryNats
+from bufstore.threads.bulk import BulkWriter, Step
 
 
 class Slow(MemoryThreadStore):
@@ -62,6 +68,28 @@ def test_it_has_every_method() -> None:
     assert public(BlockingBufferedStore) == {
         name for name in public(BufferedThreadStore) - {"aclose"} | {"close"} if name != "open"
     }
+
+
+def test_the_parts_have_every_method() -> None:
+    assert public(BlockingQuarantine) == public(Quarantine)
+    assert public(BlockingBulkWriter) == public(BulkWriter)
+
+
+def test_the_quarantine_and_bulk_writes_of_a_blocking_store() -> None:
+    open_store = partial(BufferedThreadStore.open, MemoryThreadStore(), nats=MemoryNats())
+    with BlockingBufferedStore(open_store) as store:
+        run = Run(run_id="r", thread_id="t")
+        store.bulk.learn_new(["t"])
+        store.bulk.claim([run])
+        series = store.bulk.write("t", [Step([1], run, True), Step([2], run, False)])
+        assert (len(series.receipts), series.error) == (2, None)
+        assert store.load_messages("t") == [1, 2]
+        assert (store.quarantine.count(), list(store.quarantine.page())) == (0, [])
+        with pytest.raises(NotFound):
+            store.quarantine.show(1)
+        assert list(store.quarantine.replay_thread("t")) == []
+    with pytest.raises(Closed):
+        store.quarantine.count()
 
 
 def test_calls_return_and_raise_what_the_store_does() -> None:
