@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 from collections.abc import AsyncIterator
 
@@ -12,8 +13,8 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from bufstore.embedded import Servers
-from bufstore.errors import Closed, StoreMisconfigured, StoreUnavailable
-from bufstore.postgres.pool import Pool, open_pool
+from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavailable
+from bufstore.postgres.pool import Pool, check_conninfo, open_pool
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +141,35 @@ async def test_closing_ends_those_who_wait(servers: Servers) -> None:
         await pool.close()
     outcomes = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(o, (Closed, StoreUnavailable)) for o in outcomes), outcomes
+
+
+async def test_an_outage_is_not_told_by_the_log_of_the_pool(
+    own_servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    pool = await open_pool(own_servers.postgres.dsn, size=3)
+    try:
+        async with contextlib.AsyncExitStack() as stack:  # some are in use, some are not
+            await asyncio.gather(*(backend(pool) for _ in range(3)))
+            for connection in [await stack.enter_async_context(pool.lend(20)) for _ in range(2)]:
+                assert await connection.execute("SELECT 1")
+            own_servers.postgres.stop()
+            with pytest.raises(StoreUnavailable):
+                await backend(pool, 2)
+        with pytest.raises(StoreUnavailable):
+            await asyncio.gather(*(backend(pool, 1) for _ in range(5)))
+        own_servers.postgres.start()
+        assert await backend(pool, 20)
+    finally:
+        await pool.close()
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("psycopg")] == []
+    caplog.clear()
+    logging.getLogger("psycopg.pool").warning("error connecting in %r: %s", "another pool", "reason")
+    assert len(caplog.records) == 1, "other pools of the app are heard"
+
+
+@pytest.mark.parametrize("scheme", ["postgresql+psycopg", "postgresql+asyncpg", "postgres+psycopg2"])
+def test_a_url_of_sqlalchemy_is_explained(scheme: str) -> None:
+    with pytest.raises(ConfigError, match=r"SQLAlchemy.*leave out '\+") as caught:
+        check_conninfo(f"{scheme}://u:geheim@127.0.0.1/x")
+    assert "geheim" not in str(caught.value)

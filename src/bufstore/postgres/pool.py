@@ -39,17 +39,21 @@ _REFUSED = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _PORT = re.compile(r"\s*[0-9]{1,5}\s*")
+#: "postgresql+psycopg://", which most apps have in their environment.
+_DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
 _REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
 
 
 class _Quiet(logging.Filter):
-    """While Postgres is away psycopg's pool warns of each attempt of ours, several times a second.
+    """While Postgres is away psycopg's pool warns of each attempt and each lost connection of ours.
 
     The callers' errors say it, and the flusher and the reads say it once; the attempts are for debugging.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
-        ours = isinstance(record.args, tuple) and record.args[:1] == (_POOL_NAME,)
+        # Some of its messages name the pool, some the connection.
+        args = record.args if isinstance(record.args, tuple) else ()
+        ours = any(arg == _POOL_NAME if isinstance(arg, str) else isinstance(arg, _Connection) for arg in args)
         return not ours or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
 
 
@@ -269,6 +273,10 @@ def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -
 
 def check_conninfo(conninfo: str) -> dict[str, Any]:
     """The parameters of a connection string. Raises ConfigError, which shows nothing of it."""
+    if dialect := _DIALECT.match(conninfo):
+        raise ConfigError(
+            f"a Postgres URL that begins with {dialect[0]} is SQLAlchemy's: leave out {dialect[2]!r} (postgresql://…)"
+        )
     found: dict[str, Any] | None = None
     with suppress(psycopg.ProgrammingError, UnicodeError):
         found = dict(conninfo_to_dict(conninfo))
