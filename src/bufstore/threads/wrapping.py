@@ -16,6 +16,17 @@ from bufstore.threads.base import ComparingReader, SnapshotReader, StateReader
 from bufstore.threads.protocol import WrappableStore
 
 
+def check_wrappable(store: object) -> None:
+    """Raise ConfigError when the store lacks a method that the buffer calls: else only the first flush would tell."""
+    methods = ("load_checkpoint", "load_run", "apply")
+    wrong = [name for name in methods if not callable(getattr(store, name, None))]
+    if wrong:
+        raise ConfigError(
+            f"{type(store).__name__} cannot be wrapped: it has no {' and no '.join(wrong)} "
+            "(see bufstore.WrappableStore for what each must do)"
+        )
+
+
 def ledger_for(store: WrappableStore, postgres: str | None, schema: str, config: BufferConfig) -> Ledger:
     """Where the watermarks are kept. Raises ConfigError when that cannot be told."""
     bound = config.quarantine_max
@@ -23,6 +34,7 @@ def ledger_for(store: WrappableStore, postgres: str | None, schema: str, config:
         dsn = postgres or str(store.pool.conninfo)
         return PostgresLedger(dsn, store, schema=store.schema, quarantine_max=bound)
     if postgres is not None:
+        check_wrappable(store)
         return PostgresLedger(postgres, store, schema=schema, quarantine_max=bound)
     if isinstance(store, MemoryThreadStore):
         return store.ledger(bound)
