@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import ssl
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,26 @@ async def test_a_credentials_file_or_its_contents(servers: Servers, tmp_path: Pa
                 pass
 
 
+async def test_credentials_that_cannot_be_used_are_no_outage(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nonsense = tmp_path / "nonsense.creds"
+    nonsense.write_text("nonsense")
+    url = "nats://127.0.0.1:1"
+    for credentials, says in (
+        (nonsense, "BEGIN NATS USER JWT"),
+        ("-----BEGIN nonsense", "BEGIN NATS USER JWT"),
+        (tmp_path / "missing.creds", "no file"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            async with deployment.store(nats=NatsConfig(servers=url, credentials=credentials)):
+                pass
+    monkeypatch.setitem(sys.modules, "nkeys", None)
+    with pytest.raises(ConfigError, match=r"pip install 'bufstore\[nkeys\]'"):
+        async with deployment.store(nats=NatsConfig(servers=url, credentials=nonsense)):
+            pass
+
+
 async def test_postgres_that_refuses_is_said_and_nothing_is_lost(servers: Servers, deployment: Deployment) -> None:
     from bufstore import PostgresThreadStore
 
@@ -309,6 +330,20 @@ async def test_a_store_of_an_app_without_its_database_is_a_config_error(deployme
 
     with pytest.raises(ConfigError, match="postgres"):
         await BufferedThreadStore.open(Mine(), nats=deployment.servers.nats.url)  # type: ignore[arg-type]
+
+
+class Readable:
+    """What an app may have before it has read what a store must offer."""
+
+    async def load_checkpoint(self, thread_id: str) -> None: ...
+
+    async def load_run(self, run_id: str) -> None: ...
+
+
+async def test_a_store_without_apply_is_refused_at_open(deployment: Deployment) -> None:
+    with pytest.raises(ConfigError, match="Readable cannot be wrapped: it has no apply"):
+        async with deployment.store(Readable(), postgres=deployment.servers.postgres.dsn):
+            pass
 
 
 @pytest.mark.parametrize("epoch", [-1, EPOCHS_MAX])

@@ -15,6 +15,7 @@ from bufstore.cli.connect import Target
 from bufstore.cli.diagnosis import Check, Level, Notes
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift
+from bufstore.nats import hooks
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.hot import NatsHotState
@@ -53,6 +54,8 @@ async def _look(
     notes: Notes, connection: Connection, target: Target, stream: NatsStream, hot: NatsHotState
 ) -> int | None:
     notes.say("reachable", Level.OK, "yes")
+    concerns = hooks.concerns()
+    notes.require("client", not concerns, "; ".join([hooks.installed(), *concerns]), hooks.advice())
     _version(notes, connection)
     try:
         account = await stream.api("INFO", timeout_s=_TIMEOUT_S)

@@ -15,11 +15,10 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import nats.errors
-from nats.aio.client import Client, RawCredentials
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
@@ -27,7 +26,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.buffer.ports import AppendUnknown, BegunBatch, Outgoing
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
-from bufstore.nats import frames
+from bufstore.nats import frames, hooks
+from bufstore.nats.credentials import read_credentials
 from bufstore.nats.headers import status_of
 
 _log = logging.getLogger(__name__)
@@ -96,6 +96,8 @@ class Connection:
 
     async def open(self) -> None:
         """Connect. Raises ConfigError when the server refuses us, LogUnavailable when none can be reached."""
+        for concern in hooks.concerns():
+            _log.warning("%s: %s", hooks.installed(), concern, extra={"action": "nats_client"})
         try:
             await self._connect()
         except ConfigError:
@@ -340,8 +342,7 @@ class Connection:
             "token": token,
         }
         if c.credentials is not None:
-            text = str(c.credentials)
-            options["user_credentials"] = RawCredentials(text) if "-----BEGIN" in text else Path(text)
+            options["user_credentials"] = read_credentials(c.credentials)
         if c.tls is not None:
             options["tls"] = c.tls
         if c.tls_hostname is not None:
@@ -451,7 +452,17 @@ class ListeningClient(Client):
 
 
 class _TlsClient(ListeningClient):
-    """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it."""
+    """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it.
+
+    Raises ConfigError when the installed nats-py would not ask us before it sends them.
+    """
+
+    def __init__(self) -> None:
+        if hooks.GUARD in hooks.changed():
+            raise ConfigError(
+                f"with {hooks.installed()} it cannot be made sure that credentials go over TLS only: {hooks.advice()}"
+            )
+        super().__init__()
 
     def _connect_command(self) -> bytes:
         if not self._server_info.get("tls_required"):

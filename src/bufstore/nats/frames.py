@@ -20,13 +20,14 @@ from bufstore.buffer.ports import Outgoing
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
-_CHECKED_VERSIONS = ("2.16.",)
+#: How the versions begin whose private parts were looked at.
+CHECKED_VERSIONS = ("2.16.",)
 _ALL = slice(None)
 #: What encloses the lines of the headers.
 _FRAME = len("NATS/1.0\r\n" + "\r\n")
 
 #: Whether `send` writes frames of its own.
-supported = version("nats-py").startswith(_CHECKED_VERSIONS)
+supported = version("nats-py").startswith(CHECKED_VERSIONS)
 
 
 def prepare(client: Client) -> None:
