@@ -76,11 +76,13 @@ class Servers:
             raise
 
     def stop(self) -> None:
-        """Stops both gracefully at the same time; removes the folder if it is a temporary one."""
+        """Stops both at the same time, gracefully; a temporary folder is removed, so then at once."""
         if self._lock is None:
             return
         with ThreadPoolExecutor(2) as pool:
-            attempts = [pool.submit(server.stop) for server in (self.nats, self.postgres)]
+            attempts = [
+                pool.submit(server.abandon if self._temporary else server.stop) for server in (self.nats, self.postgres)
+            ]
         self._lock.close()
         self._lock = None
         if self._temporary:

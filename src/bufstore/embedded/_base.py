@@ -57,6 +57,8 @@ class Server:
 
     _name = ""
     _stop_signal: int = signal.SIGTERM
+    #: Ends it without saving anything, but leaves nothing behind in the system.
+    _abandon_signal: int = signal.SIGKILL
 
     def __init__(self, data: Path, *, port: int | None = None) -> None:
         self.data = Path(data).resolve()
@@ -126,6 +128,13 @@ class Server:
         self._process = None
         self._lock.close()
         self._lock = None
+
+    def abandon(self) -> None:
+        """Ends the server at once and gives up the data folder, which is not meant to be used again."""
+        if self._process is not None:
+            _guard.thaw(self._process)
+            _guard.send(self._process, self._abandon_signal)
+        self.stop()
 
     def restart(self, timeout: float = START_SECONDS) -> None:
         """Stops and starts; raises what `start` raises."""

@@ -50,7 +50,8 @@ def _status(process: Any) -> str:
         return "gone"
 
 
-def _send(process: Any, number: int) -> None:
+def send(process: Any, number: int) -> None:
+    """Sends the process a signal, if it is still there."""
     psutil = importlib.import_module("psutil")
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(number)  # psutil refuses if the pid has meanwhile gone to another process
@@ -82,11 +83,11 @@ def freeze(process: Any) -> list[Any]:
         return _status(one) in ("stopped", "zombie", "dead", "gone")
 
     # The parent first: once it stands still no child can be started behind our back.
-    _send(process, signal.SIGSTOP)
+    send(process, signal.SIGSTOP)
     wait_until(lambda: still(process), KILL_SECONDS)
     members = tree(process)
     for member in members[1:]:
-        _send(member, signal.SIGSTOP)
+        send(member, signal.SIGSTOP)
     wait_until(lambda: all(still(member) for member in members), KILL_SECONDS)
     return members
 
@@ -94,21 +95,21 @@ def freeze(process: Any) -> list[Any]:
 def thaw(process: Any) -> None:
     """Resumes a whole tree, the parent last so that it finds its children running."""
     for member in reversed(tree(process)):
-        _send(member, signal.SIGCONT)
+        send(member, signal.SIGCONT)
 
 
 def kill(process: Any) -> bool:
     """SIGKILLs a whole tree; False if something of it is still there after `KILL_SECONDS`."""
     members = freeze(process)
     for member in members:
-        _send(member, signal.SIGKILL)
+        send(member, signal.SIGKILL)
     return wait_until(lambda: not any(alive(member) for member in members), KILL_SECONDS)
 
 
 def end(process: Any, number: int) -> bool:
     """Stops a whole tree with the given signal to its parent, or by SIGKILL if that takes too long."""
     thaw(process)  # a paused server would not see the signal
-    _send(process, number)
+    send(process, number)
     return wait_until(lambda: not alive(process), STOP_SECONDS) or kill(process)
 
 

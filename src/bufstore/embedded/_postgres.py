@@ -31,6 +31,7 @@ class PostgresServer(Server):
 
     _name = "postgres"
     _stop_signal = signal.SIGINT  # "fast": ends sessions, does not wait for clients to leave
+    _abandon_signal = signal.SIGQUIT  # "immediate": no checkpoint; SIGKILL would leave shared memory behind
 
     @property
     def dsn(self) -> str:
