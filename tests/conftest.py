@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import secrets
@@ -15,7 +16,7 @@ from typing import Any
 import nats
 import pytest
 
-from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable
+from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable, change_log
 from bufstore.embedded import EmbeddedError, RedisServer, Servers
 
 pytest.register_assert_rewrite("bufstore.testing")
@@ -96,7 +97,13 @@ class Deployment:
 
     def config(self, **options: Any) -> BufferConfig:
         """A configuration with short times, for tests."""
-        return BufferConfig(**({"log": self.log, "flush_interval_s": 0.05, "lease_s": 4} | options))
+        return BufferConfig.fitting(self.log, **({"flush_interval_s": 0.05, "lease_s": 4} | options))
+
+    async def change(self, **windows: Any) -> None:
+        """Change what the log says of its windows, while no store is open."""
+        for step in (windows, {"settle": True}):
+            await change_log(nats=self.servers.nats.url, stream=self.log.stream, **step)
+        self.log = dataclasses.replace(self.log, **windows)
 
     def inner(self) -> PostgresThreadStore:
         """The wrapped store."""

@@ -15,7 +15,7 @@ RULES = (
     checkers.flicker,
 )  # fmt: skip
 #: For stores whose servers come and go.
-PATIENCE = {"append_timeout_s": 2.0, "read_timeout_s": 2.0, "flush_timeout_s": 30.0, "failover_window_s": 60.0}
+PATIENCE = {"append_timeout_s": 2.0, "read_timeout_s": 2.0, "flush_timeout_s": 30.0}
 
 
 class Load:

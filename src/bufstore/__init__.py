@@ -5,6 +5,7 @@ from bufstore.buffer.audit import Finding, Verification
 from bufstore.buffer.ports import ParkedInfo
 from bufstore.buffer.repair import Repaired
 from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
+from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import (
     AlreadyExists,
@@ -41,6 +42,7 @@ from bufstore.errors import (
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.changing import change_log
 from bufstore.threads.erasing import Erasure
 from bufstore.threads.health import Health, Statistics
 from bufstore.threads.lineage import Children
@@ -142,7 +144,9 @@ __all__ = [
     "Verification",
     "VersionConflict",
     "Visibility",
+    "Windows",
     "WrappableStore",
+    "change_log",
     "decode_message",
     "decode_metadata",
     "decode_run",

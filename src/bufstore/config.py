@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from ssl import SSLContext
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 from bufstore.errors import ConfigError
@@ -136,6 +136,11 @@ class LogConfig:
     max_bytes: int = 2 << 30
     #: Largest entry; one over the server's max_payload is stored in several messages.
     max_entry_bytes: int = 64 << 20
+    #: How much of its last commits Postgres may lose in a failover: entries stay at least this long after their flush,
+    #: and no operation takes longer than half of it. Said by the log; changed on a running one with `change_log`.
+    failover_window_s: float = 60.0
+    #: Nothing leaves the log before `bufstore.spark.archive` has it; without archiving, it fills (LogFull). Like it.
+    archive: bool = False
 
     def __post_init__(self) -> None:
         for name in ("stream", "bucket", "subject"):
@@ -149,6 +154,8 @@ class LogConfig:
             raise ConfigError("LogConfig.max_bytes must be at least 1 MiB")
         if not 1 << 10 <= self.max_entry_bytes <= 512 << 20:
             raise ConfigError("LogConfig.max_entry_bytes must be 1 KiB to 512 MiB")
+        if not 0 < self.failover_window_s < float("inf"):
+            raise ConfigError("LogConfig.failover_window_s must be positive")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,10 +180,6 @@ class BufferConfig:
     lease_s: int = 6
     #: Operator: how long flushed entries stay in the log (for readers of the log); gives way above 70 % of max_bytes.
     retain_after_flush_s: float = 24 * 3600.0
-    #: Operator: nothing leaves the log before `bufstore.spark.archive` has it; without archiving, it fills (LogFull).
-    archive: bool = False
-    #: Operator: how much of its last commits Postgres may lose in a failover; entries stay at least this long.
-    failover_window_s: float = 60.0
     #: Operator: with this many entries in quarantine no more is parked: poison waits in the log, `trouble` says so.
     quarantine_max: int = 10_000
     #: Developer: threads (and runs) whose last state is remembered for one-round-trip writes.
@@ -187,18 +190,34 @@ class BufferConfig:
             value = getattr(self, f.name)
             if isinstance(value, (int, float)) and not isinstance(value, bool) and not 0 < value < float("inf"):
                 raise ConfigError(f"BufferConfig.{f.name} must be positive")
-        longest = max(self.append_timeout_s, self.read_timeout_s)
-        # An entry may only leave the log when no operation that began before its commit still runs: a read that
-        # took Postgres' answer before the commit must still find the entry in the log.
-        if self.failover_window_s < 2 * longest:
-            raise ConfigError(
-                f"BufferConfig.failover_window_s ({self.failover_window_s:g}) must be at least twice the longest "
-                f"operation ({longest:g} s)"
-            )
-        if self.retain_after_flush_s < self.failover_window_s:
-            raise ConfigError("BufferConfig.retain_after_flush_s must be at least failover_window_s")
+        self.check_fits(self.log.failover_window_s)
+        if self.retain_after_flush_s < self.log.failover_window_s:
+            raise ConfigError("BufferConfig.retain_after_flush_s must be at least LogConfig.failover_window_s")
         if not 3 <= self.lease_s <= 8:
             raise ConfigError("BufferConfig.lease_s must be 3 to 8")
+
+    def check_fits(self, window_s: float) -> None:
+        """Raise ConfigError when an operation may take longer than a log with this failover window allows."""
+        # An entry may only leave the log when no operation that began before its commit still runs: a read that
+        # took Postgres' answer before the commit must still find the entry in the log.
+        for name in ("append_timeout_s", "read_timeout_s"):
+            longest = getattr(self, name)
+            if window_s < 2 * longest:
+                raise ConfigError(
+                    f"BufferConfig.{name} ({longest:g} s) must be at most half of the log's failover_window_s "
+                    f"({window_s:g} s): shorten it, or raise the log's window first (`bufstore log set`)"
+                )
+
+    @classmethod
+    def fitting(cls, log: LogConfig, **options: Any) -> Self:
+        """A configuration for a log that others have set up: defaults that do not fit its window are brought to fit."""
+        longest = log.failover_window_s / 2
+        fitted: dict[str, Any] = {
+            "append_timeout_s": min(cls.append_timeout_s, longest),
+            "read_timeout_s": min(cls.read_timeout_s, longest),
+            "retain_after_flush_s": max(cls.retain_after_flush_s, log.failover_window_s),
+        }
+        return cls(**({"log": log} | fitted | options))
 
 
 def as_nats_config(value: str | Sequence[str] | NatsConfig | Mapping[str, Any]) -> NatsConfig:

@@ -38,18 +38,24 @@ PROCESSES = (
     ("r1", "reader", 0),
     ("a1", "all", 32),
 )
-LOG = {"stream": "CHAOS", "bucket": "chaos-hot", "subject": "chaos", "partitions": PARTITIONS, "max_bytes": 1 << 30}
-#: Short enough that entries leave the log, and lookups miss, within a run.
+#: A window that is short enough that entries leave the log, and lookups miss, within a run.
+LOG = {
+    "stream": "CHAOS",
+    "bucket": "chaos-hot",
+    "subject": "chaos",
+    "partitions": PARTITIONS,
+    "max_bytes": 1 << 30,
+    "failover_window_s": 8.0,
+}
 BUFFER = {
     "append_timeout_s": 4.0,
     "read_timeout_s": 4.0,
-    "failover_window_s": 8.0,
     "retain_after_flush_s": 10.0,
     "lease_s": 3,
     "flush_interval_s": 0.2,
 }
 LEASE_S: int = BUFFER["lease_s"]  # type: ignore[assignment]
-FAILOVER_WINDOW_S: float = BUFFER["failover_window_s"]
+FAILOVER_WINDOW_S: float = LOG["failover_window_s"]  # type: ignore[assignment]
 
 
 class Process:

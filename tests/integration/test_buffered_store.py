@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -368,8 +369,9 @@ async def test_an_app_whose_code_fails_on_one_thread_delays_only_that(deployment
         assert await store.load_messages(bad, consistency=Consistency.EVENTUAL) == [said(0)]
 
 
-async def test_it_goes_on_after_the_log_was_purged(deployment: Deployment) -> None:
-    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "failover_window_s": 1.0, "retain_after_flush_s": 1.0}
+async def test_it_goes_on_after_the_log_was_purged(deploy: Callable[..., Deployment]) -> None:
+    deployment = deploy(failover_window_s=1.0)
+    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "retain_after_flush_s": 1.0}
     thread_id = fresh()
 
     async def log_is_short(store: Any) -> bool:

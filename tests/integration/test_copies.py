@@ -90,8 +90,8 @@ async def _passed(deployment: Deployment, before: dict[int, int]) -> bool:
 
 async def test_a_failover_is_noticed_where_nobody_writes_any_more(own_servers: Servers, tmp_path: Path) -> None:
     """No flush meets the older cursor; all the same nothing is purged that the copy misses, and it gets it."""
-    deployment = Deployment(own_servers)
-    brief = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "failover_window_s": 8.0, "retain_after_flush_s": 8.0}
+    deployment = Deployment(own_servers, failover_window_s=8.0)
+    brief = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 8.0}
     thread_id = fresh()
     async with deployment.store(**brief) as store:
         await store.checkpoint(thread_id, ["a"], run_of(thread_id))
@@ -112,9 +112,9 @@ async def test_a_failover_is_noticed_where_nobody_writes_any_more(own_servers: S
 
 
 async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_servers: Servers, tmp_path: Path) -> None:
-    deployment = Deployment(own_servers)
+    deployment = Deployment(own_servers, failover_window_s=1.0)
     deployment.verified = False
-    brief = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "failover_window_s": 1.0, "retain_after_flush_s": 1.0}
+    brief = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "retain_after_flush_s": 1.0}
     thread_id = fresh()
     async with deployment.store(**brief) as store:
         await store.checkpoint(thread_id, ["a"], run_of(thread_id))

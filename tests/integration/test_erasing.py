@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from bufstore import Consistency, PostgresThreadStore
@@ -9,8 +10,6 @@ from bufstore.embedded import Servers
 from bufstore.spark.ledger import SparkLedger
 from conftest import Deployment
 from helpers import fresh, query, run_of
-
-SHORT = {"append_timeout_s": 3.0, "read_timeout_s": 3.0, "failover_window_s": 6.0}
 
 
 class Picky(PostgresThreadStore):
@@ -39,7 +38,10 @@ async def tables_with(deployment: Deployment, mark: str) -> list[str]:
     return found
 
 
-async def test_the_content_of_an_erased_thread_is_nowhere_any_more(deployment: Deployment, servers: Servers) -> None:
+async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
+    deploy: Callable[..., Deployment], servers: Servers
+) -> None:
+    deployment = deploy(failover_window_s=6.0)
     gone, other, mark, large = fresh(), fresh(), fresh("secret"), fresh("large")
     ledger = SparkLedger(servers.postgres.dsn, deployment.name)
     await ledger.open()
@@ -50,7 +52,7 @@ async def test_the_content_of_an_erased_thread_is_nowhere_any_more(deployment: D
     finally:
         await ledger.aclose()
     inner = Picky(servers.postgres.dsn, schema=deployment.name, pool_size=4)
-    async with deployment.store(inner, **SHORT) as store:
+    async with deployment.store(inner) as store:
         for thread_id in (gone, other):
             for n in range(3):
                 await store.checkpoint(thread_id, [f"{mark}-{thread_id}"] * (n + 1), run_of(thread_id, n))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -125,9 +126,10 @@ async def test_tombstones_are_read_by_pages(deployment: Deployment) -> None:
         assert names[-1] not in [name for _, name in await ledger.tombstones(last, "", 10)]
 
 
-async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deployment: Deployment) -> None:
+async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deploy: Callable[..., Deployment]) -> None:
     """And not before, nor of a thread that was written again, nor of one that quarantine names."""
-    short = {"failover_window_s": 1, "retain_after_flush_s": 1, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
+    deployment = deploy(failover_window_s=1.0)
+    short = {"retain_after_flush_s": 1, "append_timeout_s": 0.5, "read_timeout_s": 0.5}
     names = f"SELECT thread_id FROM {deployment.name}.buffer_threads ORDER BY thread_id"
 
     async def rows() -> list[str]:

@@ -122,11 +122,14 @@ async def test_batches_repeated_by_several_processes_at_once_take_effect_once(op
             assert (await two.load_messages(thread_id) or []) == wanted
 
 
-async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(deployment: Deployment) -> None:
+async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(
+    deploy: Callable[..., Deployment],
+) -> None:
     """Of each kind one: new, in the log, flushed and purged, deleted, and written by another in between."""
+    deployment = deploy(failover_window_s=1.0)
     deployment.verified = False
     kinds = ("new", "logged", "flushed", "deleted", "raced")
-    short = {"retain_after_flush_s": 0.2, "failover_window_s": 0.1, "append_timeout_s": 0.05, "read_timeout_s": 0.05}
+    short = {"retain_after_flush_s": 1.0}
     async with deployment.store(**short) as store:
         for t in ("flushed", "deleted", "later"):
             await store.checkpoint_append(t, ["before"], run_of(t), idempotency_key=t)
@@ -142,6 +145,7 @@ async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(
             return not any(store._subjects.of(t) in names for t in ("flushed", "deleted"))
 
         await eventually(purged)
+    await deployment.change(failover_window_s=60.0)
     async with deployment.store(flusher=False) as one, deployment.store(flusher=False) as other:
         await other.checkpoint_append("logged", ["before"], run_of("logged"))
         before = (await one.statistics()).nats_sent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,8 +84,9 @@ async def test_quarantine_replay_and_discard_are_no_damage(deployment: Deploymen
         assert await store.load_messages(discarded) == [said(0), said(5)]
 
 
-async def test_a_busy_system_shows_nothing_wrong(deployment: Deployment) -> None:
-    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "failover_window_s": 1.0, "retain_after_flush_s": 1.0}
+async def test_a_busy_system_shows_nothing_wrong(deploy: Callable[..., Deployment]) -> None:
+    deployment = deploy(failover_window_s=1.0)
+    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "retain_after_flush_s": 1.0}
     chance = random.Random(3)
     async with deployment.store(**short) as one, deployment.store(**short) as two:
         threads = [fresh() for _ in range(200)]

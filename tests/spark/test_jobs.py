@@ -104,9 +104,9 @@ async def test_an_archive_with_a_gap_or_a_changed_file_is_not_restored(
 async def test_nothing_leaves_the_log_before_it_is_archived(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     deployment.verified = False  # it is looked at while it purges
     threads = [fresh() for _ in range(3)]
-    short = {"retain_after_flush_s": 0.2, "failover_window_s": 0.1, "append_timeout_s": 0.05, "read_timeout_s": 0.05}
     await write(deployment, threads, range(4))
-    async with deployment.store(archive=True, **short) as store:
+    await deployment.change(failover_window_s=1.0, archive=True)
+    async with deployment.store(retain_after_flush_s=1.0) as store:
         await store.force_flush_all(timeout_s=30)
         before = (await store.statistics()).log_bytes
         report = await asyncio.to_thread(archive, spark, where(deployment), str(tmp_path / "archive"))

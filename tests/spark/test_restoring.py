@@ -44,7 +44,7 @@ async def history(operations: list[tuple[str, int, list[int]]]) -> tuple[list[It
         archive |= {item.seq: item for item in world.tail("t")}
         if kind.startswith("flush"):
             await (world.flush() if kind == "flush" else world.flush_and_purge())
-            await asyncio.sleep(world.config.failover_window_s)  # as it takes
+            await asyncio.sleep(world.config.log.failover_window_s)  # as it takes
     shown = await world.messages()
     for process in processes:
         await process.aclose()

@@ -24,13 +24,12 @@ from unit.fake_log import JumpingLoop
 T = TypeVar("T")
 
 CONFIG = BufferConfig(
-    log=LogConfig(partitions=4, max_bytes=8 << 20),
+    log=LogConfig(partitions=4, max_bytes=8 << 20, failover_window_s=20.0),
     append_timeout_s=4.0,
     read_timeout_s=4.0,
     flush_timeout_s=10.0,
     flush_interval_s=0.2,
     lease_s=4,
-    failover_window_s=20.0,
     retain_after_flush_s=30.0,
     cached_threads=3,
 )
@@ -237,7 +236,7 @@ class World:
         now = self.loop.time()
         events = Counter({t: len(s.events) for t, s in self.archive.stories.items()})
         self.copies.append((now, self.postgres.copy(), events))
-        while self.copies and self.copies[0][0] < now - 0.9 * CONFIG.failover_window_s:
+        while self.copies and self.copies[0][0] < now - 0.9 * CONFIG.log.failover_window_s:
             self.copies.popleft()
 
     def fail_over(self, back: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import random
@@ -67,7 +68,9 @@ async def sweep_point(servers: Servers, point: Failpoint, rounds: int, chance: r
 
 async def _round(servers: Servers, result: Result, visit: int, again: int) -> bool:
     """One deployment; whether the process died at the point."""
-    deployment = Deployment(servers, max_bytes=64 << 20)
+    # A point of purging is to be reached soon.
+    windows = {"failover_window_s": 2.0} if result.point in _PURGES else {}
+    deployment = Deployment(servers, max_bytes=64 << 20, **windows)
     deployment.verified = False  # by `violations`, which says what is wrong
     with tempfile.TemporaryDirectory() as folder:
         history = Path(folder) / "history"
@@ -102,7 +105,7 @@ async def _live(
         "schema": deployment.name,
         "history": str(history),
         "life": life,
-        "log": {"stream": log.stream, "bucket": log.bucket, "subject": log.subject, "max_bytes": log.max_bytes},
+        "log": dataclasses.asdict(log),
         "point": point,
         "visit": visit,
         "purging": point in _PURGES,

@@ -83,9 +83,9 @@ class Life:
     async def live(self) -> None:
         """Work until it ends by itself, or at the failpoint."""
         failpoints.active = self.reached
-        purging = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "failover_window_s": 2.0, "retain_after_flush_s": 2}
-        config = BufferConfig(
-            log=LogConfig(**self._options["log"]),
+        purging = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 2}
+        config = BufferConfig.fitting(
+            LogConfig(**self._options["log"]),
             flush_interval_s=0.1,
             lease_s=4,
             **(purging if self._options["purging"] else {}),  # type: ignore[arg-type]

@@ -94,7 +94,7 @@ def test_the_partitions_of_an_instance_that_is_gone_are_taken_over() -> None:
 def test_a_full_log_pushes_back_until_it_is_flushed_and_purged() -> None:
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
-        config = {"log": LogConfig(max_bytes=1 << 20), "failover_window_s": 20.0, "retain_after_flush_s": 20.0}
+        config = {"log": LogConfig(max_bytes=1 << 20, failover_window_s=20.0), "retain_after_flush_s": 20.0}
         async with instance(nats, inner, flusher=False, **config) as writer:
             with pytest.raises(LogFull):
                 for n in range(200):
@@ -140,7 +140,7 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
 
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
-        config = {"failover_window_s": 20.0, "retain_after_flush_s": 20.0}
+        config = {"log": LogConfig(failover_window_s=20.0), "retain_after_flush_s": 20.0}
         async with instance(nats, inner, **config) as one, instance(nats, inner, flusher=False, **config) as two:
             await one.checkpoint(thread_id, [1], run_of(thread_id))
             receipt = await one.delete_thread(thread_id)
@@ -166,7 +166,7 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
 def test_a_tombstone_on_which_something_builds_that_is_not_flushed_stays() -> None:
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
-        async with instance(nats, inner, failover_window_s=20.0, retain_after_flush_s=20.0) as store:
+        async with instance(nats, inner, log=LogConfig(failover_window_s=20.0), retain_after_flush_s=20.0) as store:
             await store.checkpoint(thread_id, [1], run_of(thread_id))
             await store.delete_thread(thread_id)
             same = (

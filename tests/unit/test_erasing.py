@@ -13,6 +13,7 @@ from bufstore import (
     Children,
     Consistency,
     LineageError,
+    LogConfig,
     MemoryThreadStore,
     Run,
     Unavailable,
@@ -67,13 +68,13 @@ def test_nothing_leaves_the_log_while_postgres_may_still_need_it() -> None:
         await erasing
         assert loop.time() - began >= 20
 
-    alone(main, failover_window_s=20.0)
+    alone(main, log=LogConfig(failover_window_s=20.0))
 
 
 def test_a_postgres_that_goes_back_is_waited_for_again() -> None:
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
-        async with instance(nats, inner, failover_window_s=20.0) as store:
+        async with instance(nats, inner, log=LogConfig(failover_window_s=20.0)) as store:
             ledger = inner.ledger(0)
             tables = [inner._threads, inner._messages, ledger._rows, ledger._cursors]
             await store.checkpoint(thread_id, ["secret"], run_of(thread_id))

@@ -128,7 +128,7 @@ def test_what_is_appended_is_flushed_acked_and_purged() -> None:
         await asyncio.sleep(300)
         assert [m.seq for m in it.log.messages] == [5], "the entry at the cursor stays"
 
-    bench(main, failover_window_s=20.0, retain_after_flush_s=100.0)
+    bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
 
 
 def test_a_postgres_that_went_back_gets_what_it_missed() -> None:
@@ -208,7 +208,7 @@ def test_nothing_is_purged_that_a_postgres_which_is_away_may_have_lost() -> None
         assert await it.flushed("t")
         assert await it.stored() == ["a", 0, 1, 2, 3, 4]
 
-    bench(main, failover_window_s=20.0, retain_after_flush_s=20.0)
+    bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=20.0)
 
 
 def test_several_holes_in_one_delivery_are_all_filled() -> None:
@@ -343,7 +343,7 @@ def test_a_restarted_owner_purges_what_was_flushed_before() -> None:
         await asyncio.sleep(300)
         assert [m.seq for m in it.log.messages] == [5]
 
-    bench(main, failover_window_s=20.0, retain_after_flush_s=100.0)
+    bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
 
 
 def test_a_failed_purge_is_made_up_for() -> None:
@@ -365,7 +365,7 @@ def test_a_failed_purge_is_made_up_for() -> None:
         await asyncio.sleep(600)
         assert [m.seq for m in it.log.messages] == [5]
 
-    bench(main, failover_window_s=20.0, retain_after_flush_s=100.0)
+    bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
 
 
 def test_an_owner_whose_term_was_raised_commits_nothing_and_starts_again() -> None:
@@ -433,7 +433,7 @@ def test_a_log_that_runs_full_gives_up_what_it_wishes_to_retain_but_not_the_fail
         await asyncio.sleep(100)
         assert [m.seq for m in it.log.messages] == [10]
 
-    bench(main, failover_window_s=60.0, retain_after_flush_s=24 * 3600.0)
+    bench(main, log=LogConfig(partitions=4, failover_window_s=60.0), retain_after_flush_s=24 * 3600.0)
 
 
 def test_partitions_that_are_idle_or_stuck_hold_no_purge_up() -> None:
@@ -448,7 +448,7 @@ def test_partitions_that_are_idle_or_stuck_hold_no_purge_up() -> None:
         assert [m.seq for m in it.log.messages] == [1, 6]
         assert await it.stored(other) is None
 
-    bench(main, failover_window_s=20.0, retain_after_flush_s=100.0)
+    bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
 
 
 def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:

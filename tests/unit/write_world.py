@@ -12,6 +12,7 @@ from bufstore.buffer.chain import Row, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.ports import Decision
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import StoreUnavailable
 from bufstore.memory.ledger import MemoryLedger
@@ -39,6 +40,7 @@ class World:
         self.ledger = MemoryLedger(self.store)
         self.store_is_up = True
         self.config = BufferConfig(**config)
+        self.log.stream.windows = Windows.of(self.config.log)
         self.instances: list[Instance] = []
 
     async def row(self, thread_id: str) -> Row:

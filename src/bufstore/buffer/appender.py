@@ -320,7 +320,7 @@ class Appender(Generic[M]):
         now = self._loop.time()
         self._finder.saw(seq, now)
         # When a write began whose answer comes too late now.
-        late = now - self._config.failover_window_s / 2 if not unit.before.seq else 0.0
+        late = now - self._log.windows.rely_s / 2 if not unit.before.seq else 0.0
         for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
             if not write.done.done():
                 if late and write.deadline - self._config.append_timeout_s < late:

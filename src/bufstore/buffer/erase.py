@@ -41,7 +41,7 @@ class Eraser:
                 targets[partition] = max(below, targets.get(partition, 0))
         if not targets:
             return 0
-        window, patience = self._config.failover_window_s, self._config.flush_timeout_s
+        window, patience = await self._window(), self._config.flush_timeout_s
         try:
             # Twice the window: partitions may have moved to another owner meanwhile, which looks the same.
             async with asyncio.timeout(2 * window + patience):
@@ -59,7 +59,15 @@ class Eraser:
         """Wait until the cursors have passed the targets, and a window more; False if that is not the same history."""
         await self._waiter.partitions(targets, self._config.flush_timeout_s)
         before = await self._ledger.cursors()
-        await asyncio.sleep(self._config.failover_window_s)
+        window = await self._window()
+        await asyncio.sleep(window)
+        if await self._window() > window:
+            return False  # it was raised meanwhile
         now = await self._ledger.cursors()
         # A Postgres that went back has its partitions taken again: their terms are others.
         return all(now[p].term == before[p].term and now[p].seq >= target for p, target in targets.items())
+
+    async def _window(self) -> float:
+        """How long entries must stay, as the log says now."""
+        await self._log.fill()
+        return self._log.windows.keep_s

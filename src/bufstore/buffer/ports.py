@@ -16,6 +16,7 @@ from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import StoredEntry, StoredMessage
 from bufstore.buffer.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.verdict import Verdict
+from bufstore.buffer.windows import Windows
 
 #: How long a run's id is kept in the hot state: to find the run until Postgres has it, and to refuse its id to others.
 RUN_TTL_S = 7 * 24 * 3600
@@ -166,6 +167,18 @@ class Log(Stream, Generations, Protocol):
     @property
     def generation_start(self) -> int:
         """The first position of this generation of the stream; cursors below it speak of an earlier one."""
+        ...
+
+    @property
+    def windows(self) -> Windows:
+        """What flushers and writers must agree on, as the log said when it was looked at last.
+
+        It is looked at by `epoch`, `end` and `fill`; before that, as it is configured.
+        """
+        ...
+
+    async def set_windows(self, windows: Windows) -> None:
+        """Change what the log says of them. Raises LogUnavailable, also when somebody changed it at the same time."""
         ...
 
     async def end(self, timeout_s: float) -> int:

@@ -65,8 +65,9 @@ class Retention:
         await self._compare()
         used, limit = await self._log.fill()
         pressed = used > _PRESSURE * limit
-        keep = self._config.failover_window_s if pressed else self._config.retain_after_flush_s
-        archived = await self._ledger.archived() if self._config.archive else None
+        windows = self._log.windows  # as `fill` has just read them
+        keep = windows.keep_s if pressed else max(self._config.retain_after_flush_s, windows.keep_s)
+        archived = await self._ledger.archived() if windows.archives else None
         purged = False
         for share in list(self._shares.values()):
             below = share.purgeable(confirmed_at - keep)

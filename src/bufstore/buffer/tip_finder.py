@@ -57,8 +57,6 @@ class TipFinder(Generic[M]):
         self._log = log
         self._subjects = subjects
         self._timeout_s = config.append_timeout_s
-        # Seen this lately, the end of the log is above everything that has been purged since.
-        self._seen_for_s = config.failover_window_s / 4
         self._writer = writer
         self._load_row = load_row
         self._tips = tips
@@ -67,6 +65,11 @@ class TipFinder(Generic[M]):
         self._seen = (0, float("-inf"))
         #: Threads that were found nowhere, when that was, and what was seen before.
         self._new: dict[str, tuple[float, int]] = {}
+
+    @property
+    def _seen_for_s(self) -> float:
+        """Seen this lately, the end of the log is above everything that has been purged since."""
+        return self._log.windows.rely_s / 4
 
     def saw(self, seq: int, now: float) -> None:
         """Note that the log has got as far as `seq` by now."""
@@ -170,7 +173,7 @@ class TipFinder(Generic[M]):
     async def _seen_lately(self) -> int:
         """A position at or above everything that has been purged by now.
 
-        Purged is only what was committed `failover_window_s` ago, so the log's end at any later moment is one.
+        Purged is only what was committed a failover window ago, so the log's end at any later moment is one.
         """
         seq, at = self._seen
         now = self._loop.time()

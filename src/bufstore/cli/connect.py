@@ -89,7 +89,7 @@ class Target:
             log = LogConfig(stream=self.stream, bucket=self.bucket)
             if self.servers is not None:  # on whatever disk this is
                 log = replace(log, max_bytes=_EMBEDDED_LOG_BYTES)
-        config = BufferConfig(log=log, flusher=flusher)
+        config = BufferConfig.fitting(log, flusher=flusher)
         async with await BufferedThreadStore.open(self.plain(), nats=self.nats, config=config) as store:
             yield store
 

@@ -130,7 +130,7 @@ async def inspecting(target: Target) -> AsyncIterator[Inspection]:
     if config is None:
         raise ConfigError(f"there is no log {target.stream!r} on this server yet: the first write makes it")
     connection = Connection(target.nats, target.session)
-    log = NatsLog(connection, target.nats.api, BufferConfig(log=config))
+    log = NatsLog(connection, target.nats.api, BufferConfig.fitting(config))
     hot = NatsHotState(connection, target.nats.api, config)
     store = target.plain(pool_size=1)
     ledger = PostgresLedger(str(store.pool.conninfo), store, schema=target.schema, timeout_s=_TIMEOUT_S)

@@ -36,7 +36,7 @@ def repair(options: Options, apply: bool) -> None:
 async def _repair(target: Target, apply: bool) -> Repaired:
     log = await target.find_log() or LogConfig(stream=target.stream, bucket=target.bucket)
     return await repair_log(
-        target.plain(pool_size=4), nats=target.nats, schema=target.schema, config=BufferConfig(log=log), apply=apply
+        target.plain(pool_size=4), nats=target.nats, schema=target.schema, config=BufferConfig.fitting(log), apply=apply
     )
 
 

@@ -18,7 +18,7 @@ from bufstore.threads.model import Run, RunStatus
 from bufstore.types import MAX_ID_BYTES, Receipt
 
 #: How long a checkpoint is tried again while the log is full or away: a full log has room again when what is flushed
-#: may leave it, which takes `failover_window_s`.
+#: may leave it, which takes the log's `failover_window_s`.
 _PATIENCE_S = 180.0
 #: How long a flush may make no progress.
 _STANDSTILL_S = 30.0

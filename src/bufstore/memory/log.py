@@ -7,6 +7,7 @@ back, feeds without a hole) and nothing of what can go wrong on the way to one.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
 
@@ -25,6 +27,7 @@ class MemoryStream:
     def __init__(self, config: LogConfig, epoch: int = 0) -> None:
         self.config = config
         self.epoch = epoch
+        self.windows = Windows.of(config)
         #: What it remembers while it is out of service.
         self.withdrawn: Sequence[int] | None = None
         self.end = first_position(epoch) - 1
@@ -235,11 +238,23 @@ class MemoryLog:
             return stream.epoch if stream is not None else None
         if stream.withdrawn is not None:
             raise LogRolledBack(f"a repair of stream {ours.stream} was begun and not finished")
-        if stream.config != ours:
+        stream.windows.check(ours)
+        theirs = dataclasses.replace(
+            stream.config, failover_window_s=ours.failover_window_s, archive=ours.archive
+        )  # of these the log says what it is now
+        if theirs != ours:
             raise ConfigDrift(
                 f"stream {ours.stream}", "config", expected=ours, found=stream.config, way_out="Make them the same."
             )
         return stream.epoch
+
+    @property
+    def windows(self) -> Windows:
+        stream = self._streams.get(self._config.log.stream)
+        return stream.windows if stream is not None else Windows.of(self._config.log)
+
+    async def set_windows(self, windows: Windows) -> None:
+        (await self._turn()).windows = windows
 
     async def create(self, epoch: int) -> None:
         self._streams.setdefault(self._config.log.stream, MemoryStream(self._config.log, epoch))

@@ -8,7 +8,7 @@ from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import ConfigError
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
-from bufstore.nats.setup import WITHDRAWN
+from bufstore.nats.setup import WITHDRAWN, check_bucket, windows_of
 from bufstore.nats.stream import NatsStream
 
 
@@ -29,19 +29,28 @@ async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> Log
     return log_config(found["config"], bucket)
 
 
-def log_config(found: dict[str, Any], bucket: str) -> LogConfig:
-    """What a stream's own configuration says. Raises ConfigError when bufstore has not made it."""
+def log_config(found: dict[str, Any], bucket: str | None = None) -> LogConfig:
+    """What a stream's own configuration says; while its windows are changed, what writers may rely on.
+
+    `bucket`: that of a log of before, which does not say; None: any. Raises ConfigError when bufstore has not made it,
+    ConfigDrift when it says another bucket.
+    """
     metadata = found.get("metadata") or {}
     if "bufstore.partitions" not in metadata:
         raise ConfigError(f"stream {found['name']!r} was not made by bufstore")
     placement = found.get("placement") or {}
-    return LogConfig(
+    windows = windows_of(LogConfig(), metadata)
+    config = LogConfig(
         stream=found["name"],
-        bucket=bucket,
+        bucket=bucket or metadata.get("bufstore.bucket") or LogConfig.bucket,
         subject=found["subjects"][0].partition(".")[0].removesuffix(WITHDRAWN),
         partitions=int(metadata["bufstore.partitions"]),
         replicas=found["num_replicas"],
         placement_tags=tuple(placement.get("tags") or ()),
         placement_cluster=placement.get("cluster") or None,
         max_bytes=found["max_bytes"],
+        failover_window_s=windows.rely_s,
+        archive=windows.archives,
     )
+    check_bucket(config, metadata)
+    return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import nats.errors
@@ -14,13 +14,14 @@ from nats.aio.client import Client
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import BegunBatch, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, MessageMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
-from bufstore.nats.setup import check_stream, epoch_of, stream_config, withdrawn
+from bufstore.nats.setup import check_stream, epoch_of, stream_config, windows_of, with_windows, withdrawn
 from bufstore.nats.stream import NatsStream
 
 #: What all partitions together ask for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
@@ -41,12 +42,13 @@ class NatsLog(NatsStream):
         self._highest = 0
         self._rolled_back: str | None = None
         self._generation_start = 1
+        self._windows = Windows.of(config.log)
         connection.on_connect(self._check_end)
 
     async def epoch(self, *, checked: bool = True) -> int | None:
         """See `bufstore.buffer.ports.Generations`, also for the methods up to `remove`."""
         try:
-            info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
+            info = await self._look()
         except StreamMissing:
             return None
         self._highest = max(self._highest, int(info["state"]["last_seq"]))
@@ -54,12 +56,33 @@ class NatsLog(NatsStream):
         self._generation_start = first_position(epoch)
         return epoch
 
+    async def _look(self, timeout_s: float = 5.0) -> dict[str, Any]:
+        info = await self.api(f"STREAM.INFO.{self._config.log.stream}", timeout_s=timeout_s)
+        self._windows = windows_of(self._config.log, info["config"].get("metadata") or {})
+        return info
+
     @property
     def generation_start(self) -> int:
         return self._generation_start
 
+    @property
+    def windows(self) -> Windows:
+        return self._windows
+
+    async def set_windows(self, windows: Windows) -> None:
+        await self._say(lambda metadata: with_windows(metadata, windows))
+
+    async def _say(self, change: Callable[[Mapping[str, str]], dict[str, str]]) -> None:
+        """Change the stream's metadata. Whoever changes it at the same time may win: then LogUnavailable is raised."""
+        found = (await self._look())["config"]
+        said = change(found.get("metadata") or {})
+        await self.api(f"STREAM.UPDATE.{self._config.log.stream}", {**found, "metadata": said})
+        now = (await self._look())["config"].get("metadata") or {}
+        if change(now) != now:
+            raise LogUnavailable("somebody else changed what the log says of itself at the same time: do it again")
+
     async def bounds(self) -> tuple[int, int]:
-        info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
+        info = await self._look()
         first = int(info["state"]["first_seq"]) or int(info["config"].get("first_seq", 1))
         return first, int(info["state"]["last_seq"])
 
@@ -122,7 +145,7 @@ class NatsLog(NatsStream):
 
     async def end(self, timeout_s: float) -> int:
         self._check()
-        info = await self.api(f"STREAM.INFO.{self._config.log.stream}", timeout_s=timeout_s)
+        info = await self._look(timeout_s)
         return self._note(int(info["state"]["last_seq"]))
 
     async def barrier(self, timeout_s: float) -> None:
@@ -137,7 +160,7 @@ class NatsLog(NatsStream):
                 await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"filter": subject}, timeout_s)
 
     async def fill(self) -> tuple[int, int]:
-        info = await self.api(f"STREAM.INFO.{self._config.log.stream}")
+        info = await self._look()
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
 
     async def subjects(self, filter_: str, offset: int) -> list[str]:

@@ -68,7 +68,7 @@ class Log(msgspec.Struct, frozen=True):
 class LogReader:
     """Reads one log. Raises LogUnavailable, and ConfigError for a stream that is none of ours."""
 
-    def __init__(self, config: NatsConfig, stream: str, bucket: str = LogConfig.bucket) -> None:
+    def __init__(self, config: NatsConfig, stream: str, bucket: str | None = None) -> None:
         self._api = config.api
         self._name = stream
         self._bucket = bucket

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.windows import Windows
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigDrift, ConfigError, LogRolledBack
 from bufstore.nats.errors import StreamMissing
@@ -25,6 +29,31 @@ def epoch_of(found: Mapping[str, Any]) -> int:
     return int((found.get("metadata") or {}).get(_OURS + "epoch", "0"))
 
 
+def windows_of(config: LogConfig, metadata: Mapping[str, Any]) -> Windows:
+    """What an existing log says of its windows; `config` has what one of before does not say."""
+
+    def seconds(name: str) -> float | None:
+        return float(metadata[_OURS + name]) if _OURS + name in metadata else None
+
+    def flag(name: str) -> bool | None:
+        return metadata[_OURS + name] == "true" if _OURS + name in metadata else None
+
+    window_s, archive = seconds("failover_window_s"), flag("archive")
+    return Windows(
+        failover_window_s=config.failover_window_s if window_s is None else window_s,
+        archive=config.archive if archive is None else archive,
+        next_failover_window_s=seconds("next_failover_window_s"),
+        next_archive=flag("next_archive"),
+    )
+
+
+def with_windows(metadata: Mapping[str, Any], windows: Windows) -> dict[str, str]:
+    """The metadata of a log that says this of its windows."""
+    said = msgspec.structs.asdict(windows)
+    kept = {name: value for name, value in metadata.items() if name.removeprefix(_OURS) not in said}
+    return kept | {_OURS + n: json.dumps(value) for n, value in said.items() if value is not None}
+
+
 def withdrawn(
     config: LogConfig, found: Mapping[str, Any], common: Sequence[int]
 ) -> tuple[dict[str, Any], Sequence[int]]:
@@ -33,6 +62,12 @@ def withdrawn(
     subjects = [Subjects(config.subject + WITHDRAWN, config.partitions).all]
     kept = [int(seq) for seq in metadata[_OURS + "common"].split(",")]
     return {**found, "subjects": subjects, "metadata": metadata}, kept
+
+
+def metadata_of(config: LogConfig, epoch: int) -> dict[str, str]:
+    """What a new log says of itself."""
+    said = {"partitions": str(config.partitions), "epoch": str(epoch), "bucket": config.bucket}
+    return with_windows({_OURS + name: value for name, value in said.items()}, Windows.of(config))
 
 
 def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
@@ -55,7 +90,7 @@ def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
         "allow_atomic": True,
         "first_seq": first_position(epoch),
         **_common(config),
-        "metadata": {_OURS + "partitions": str(config.partitions), _OURS + "epoch": str(epoch)},
+        "metadata": metadata_of(config, epoch),
     }
 
 
@@ -125,11 +160,27 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
                 " or choose another stream name." if partitions else ", or choose another stream: this one is not ours."
             ),
         )
+    check_bucket(config, metadata)
+    windows_of(config, metadata).check(config)
     wanted = stream_config(config, epoch_of(found))
     for field in ("first_seq", "metadata"):
         wanted.pop(field)
     check(what, wanted, found, "LogConfig", f"nats stream edit {config.stream}")
     return epoch_of(found)
+
+
+def check_bucket(config: LogConfig, metadata: Mapping[str, Any]) -> None:
+    """Raise ConfigDrift for a log that goes with another bucket: its flushers and runs would be in two places."""
+    bucket = metadata.get(_OURS + "bucket", config.bucket)
+    if bucket != config.bucket:
+        raise ConfigDrift(
+            f"stream {config.stream}",
+            "bucket",
+            expected=config.bucket,
+            found=bucket,
+            way_out=f"A log and its bucket belong together: set LogConfig.bucket (--bucket) to {bucket}, or choose "
+            "another stream.",
+        )
 
 
 def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str) -> None:

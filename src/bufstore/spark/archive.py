@@ -68,7 +68,7 @@ def archive(
     """Write what is in the log and not in the archive at `path` (any file system that Spark can write to) as Parquet.
 
     Begins where the newest range ends; a new archive begins with the log's first message, or at `start`. When the
-    manifest is written, the flushers may purge the range (`BufferConfig.archive`). One archive a deployment: another
+    manifest is written, the flushers may purge the range (`LogConfig.archive`). One archive a deployment: another
     folder begins anew, and what the flushers keep counts from the furthest.
 
     Raises DataLoss when something of it was purged unread, or the stream is not the one of the newest range: then

@@ -65,7 +65,8 @@ class SinkConfig(Deployment):
     tasks: int | None = None
     #: Checkpoints on their way per task: what it holds encoded at a time, beside the rows that Spark hands it.
     in_flight: int = 4096
-    append_timeout_s: float = 30.0
+    #: How long a write may take. None: 30 s, or as long as the log's failover window allows if that is less.
+    append_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -117,7 +117,7 @@ class DirectWriter:
     def __init__(self, config: SinkConfig, log: LogConfig) -> None:
         self._store = PostgresThreadStore(config.postgres, schema=config.schema, pool_size=1)
         self._ledger = PostgresLedger(config.postgres, self._store, schema=config.schema)
-        self._link = NatsLink(config.server, BufferConfig(log=log), "bufstore-backfill")
+        self._link = NatsLink(config.server, BufferConfig.fitting(log), "bufstore-backfill")
         self._subjects = Subjects(log.subject, log.partitions)
 
     async def open(self) -> None:

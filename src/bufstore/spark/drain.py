@@ -102,7 +102,7 @@ def _cores(spark: SparkSession) -> int:
 
 
 async def _store(deployment: Deployment, *, flusher: bool) -> BufferedThreadStore:
-    config = BufferConfig(log=await deployment.find_log(), flusher=flusher)
+    config = BufferConfig.fitting(await deployment.find_log(), flusher=flusher)
     inner = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=2)
     return await BufferedThreadStore.open(inner, nats=deployment.server, config=config)
 

@@ -97,7 +97,7 @@ class IntoLog:
     async def __aenter__(self) -> IntoLog:
         log = await self._deployment.find_log()
         self._subjects = Subjects(log.subject, log.partitions)
-        self._link = NatsLink(self._deployment.server, BufferConfig(log=log), "bufstore-restore")
+        self._link = NatsLink(self._deployment.server, BufferConfig.fitting(log), "bufstore-restore")
         await self._link.open()
         await self._ledger.open()
         await self._store.open()

@@ -23,6 +23,8 @@ from bufstore.threads.bulk import Step
 from bufstore.types import SourceMark, check_id
 
 _POOL = 4
+#: Patience of a writer that nobody waits for, as far as the log's failover window allows.
+_APPEND_TIMEOUT_S = 30.0
 _SHOWN = 10
 
 Row = Mapping[str, Any]
@@ -248,12 +250,8 @@ class _Opened(NamedTuple):
 async def _opened(config: SinkConfig) -> _Opened:
     async def open_() -> _Opened:
         log = await config.find_log()
-        buffer = BufferConfig(
-            log=log,
-            flusher=False,
-            append_timeout_s=config.append_timeout_s,
-            failover_window_s=max(BufferConfig.failover_window_s, 2 * config.append_timeout_s),
-        )
+        longest = config.append_timeout_s or min(_APPEND_TIMEOUT_S, log.failover_window_s / 2)
+        buffer = BufferConfig.fitting(log, flusher=False, append_timeout_s=longest)
         inner = PostgresThreadStore(config.postgres, schema=config.schema, pool_size=_POOL)
         store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
         ledger = SparkLedger(config.postgres, config.schema)

@@ -18,6 +18,8 @@ from bufstore.threads.protocol import WrappableStore
 async def prepare_log(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
     """Make sure that the log exists and that it is the one that Postgres speaks of."""
     epoch = await log.epoch()
+    if epoch is not None:
+        config.check_fits(log.windows.rely_s)  # while the log's window is changed, that may be less than is configured
     try:
         # A Postgres that hangs must not hold up an app that can do without it.
         async with asyncio.timeout(config.flush_timeout_s if epoch is not None else None):

@@ -165,7 +165,7 @@ class ThreadReads:
             elif last > state.row.flushed_seq:
                 state, last = await self._with_tail(thread_id, state)
             # A pause in between (of this process, say) may have outlived an entry in the log: look again.
-            if loop.time() - began < self._config.failover_window_s / 2:
+            if loop.time() - began < self._log.windows.rely_s / 2:
                 return state, last
 
     async def _with_tail(self, thread_id: str, state: ThreadState) -> tuple[ThreadState, int]:

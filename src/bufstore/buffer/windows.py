@@ -1,0 +1,92 @@
+"""What all flushers and writers of a log must agree on, and how that is changed while they run: the decision.
+
+A writer that finds nothing of a thread in the log relies on this: what was purged was committed a whole window ago. So
+no flusher may keep entries for less time than any writer relies on. What the log says is one number at rest. While it
+is changed it is two: flushers keep the larger, writers rely on the smaller, and that is so until everybody has read
+it again; only then does the new one stand alone. Whether it is raised or lowered, and whether it is taken back in
+between, nobody ever relies on more than the present number, and nobody keeps less.
+
+`archive` changes in the same two steps: nothing leaves the log unarchived as long as either says so.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+
+from bufstore.config import LogConfig
+from bufstore.errors import ConfigDrift, ConfigError
+
+
+class Windows(msgspec.Struct, frozen=True, kw_only=True):
+    """What a log says, now and (while that is changed) next."""
+
+    failover_window_s: float
+    archive: bool
+    next_failover_window_s: float | None = None
+    next_archive: bool | None = None
+
+    @classmethod
+    def of(cls, config: LogConfig) -> Self:
+        """What a new log says."""
+        return cls(failover_window_s=config.failover_window_s, archive=config.archive)
+
+    @property
+    def changing(self) -> bool:
+        """Whether a change is under way."""
+        return self.next_failover_window_s is not None
+
+    @property
+    def keep_s(self) -> float:
+        """How long flushers keep entries after their flush, at least."""
+        return max(self.failover_window_s, self.next_failover_window_s or 0.0)
+
+    @property
+    def rely_s(self) -> float:
+        """How long writers and readers rely on that, at most."""
+        return min(self.failover_window_s, self.next_failover_window_s or self.failover_window_s)
+
+    @property
+    def archives(self) -> bool:
+        """Whether nothing may leave the log before it is archived."""
+        return self.archive or bool(self.next_archive)
+
+    def changed(self, failover_window_s: float | None = None, archive: bool | None = None) -> Windows:
+        """Begin a change; None: stays as it is, or as a change that is under way has it.
+
+        A change to what the log says now takes back one that is under way. Raises ConfigError for an impossible window.
+        """
+        if failover_window_s is None:
+            failover_window_s = self.next_failover_window_s or self.failover_window_s
+        if not 0 < failover_window_s < float("inf"):
+            raise ConfigError("failover_window_s must be positive")
+        known = self.archive if self.next_archive is None else self.next_archive
+        archive = known if archive is None else archive
+        rest = Windows(failover_window_s=self.failover_window_s, archive=self.archive)
+        if (failover_window_s, archive) == (self.failover_window_s, self.archive):
+            return rest
+        return msgspec.structs.replace(rest, next_failover_window_s=failover_window_s, next_archive=archive)
+
+    def settled(self) -> Windows:
+        """End the change, once every process has read what `changed` said. Raises ConfigError when there is none."""
+        if self.next_failover_window_s is None or self.next_archive is None:
+            raise ConfigError("no change of this log's windows is under way")
+        return Windows(failover_window_s=self.next_failover_window_s, archive=self.next_archive)
+
+    def check(self, config: LogConfig) -> None:
+        """Raise ConfigDrift when a process is configured for neither what the log says now nor what it will say."""
+        for field, values in (
+            ("failover_window_s", (self.failover_window_s, self.next_failover_window_s)),
+            ("archive", (self.archive, self.next_archive)),
+        ):
+            ours = getattr(config, field)
+            if ours not in values:
+                raise ConfigDrift(
+                    f"stream {config.stream}",
+                    field,
+                    expected=ours,
+                    found=values[0],
+                    way_out=f"Set LogConfig.{field} to {values[0]!r}, or change what the log says: `bufstore log set` "
+                    "(see docs/OPERATIONS.md, Changing a log's windows).",
+                )

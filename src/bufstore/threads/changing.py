@@ -1,0 +1,47 @@
+"""`change_log`: what flushers and writers of a log must agree on, changed while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bufstore.buffer.windows import Windows
+from bufstore.config import BufferConfig, LogConfig, NatsConfig
+from bufstore.errors import NoLog
+from bufstore.memory.server import MemoryNats
+from bufstore.threads.wrapping import link_for
+
+
+async def change_log(
+    *,
+    nats: str | Sequence[str] | NatsConfig | MemoryNats = "nats://127.0.0.1:4222",
+    stream: str = LogConfig.stream,
+    failover_window_s: float | None = None,
+    archive: bool | None = None,
+    settle: bool = False,
+) -> Windows:
+    """Change what a log says of its failover window (seconds) and of archiving; what it says then. None: as it is.
+
+    A change has two steps. This call begins it: from now on the log says both what was and what will be, flushers keep
+    the larger window, writers that start rely on the smaller, and both configurations may open it. Once every process
+    has been restarted with the new one, a call with `settle` ends it: only the new one is left. The same call with what
+    was takes a change back, at any time before. Without a change and `settle` it only looks.
+
+    Raises ConfigError (NoLog; nothing to settle; an impossible window), LogUnavailable.
+    """
+    link = link_for(nats, BufferConfig(log=LogConfig(stream=stream)), "bufstore-change")
+    await link.open()
+    try:
+        if await link.log.epoch(checked=False) is None:
+            raise NoLog(stream)
+        before = link.log.windows
+        if settle:
+            after = before.settled()
+        elif failover_window_s is None and archive is None:
+            return before
+        else:
+            after = before.changed(failover_window_s, archive)
+        if after != before:
+            await link.log.set_windows(after)
+        return after
+    finally:
+        await link.aclose()

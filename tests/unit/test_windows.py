@@ -1,0 +1,126 @@
+"""What flushers and writers of a log agree on: whatever is changed, whoever has not read it yet, it fits together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore import BufferConfig, BufferedThreadStore, ConfigDrift, ConfigError, LogConfig, NoLog, Windows, change_log
+from bufstore.memory import MemoryNats, MemoryThreadStore
+from bufstore.nats.setup import metadata_of, windows_of, with_windows
+from helpers import fresh, run_of
+from unit.fake_log import run
+
+AT_REST = Windows(failover_window_s=60.0, archive=False)
+CHANGES = st.tuples(
+    st.none() | st.floats(0.1, 1e6), st.none() | st.booleans(), st.sampled_from(("change", "settle", "back"))
+)
+
+
+@given(st.lists(st.tuples(CHANGES, st.lists(st.booleans(), min_size=4, max_size=4)), max_size=12))
+def test_no_flusher_keeps_less_than_any_writer_relies_on(steps: list[tuple[Any, list[bool]]]) -> None:
+    """Processes read the log again whenever they like; a change is only settled when all of them have."""
+    says = AT_REST
+    flushers, writers = [says, says], [says, says]
+    for (window_s, archive, step), who_reads in steps:
+        if step == "settle" and says.changing:
+            flushers, writers = [says, says], [says, says]
+            says = says.settled()
+        elif step == "back":
+            says = says.changed(says.failover_window_s, says.archive)
+            assert not says.changing
+        else:
+            says = says.changed(window_s, archive)
+        flushers = [says if read else before for read, before in zip(who_reads[:2], flushers, strict=True)]
+        writers = [says if read else before for read, before in zip(who_reads[2:], writers, strict=True)]
+        assert min(f.keep_s for f in flushers) >= max(w.rely_s for w in writers)
+        # Whoever has read that it is on relies on it, once it is not being changed.
+        if says.archive:
+            assert all(f.archives for f in flushers)
+
+
+def test_a_change_is_open_for_both_configurations_until_it_is_settled() -> None:
+    def may_open(windows: Windows, **config: Any) -> bool:
+        try:
+            windows.check(LogConfig(**config))
+        except ConfigDrift:
+            return False
+        return True
+
+    changing = AT_REST.changed(failover_window_s=30.0)
+    assert changing.changed(archive=True).settled() == Windows(failover_window_s=30.0, archive=True)
+    settled = changing.settled()
+    opens = [[may_open(w, failover_window_s=s) for s in (60.0, 30.0, 45.0)] for w in (AT_REST, changing, settled)]
+    assert opens == [[True, False, False], [True, True, False], [False, True, False]]
+    assert (changing.keep_s, changing.rely_s) == (60.0, 30.0)
+    with pytest.raises(ConfigError, match="no change"):
+        settled.settled()
+    for impossible in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="positive"):
+            AT_REST.changed(failover_window_s=impossible)
+
+
+@given(st.floats(0.001, 1e9), st.none() | st.tuples(st.floats(0.001, 1e9), st.booleans()))
+def test_a_log_says_exactly_what_it_was_told(window_s: float, next_: tuple[float, bool] | None) -> None:
+    windows = Windows(failover_window_s=window_s, archive=True)
+    if next_ is not None:
+        windows = windows.changed(*next_)
+    said = with_windows(metadata_of(LogConfig(), 3) | {"somebody's": "own"}, windows)
+    assert windows_of(LogConfig(), said) == windows
+    assert said["somebody's"] == "own"
+    assert windows_of(LogConfig(failover_window_s=20.0), {}).failover_window_s == 20.0, "a log of before"
+
+
+def test_who_is_configured_otherwise_than_the_log_is_refused() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+
+        async def opened(**log: Any) -> None:
+            config = BufferConfig.fitting(LogConfig(**log), lease_s=4)
+            await (await BufferedThreadStore.open(inner, nats=nats, config=config)).aclose()
+
+        with pytest.raises(NoLog):
+            await change_log(nats=nats, archive=True)
+        await opened()
+        for field, value in (("failover_window_s", 30.0), ("archive", True), ("bucket", "another")):
+            with pytest.raises(ConfigDrift, match=field):
+                await opened(**{field: value})
+        await change_log(nats=nats, failover_window_s=30.0)
+        await opened(failover_window_s=30.0)
+        with pytest.raises(ConfigError, match=r"append_timeout_s \(25 s\) must be at most half"):
+            config = BufferConfig(append_timeout_s=25.0)  # fits what was, not what will be
+            await BufferedThreadStore.open(inner, nats=nats, config=config)
+        await change_log(nats=nats, settle=True)
+        assert await change_log(nats=nats) == Windows(failover_window_s=30.0, archive=False)
+        with pytest.raises(ConfigDrift, match="bufstore log set"):
+            await opened()
+
+    run(main())
+
+
+@pytest.mark.parametrize("change", [{"failover_window_s": 300.0}, {"archive": True}])
+def test_a_running_flusher_keeps_what_the_log_says_by_then(change: dict[str, Any]) -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        config = BufferConfig(log=LogConfig(failover_window_s=20.0), retain_after_flush_s=20.0, lease_s=4)
+        async with await BufferedThreadStore.open(inner, nats=nats, config=config) as store:
+            stream = nats.streams["THREADLOG"]
+
+            async def kept_after_a_minute() -> bool:
+                thread_id = fresh()
+                first, _ = [await store.checkpoint(thread_id, [n], run_of(thread_id)) for n in range(2)]
+                await store.force_flush(thread_id)
+                await asyncio.sleep(60)
+                return any(m.seq == first.thread_seq for m in stream.messages)
+
+            assert not await kept_after_a_minute()
+            await change_log(nats=nats, **change)
+            assert await kept_after_a_minute()
+            await change_log(nats=nats, failover_window_s=20.0, archive=False)
+            assert not await kept_after_a_minute()
+
+    run(main())
