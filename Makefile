@@ -28,6 +28,10 @@ demo: $(READY) ## Run the demo: real servers, many writers, an outage of Postgre
 test: check ## Run all tests on real servers (lint, types and layers first)
 	$(BIN)/python -m pytest
 
+.PHONY: unit
+unit: $(READY) ## Run the tests that need no servers (under a minute)
+	$(BIN)/python -m pytest -q tests/unit
+
 .PHONY: check
 check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
 	$(BIN)/ruff check --quiet .

@@ -66,3 +66,11 @@ def test_every_file_that_the_architecture_names_exists() -> None:
     named = set(re.findall(r"`((?:buffer|threads|nats|postgres|memory)/\w+\.py)`", text))
     assert len(named) > 15
     assert not {name for name in named if not (_ROOT / "src" / "bufstore" / name).exists()}
+
+
+def test_every_decision_has_a_status_and_a_date() -> None:
+    for path in sorted((_ROOT / "docs" / "adr").glob("*.md")):
+        lines = path.read_text().splitlines()
+        assert re.fullmatch(r"# \d+\. .+", lines[0]), path.name
+        status = re.fullmatch(r"Status: (accepted|superseded by (.+)), \d{4}-\d\d-\d\d\.", lines[2])
+        assert status, f"{path.name}: `Status: accepted, YYYY-MM-DD.` or `Status: superseded by [ADR n](…), …` in line 3"
