@@ -10,6 +10,7 @@ from bufstore.embedded import Servers
 from bufstore.spark.ledger import SparkLedger
 from conftest import Deployment
 from helpers import fresh, query, run_of
+from integration.test_operator_cli import cli
 
 
 class Picky(PostgresThreadStore):
@@ -80,3 +81,15 @@ async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
         await store.force_flush(gone)
     async with deployment.store(inner=Picky(servers.postgres.dsn, schema=deployment.name)) as store:
         assert await store.load_messages(gone) == ["new"]
+
+
+async def test_erasing_from_the_command_line(deploy: Callable[..., Deployment], servers: Servers) -> None:
+    deployment = deploy(failover_window_s=6.0)
+    gone, mark = fresh(), fresh("secret")
+    async with deployment.store() as store:
+        await store.checkpoint(gone, [mark], run_of(gone))
+        done = await cli(deployment, "erase", gone, "--json")
+        assert (done.code, done.json["erased"][0]["log_messages"]) == (0, 1), done
+        assert not on_disk(servers, mark)
+        again = await cli(deployment, "erase", gone)
+        assert (again.code, "nothing" in again.out) == (1, True), again
