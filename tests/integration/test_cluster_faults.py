@@ -72,7 +72,7 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
             await load.acknowledged(100)  # the others have elected
             assert await leader_of(outside, deployment) != leader
             # One that has seen more of the log than this leader is connected to it again.
-            inside._log._highest = await outside._log.end(5.0)
+            inside._log._same.note(await outside._log.end(5.0))
             before = inside._log._connection.client()
             inside._log._connection._drop(before, "by the test")
             with contextlib.suppress(TimeoutError):  # it may well not let itself be connected

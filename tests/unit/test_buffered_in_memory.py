@@ -219,6 +219,33 @@ def test_a_lost_stream_is_noticed() -> None:
     run(main())
 
 
+def test_who_refuses_the_log_says_so_and_leaves_his_partitions_to_others() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with (
+            await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as ill,
+            await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as well,
+        ):
+            await asyncio.sleep(10)
+            assert (await ill.statistics()).flusher.partitions
+            ill._log.refuse("the log ends at 5, this process has seen 6 in it")
+            await asyncio.sleep(2)
+            assert not ill._flusher.state.partitions  # type: ignore[union-attr]
+            for thread_id in (fresh() for _ in range(20)):
+                await well.checkpoint(thread_id, [1], run_of(thread_id))
+            await well.force_flush_all(timeout_s=5.0)
+            health = await ill.health()
+            assert "has seen 6" in health.log
+            assert "has seen 6" in health.flusher
+            assert (await well.health()).ok
+            ill._log._refused = None  # type: ignore[attr-defined]
+            await asyncio.sleep(10)
+            assert (await ill.health()).ok
+            assert ill._flusher.state.partitions  # type: ignore[union-attr]
+
+    run(main())
+
+
 def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() -> None:
     """The next change carries it out: whatever stops it from then on, its outcome is not known."""
 

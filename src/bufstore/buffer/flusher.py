@@ -34,7 +34,7 @@ from bufstore.buffer.settler import Later, Settler
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.takeover import Takeover
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError
+from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ class Flusher:
         self._takeover = Takeover(log, ledger, subjects, member, prepare, self._wake.set, self.state)
         self._shares = self._takeover.shares
         self._settler = Settler(log, hot, ledger, coalesce, subjects, config, self._takeover, self.state)
-        self._lease = Lease(hot, member, subjects.partitions, config.lease_s, self._takeover.want)
+        self._log = log
+        self._lease = Lease(hot, member, subjects.partitions, config.lease_s, self._takeover.want, self._unable)
         self._retention = Retention(log, ledger, subjects, config, self._shares, self._takeover.compare)
 
     async def start(self) -> None:
@@ -129,6 +130,13 @@ class Flusher:
 
     # --- which partitions -------------------------------------------------------------------------------------
 
+    def _unable(self) -> str | None:
+        """Why this flusher can flush nothing, whatever others can."""
+        reason = self._log.refused
+        if reason is not None:
+            self.state.report(LogRolledBack(reason), stopped=True)
+        return reason
+
     def _on_call(self, partition: int) -> None:
         if partition < 0:
             self._lease.members_changed()
@@ -186,7 +194,7 @@ class Flusher:
         self._clear_trouble()
 
     def _clear_trouble(self) -> None:
-        if self._takeover.complete:
+        if self._takeover.complete and self._log.refused is None:
             self.state.clear(self._settler.waiting.trouble())
 
     def _due_in(self) -> float:

@@ -23,7 +23,8 @@ class Lease:
     """One member's lease; see `bufstore.buffer.membership` for how partitions are shared.
 
     `own` is called with the partitions that are ours whenever the list has been looked at, and with none before a
-    lease that cannot be renewed runs out.
+    lease that cannot be renewed runs out. Who cannot flush, as `unable` says with a reason, leaves the list, so that
+    others flush what was his, and joins it again when he can.
 
     Within `lease_s` of a member's end its partitions are flushed by others: half of it is the time to live of its
     record; the rest is for the server to remove that (it looks once a second), for the others to see it, and to take
@@ -31,7 +32,13 @@ class Lease:
     """
 
     def __init__(
-        self, hot: HotState, member: str, partitions: int, lease_s: float, own: Callable[[frozenset[int]], None]
+        self,
+        hot: HotState,
+        member: str,
+        partitions: int,
+        lease_s: float,
+        own: Callable[[frozenset[int]], None],
+        unable: Callable[[], str | None],
     ) -> None:
         self._hot = hot
         self._member = member
@@ -40,6 +47,7 @@ class Lease:
         self._ttl_s = max(1, int(lease_s) // 2)
         self._interval_s = self._ttl_s / 4
         self._own = own
+        self._unable = unable
         self._pulse = Pulse(self._ttl_s)
         self._until = 0.0
         self._announced = False
@@ -54,7 +62,8 @@ class Lease:
         while not stopping.is_set():
             self._changed.clear()
             try:
-                await self._renew()
+                reason = self._unable()
+                await (self._renew() if reason is None else self._withdraw(reason))
             except (BufstoreError, AppendUnknown) as e:
                 _log.warning("cannot renew the lease: %s", e, extra={"action": "lease_error"})
                 if asyncio.get_running_loop().time() > self._until - self._interval_s:
@@ -62,6 +71,13 @@ class Lease:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await self._changed.wait()
+
+    async def _withdraw(self, reason: str) -> None:
+        self._own(frozenset())
+        if self._announced:
+            _log.warning("leaves its partitions to others: %s", reason, extra={"action": "lease_given_up"})
+            await self._hot.leave(self._member)
+            self._announced = False
 
     async def _renew(self) -> None:
         began = asyncio.get_running_loop().time()

@@ -5,7 +5,7 @@ Adapters: `bufstore.nats` (log, hot state), `bufstore.postgres.ledger`, `bufstor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
@@ -193,10 +193,11 @@ class Log(Stream, Generations, Protocol):
         """Deliver the partition from sequence `start`; `wake` is called when something arrived or was lost."""
         ...
 
-    async def barrier(self, timeout_s: float) -> None:
+    async def barrier(self, timeout_s: float) -> int:
         """Return once the log's leader has proved that it leads: what it shows from now on is not old.
 
-        On a replicated log only; a single server always knows. Raises AppendUnknown, LogUnavailable.
+        It has proved it by storing something: at the position returned, which is above all that was acknowledged
+        before. On a replicated log only; a single server always knows (0). Raises AppendUnknown, LogUnavailable.
         """
         ...
 
@@ -224,8 +225,21 @@ class Log(Stream, Generations, Protocol):
         """The message at exactly this sequence, if it is still there."""
         ...
 
+    @property
+    def refused(self) -> str | None:
+        """Why every call of this process raises LogRolledBack; None when none does."""
+        ...
+
     def refuse(self, reason: str) -> None:
-        """From now on every call of this process raises LogRolledBack: this is not the log that Postgres speaks of."""
+        """From now on every call of this process raises LogRolledBack: this is not the log that Postgres speaks of.
+
+        A replicated log may have shown something old: it is looked at again, and accepted once it has come past all
+        that this process has seen in it, holds what this process wrote, and is vouched for.
+        """
+        ...
+
+    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
+        """`mismatch` says why a log that was refused still is not the right one; None when it is."""
         ...
 
 

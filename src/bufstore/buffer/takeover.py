@@ -51,10 +51,13 @@ async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | N
     if await look() is None:
         return None
     try:
-        await log.barrier(_BARRIER_S)
+        stored = await log.barrier(_BARRIER_S)
     except AppendUnknown:
         raise LogUnavailable("the log does not look right, and its leader cannot prove that it leads") from None
-    return await look()
+    found = await look()
+    if found is not None and stored and await log.end(_BARRIER_S) < stored:
+        raise LogUnavailable("the log does not look right to one who does not lead it any more")
+    return found
 
 
 class Takeover:

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
@@ -229,8 +229,15 @@ class MemoryLog:
         stream = self._stream
         return first_position(stream.epoch if stream is not None else 0)
 
+    @property
+    def refused(self) -> str | None:
+        return self._refused
+
     def refuse(self, reason: str) -> None:
         self._refused = self._refused or reason
+
+    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
+        """One server always knows: what it showed stands."""
 
     async def epoch(self, *, checked: bool = True) -> int | None:
         stream, ours = self._stream, self._config.log
@@ -295,8 +302,9 @@ class MemoryLog:
         self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
         return feed
 
-    async def barrier(self, timeout_s: float) -> None:
+    async def barrier(self, timeout_s: float) -> int:
         """One server leads always."""
+        return 0
 
     async def fill(self) -> tuple[int, int]:
         stream = await self._turn()

@@ -39,6 +39,8 @@ _ERRORS_KEPT = 100
 _FORBIDDEN_NAMED = 20
 #: A dead server is noticed after at most two of these.
 _PING_INTERVAL_S = 5
+#: After so long a request that got no answer is sent once more, then after twice as long, and so on.
+AGAIN_S = 0.5
 
 
 #: Called with subject, reply subject, payload and headers as they came; what it returns is awaited.
@@ -140,14 +142,19 @@ class Connection:
             self._reason = reason
             self._lost.set()
 
-    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+    async def request(self, subject: str, payload: bytes, timeout_s: float, *, again: bool = False) -> bytes:
         """Send a request and return the answer's payload.
+
+        `again`: it does the same when it is done twice, so it is repeated while no answer comes. What is asked while a
+        cluster elects a leader is heard by nobody, and answered by nobody once there is one.
 
         Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came, ConfigError when we
         are not permitted to.
         """
         client = self.client()
-        return await self._answer([subject], lambda reply: frames.post(client, subject, payload, reply), timeout_s)
+        return await self._answer(
+            [subject], lambda reply: frames.post(client, subject, payload, reply), timeout_s, again=again
+        )
 
     def begin(self, first: Outgoing, batch: str) -> BegunBatch | None:
         """Send the first message of a batch, if that is possible without waiting."""
@@ -222,12 +229,18 @@ class Connection:
             outcome = e
         ended(number, outcome)
 
-    async def _answer(self, subjects: Sequence[str], send: Callable[[str], Awaitable[None]], timeout_s: float) -> bytes:
+    async def _answer(
+        self, subjects: Sequence[str], send: Callable[[str], Awaitable[None]], timeout_s: float, *, again: bool = False
+    ) -> bytes:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         token = self._ask(subjects, partial(_settle, answer))
         try:
             async with asyncio.timeout(timeout_s):
                 await send(f"{self._inbox}.{token}")
+                pause = AGAIN_S
+                while again and not (await asyncio.wait([answer], timeout=pause))[0]:
+                    await send(f"{self._inbox}.{token}")
+                    pause *= 2
                 return await answer
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
             raise LogUnavailable(f"not connected to NATS: {self._reason}") from None

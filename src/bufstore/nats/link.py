@@ -29,3 +29,4 @@ class NatsLink:
         async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the other does
             stack.push_async_callback(self.connection.aclose)
             stack.push_async_callback(self.hot.aclose)
+            stack.push_async_callback(self.log.aclose)

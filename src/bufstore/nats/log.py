@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-import nats.errors
 from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
@@ -16,12 +14,21 @@ from bufstore.buffer.ports import BegunBatch, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, LogFull, LogRolledBack, LogUnavailable
+from bufstore.errors import ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ConsumerMissing, MessageMissing, StreamMissing
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
-from bufstore.nats.setup import check_stream, epoch_of, stream_config, windows_of, with_windows, withdrawn
+from bufstore.nats.same_log import SameLog
+from bufstore.nats.setup import (
+    check_stream,
+    epoch_of,
+    out_of_service,
+    stream_config,
+    windows_of,
+    with_windows,
+    withdrawn,
+)
 from bufstore.nats.stream import NatsStream
 
 #: What all partitions together ask for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
@@ -38,9 +45,9 @@ class NatsLog(NatsStream):
         super().__init__(connection, api, config.log.stream, config.log.replicas)
         self._config = config
         self._subjects = Subjects(config.log.subject, config.log.partitions)
-        #: The highest position this process knows to be in the log.
-        self._highest = 0
-        self._rolled_back: str | None = None
+        self._barrier = f"{config.log.subject}.barrier.0"
+        self._same = SameLog(config.log.stream, out_of_service(config.log), config.log.replicas > 1)
+        self._vouch: Callable[[], Awaitable[str | None]] | None = None
         self._generation_start = 1
         self._windows = Windows.of(config.log)
         connection.on_connect(self._check_end)
@@ -51,7 +58,7 @@ class NatsLog(NatsStream):
             info = await self._look()
         except StreamMissing:
             return None
-        self._highest = max(self._highest, int(info["state"]["last_seq"]))
+        self._same.note(int(info["state"]["last_seq"]))
         epoch = check_stream(self._config.log, info["config"]) if checked else epoch_of(info["config"])
         self._generation_start = first_position(epoch)
         return epoch
@@ -107,57 +114,82 @@ class NatsLog(NatsStream):
         with contextlib.suppress(StreamMissing):
             await self.api(f"STREAM.DELETE.{self._config.log.stream}")
 
+    @property
+    def refused(self) -> str | None:
+        return self._same.refused
+
     def refuse(self, reason: str) -> None:
-        self._rolled_back = self._rolled_back or reason
+        self._same.refuse(reason, self._stands_again)
+
+    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
+        self._vouch = mismatch
+
+    async def _stands_again(self) -> bool:
+        """Whether the log has come past all that this process has seen in it, with the same entries."""
+        seen = self._same.highest
+        if await self.end(5.0) < seen or (self._leader_only and await self.barrier(5.0) <= seen):
+            return False
+        return await self._same.holds_what_we_wrote(self.identity) and (
+            self._vouch is None or await self._vouch() is None
+        )
+
+    async def aclose(self) -> None:
+        """Ask no more whether a refusal still holds."""
+        await self._same.aclose()
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._sending()
-        return self._acked_one(await super().publish(message, timeout_s))
+        return self._acked_one(await super().publish(message, timeout_s), message)
 
     async def publish_each(
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
     ) -> None:
         def acked(number: int, outcome: int | Exception) -> None:
-            ended(number, self._acked_one(outcome) if isinstance(outcome, int) else outcome)
+            ended(number, self._acked_one(outcome, messages[number]) if isinstance(outcome, int) else outcome)
 
         self._sending()
         await super().publish_each(messages, timeout_s, acked)
 
     def _sending(self) -> None:
-        self._check()
+        self._same.check()
         reach(Failpoint.PUBLISH_BEFORE)
 
-    def _acked_one(self, seq: int) -> int:
+    def _acked_one(self, seq: int, message: Outgoing) -> int:
         reach(Failpoint.PUBLISH_ACKED)
-        return self._note(seq)
+        return self._same.acked(seq, message)
 
     def begin_batch(self, first: Outgoing) -> BegunBatch | None:
-        return None if self._rolled_back is not None else super().begin_batch(first)
+        return None if self._same.refused is not None else super().begin_batch(first)
 
     async def publish_batch(
         self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
     ) -> int:
-        self._check()
+        self._same.check()
         reach(Failpoint.BATCH_BEFORE)
         seq = await super().publish_batch(messages, timeout_s, begun)
         reach(Failpoint.BATCH_ACKED)
-        return self._note(seq)
+        return self._same.acked(seq, messages[-1])
 
     async def end(self, timeout_s: float) -> int:
-        self._check()
+        self._same.check()
         info = await self._look(timeout_s)
-        return self._note(int(info["state"]["last_seq"]))
+        end = int(info["state"]["last_seq"])
+        # While it is refused, what was seen before stays what it has to come past.
+        return self._same.note(end) if self._same.refused is None else end
 
-    async def barrier(self, timeout_s: float) -> None:
-        if self._config.log.replicas > 1:
-            # A leader that the others have left answers reads for seconds; a write needs their votes. The subject is
-            # in no partition, and holds one message.
-            subject = f"{self._config.log.subject}.barrier.0"
-            try:
-                await self.publish(Outgoing(subject, b"", rollup=True), timeout_s)
-            except LogFull:
-                # To remove it needs their votes as well, and no room.
-                await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"filter": subject}, timeout_s)
+    async def barrier(self, timeout_s: float) -> int:
+        if not self._leader_only:
+            return 0
+        # A leader that the others have left answers reads for seconds; a write needs their votes. The subject is in no
+        # partition, and holds one message.
+        self._same.check()
+        try:
+            seq = await super().publish(Outgoing(self._barrier, b"", rollup=True), timeout_s)
+        except LogFull:
+            # To remove it needs their votes as well, and no room.
+            await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"filter": self._barrier}, timeout_s)
+            return await self.end(timeout_s)
+        return self._same.note(seq) if self._same.refused is None else seq
 
     async def fill(self) -> tuple[int, int]:
         info = await self._look()
@@ -220,35 +252,8 @@ class NatsLog(NatsStream):
         bytes_max = max(asked, 2 * self.message_bytes_max)
         return await open_feed(self._connection, self, self._api, self._config.log.stream, config, wake, bytes_max)
 
-    def _note(self, seq: int) -> int:
-        self._highest = max(self._highest, seq)
-        return seq
-
-    def _check(self) -> None:
-        if self._rolled_back is not None:
-            raise LogRolledBack(self._rolled_back)
-
     async def _check_end(self, client: Client) -> None:
         """Before a new connection is used: is this still the log that we wrote to?"""
-        if not self._highest:
-            return
-        info = await self._ask_info(client)
-        behind = "state" in info and int(info["state"]["last_seq"]) < self._highest
-        if behind and self._config.log.replicas > 1:
-            # A leader that the others have left knows an old end. It stores nothing, so it does not answer this: then
-            # the connection is not used. A true one has stored one more.
-            subject = f"{self._config.log.subject}.barrier.0"
-            with contextlib.suppress(nats.errors.NoRespondersError):  # of a log that was withdrawn: believed
-                await client.request(subject, b"", timeout=2, headers={"Nats-Rollup": "sub"})
-            info = await self._ask_info(client)
-        if (info.get("error") or {}).get("err_code") == 10059:
-            self.refuse(f"stream {self._config.log.stream} is gone")
-        elif "state" in info:
-            end = int(info["state"]["last_seq"])
-            if end < self._highest:
-                self.refuse(f"the log ends at {end}, this process has seen {self._highest} in it")
-
-    async def _ask_info(self, client: Client) -> dict[str, Any]:
-        answer = await client.request(f"{self._api}.STREAM.INFO.{self._config.log.stream}", b"", timeout=5)
-        info: dict[str, Any] = json.loads(answer.data)
-        return info
+        reason = await self._same.look(client, f"{self._api}.STREAM.INFO.{self._config.log.stream}", self._barrier)
+        if reason is not None:
+            self.refuse(reason)

@@ -54,12 +54,17 @@ def with_windows(metadata: Mapping[str, Any], windows: Windows) -> dict[str, str
     return kept | {_OURS + n: json.dumps(value) for n, value in said.items() if value is not None}
 
 
+def out_of_service(config: LogConfig) -> str:
+    """What a log listens on while it is being repaired; nobody writes there."""
+    return Subjects(config.subject + WITHDRAWN, config.partitions).all
+
+
 def withdrawn(
     config: LogConfig, found: Mapping[str, Any], common: Sequence[int]
 ) -> tuple[dict[str, Any], Sequence[int]]:
     """The configuration of an existing log that listens where nobody writes, and the positions that it remembers."""
     metadata = {_OURS + "common": ",".join(map(str, common)), **(found.get("metadata") or {})}
-    subjects = [Subjects(config.subject + WITHDRAWN, config.partitions).all]
+    subjects = [out_of_service(config)]
     kept = [int(seq) for seq in metadata[_OURS + "common"].split(",")]
     return {**found, "subjects": subjects, "metadata": metadata}, kept
 
@@ -145,7 +150,7 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
     """Compare an existing log with the configuration; its epoch. Raises ConfigDrift."""
     metadata = found.get("metadata") or {}
     what = f"stream {config.stream}"
-    if found["subjects"] == [Subjects(config.subject + WITHDRAWN, config.partitions).all]:
+    if found["subjects"] == [out_of_service(config)]:
         raise LogRolledBack(f"a repair of stream {config.stream} was begun and not finished")
     partitions = metadata.get(_OURS + "partitions")
     if partitions != str(config.partitions):

@@ -22,6 +22,8 @@ from bufstore.nats.headers import added, entry_header, status_of
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
+#: Requests that change nothing when they are done twice: every consumer here has a name.
+_REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.DELETE.")
 
 
 class _PubAck(msgspec.Struct):
@@ -145,7 +147,10 @@ class NatsStream:
         """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
         try:
             answer = await self._connection.request(
-                f"{self._api}.{verb}", json.dumps(body).encode() if body is not None else b"", timeout_s
+                f"{self._api}.{verb}",
+                json.dumps(body).encode() if body is not None else b"",
+                timeout_s,
+                again=verb.startswith(_REPEATABLE),
             )
         except AppendUnknown as e:
             raise LogUnavailable(f"NATS does not answer {verb.split('.')[0]} requests: {e}") from None
@@ -158,7 +163,7 @@ class NatsStream:
     async def _leader_get(self, request: dict[str, Any], timeout_s: float) -> StoredMessage | None:
         try:
             answer = await self._connection.request(
-                f"{self._api}.STREAM.MSG.GET.{self._name}", json.dumps(request).encode(), timeout_s
+                f"{self._api}.STREAM.MSG.GET.{self._name}", json.dumps(request).encode(), timeout_s, again=True
             )
         except AppendUnknown as e:
             raise LogUnavailable(f"the log's leader does not answer: {e}") from None

@@ -26,7 +26,7 @@ from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verify import Verifier
 from bufstore.config import BufferConfig, NatsConfig
-from bufstore.errors import BufstoreError, ConfigError
+from bufstore.errors import BufstoreError, ConfigError, LogRolledBack
 from bufstore.memory.server import MemoryNats
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
@@ -51,7 +51,7 @@ from bufstore.threads.model import (
 )
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import content_hash
-from bufstore.threads.preparing import prepare_log, prepare_store
+from bufstore.threads.preparing import apart, prepare_log, prepare_store
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.queries import (
     ALL_MESSAGES,
@@ -162,6 +162,7 @@ class BufferedThreadStore:
         await self._ledger.open()
         if isinstance(self._store, PostgresThreadStore):
             await self._store.open()
+        self._log.vouched_by(lambda: apart(self._log, self._ledger, self._config))
         await prepare_log(self._log, self._ledger, self._store, self._config)
         await self._hot.setup()
         self._appender.start()
@@ -484,6 +485,8 @@ class BufferedThreadStore:
             return ""
 
         log, store = await asyncio.gather(trouble(self._log.fill()), trouble(self._ledger.cursors()))
+        if self._log.refused is not None:
+            log = str(LogRolledBack(self._log.refused))
         return Health(log=log, store=store, flusher=self._flusher.state.trouble if self._flusher else "")
 
     async def quarantined(self) -> int:

@@ -55,6 +55,11 @@ async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config:
         await ledger.set_epoch(epoch)
 
 
+async def apart(log: Log, ledger: Ledger, config: BufferConfig) -> str | None:
+    """`compare` of what there is now."""
+    return await compare(log, ledger, config.log.stream, await log.epoch(), await ledger.epoch())
+
+
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
     """Why the log is not the one that Postgres speaks of; None when it is. Raises Unavailable errors."""
     return await proven(log, lambda: _compare(log, ledger, stream, epoch, known))

@@ -1,0 +1,162 @@
+"""Is this still the log that we wrote to? Asked on every new connection, and again while the answer is no.
+
+Whoever answers may be a leader that the others have left, or may have nobody to ask: an old end is believed only when
+a write that was sent after the question was stored, and where. A leader that is alone stores nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.ports import AppendUnknown, Outgoing
+from bufstore.errors import BufstoreError, LogRolledBack
+from bufstore.nats.connection import AGAIN_S
+
+_log = logging.getLogger(__name__)
+
+#: A server that leads all streams and was left by the others steps down within 20 s. Who says for longer than this
+#: that there is no such stream is believed.
+GONE_S = 30.0
+_LOOK_AGAIN_S = 1.0
+_ASK_S = 5.0
+_STREAM_MISSING = 10059
+
+#: Set in the task that looks whether a refusal still holds: its own calls are not refused.
+_looking: ContextVar[bool] = ContextVar("looking", default=False)
+
+
+class Unproven(nats.errors.Error):
+    """What is shown of the log is old, or nothing, and nobody has proved that he leads."""
+
+
+class SameLog:
+    """What this process knows to be in the log, and whether the log is refused because it is not."""
+
+    def __init__(self, stream: str, withdrawn: str, replicated: bool) -> None:
+        """`withdrawn`: what the log listens on when a repair has taken it out of service."""
+        self._stream = stream
+        self._withdrawn = withdrawn
+        self._replicated = replicated
+        #: The highest position this process knows to be in the log.
+        self.highest = 0
+        #: Why nothing is appended or flushed any more; None when all is well.
+        self.refused: str | None = None
+        #: The last entry that was acknowledged to this process: position, subject, header.
+        self._acked: tuple[int, str, str | None] | None = None
+        self._gone_since: float | None = None
+        self._look: asyncio.Task[None] | None = None
+
+    def note(self, seq: int) -> int:
+        """This position is in the log."""
+        if seq > self.highest:
+            self.highest = seq
+        return seq
+
+    def acked(self, seq: int, message: Outgoing) -> int:
+        """This entry is in the log, at this position."""
+        if seq > self.highest:
+            self.highest, self._acked = seq, (seq, message.subject, message.header)
+        return seq
+
+    def check(self) -> None:
+        """Raises LogRolledBack while the log is refused."""
+        if self.refused is not None and not _looking.get():
+            raise LogRolledBack(self.refused)
+
+    def refuse(self, reason: str, stands_again: Callable[[], Awaitable[bool]]) -> None:
+        """Nothing more is appended or flushed, until `stands_again`, which is asked now and then."""
+        if self.refused is None:
+            self.refused = reason
+            _log.error("the log is refused: %s", reason, extra={"action": "log_refused"})
+            self._look = asyncio.create_task(self._look_again(stands_again), name="bufstore-log-refused")
+
+    async def aclose(self) -> None:
+        """Look no more."""
+        if self._look is not None:
+            self._look.cancel()
+            await asyncio.gather(self._look, return_exceptions=True)
+
+    async def _look_again(self, stands_again: Callable[[], Awaitable[bool]]) -> None:
+        _looking.set(True)
+        while self.refused is not None:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            with contextlib.suppress(BufstoreError, AppendUnknown):
+                if await stands_again():
+                    _log.warning("the log is whole again, it was refused because %s", self.refused,
+                                 extra={"action": "log_accepted"})  # fmt: skip
+                    self.refused = None
+
+    async def holds_what_we_wrote(self, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bool:
+        """Whether the last entry that was acknowledged to this process is where it was; True if there is none."""
+        if self._acked is None:
+            return True
+        seq, subject, header = self._acked
+        found = await read(seq)
+        return found is not None and (found.subject, found.header) == (subject, header)
+
+    async def look(self, client: Client, info_subject: str, barrier: str) -> str | None:
+        """Why the log that this connection leads to is not the one we know; None when it is.
+
+        Raises what `Client.request` raises, Unproven.
+        """
+        if not self.highest:
+            return None
+        info = await _ask(client, info_subject)
+        if "state" in info:
+            self._gone_since = None
+        if int((info.get("state") or {}).get("last_seq", -1)) >= self.highest:
+            return None
+        missing = (info.get("error") or {}).get("err_code") == _STREAM_MISSING
+        if "state" not in info and not missing:
+            return None  # JetStream has trouble of another kind: each call will say so
+        if self._withdrawn in ((info.get("config") or {}).get("subjects") or ()):
+            return f"a repair of stream {self._stream} was begun and not finished"
+        if self._replicated:
+            return await self._proof(client, barrier, missing)
+        if missing:
+            return f"stream {self._stream} is gone"
+        return f"the log ends at {info['state']['last_seq']}, this process has seen {self.highest} in it"
+
+    async def _proof(self, client: Client, barrier: str, missing: bool) -> str | None:
+        """The same, told by a write: where it is stored is above all that was ever acknowledged in this log."""
+        try:
+            answer = await client.request(barrier, b"", timeout=2, headers={"Nats-Rollup": "sub"})
+            seq = int(json.loads(answer.data).get("seq", 0))
+        except (nats.errors.NoRespondersError, ValueError):
+            seq = 0
+        if not seq:
+            if missing and self._gone_for(asyncio.get_running_loop().time()):
+                return f"stream {self._stream} is gone"
+            what = "no stream" if missing else "an old end"
+            raise Unproven(f"NATS shows {what} for {self._stream}, and nobody proves that he leads it")
+        self._gone_since = None
+        if seq > self.highest:
+            return None
+        return f"the log goes on at {seq}, this process has seen {self.highest} in it"
+
+    def _gone_for(self, now: float) -> bool:
+        if self._gone_since is None:
+            self._gone_since = now
+        return now - self._gone_since > GONE_S
+
+
+async def _ask(client: Client, subject: str) -> dict[str, Any]:
+    """Asked in short tries: what is asked while there is no leader is answered by nobody, also once there is one."""
+    pause = AGAIN_S
+    async with asyncio.timeout(_ASK_S):
+        while True:
+            with contextlib.suppress(nats.errors.TimeoutError):
+                answer = await client.request(subject, b"", timeout=pause)
+                info: dict[str, Any] = json.loads(answer.data)
+                return info
+            pause *= 2

@@ -1,0 +1,243 @@
+"""Whether a log is still the one that we wrote to, by answers as a cluster gives them while it elects its leaders."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import nats.errors
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.buffer.entry import HEADER
+from bufstore.buffer.ports import Outgoing
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import LogRolledBack, LogUnavailable
+from bufstore.nats.log import NatsLog
+from bufstore.nats.same_log import GONE_S, SameLog, Unproven
+from bufstore.nats.setup import out_of_service
+from unit.fake_log import run
+
+CONFIG = BufferConfig(log=LogConfig(replicas=3))
+SINGLE = BufferConfig(log=LogConfig(replicas=1))
+NO_STREAM = {"error": {"code": 404, "err_code": 10059, "description": "stream not found"}}
+NO_ROOM = {"error": {"code": 503, "err_code": 10077, "description": "maximum bytes exceeded"}}
+
+
+def info(end: int, subjects: str = "thread.*.*") -> dict[str, Any]:
+    return {"state": {"last_seq": end, "first_seq": 1}, "config": {"subjects": [subjects], "metadata": {}}}
+
+
+class Cluster:
+    """Answers for a connection: what each kind of request gets, in turn; the last answer stays."""
+
+    def __init__(self, info: list[Any], barrier: list[Any]) -> None:
+        self.answers = {"info": info, "barrier": barrier}
+        self.asked: list[str] = []
+
+    async def request(self, subject: str, payload: bytes, timeout: float, headers: Any = None) -> Any:
+        kind = "info" if "STREAM.INFO" in subject else "barrier"
+        self.asked.append(kind)
+        answers = self.answers[kind]
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(data=json.dumps(answer).encode())
+
+
+def look(
+    cluster: Cluster, *, seen: int = 20_662, replicas: int = 3, times: int = 1, pause_s: float = 0.0
+) -> str | None:
+    """What the last of some looks found."""
+
+    async def main() -> str | None:
+        same = SameLog("THREADLOG", out_of_service(CONFIG.log), replicas > 1)
+        same.note(seen)
+        for _ in range(times - 1):
+            with pytest.raises(Unproven):
+                await same.look(cluster, "$JS.API.STREAM.INFO.THREADLOG", "thread.barrier.0")  # type: ignore[arg-type]
+            await asyncio.sleep(pause_s)
+        return await same.look(cluster, "$JS.API.STREAM.INFO.THREADLOG", "thread.barrier.0")  # type: ignore[arg-type]
+
+    return run(main())
+
+
+@pytest.mark.parametrize(
+    "barrier", [nats.errors.NoRespondersError(), NO_ROOM, {"error": {"code": 503, "err_code": 10008}}]
+)
+def test_an_old_end_is_not_believed_of_one_who_cannot_prove_that_he_leads(barrier: Any) -> None:
+    """Seen: leaders were being elected, the end was old, and nobody responded to the write that was to prove it."""
+    with pytest.raises(Unproven):
+        look(Cluster([info(20_417)], [barrier]))
+
+
+def test_one_who_does_not_answer_has_proved_nothing() -> None:
+    with pytest.raises(nats.errors.TimeoutError):
+        look(Cluster([info(20_417)], [nats.errors.TimeoutError()]))
+
+
+def test_an_old_end_is_not_believed_when_the_log_goes_on_behind_what_was_seen() -> None:
+    """Whoever showed the old end did not lead any more; who stored the write does."""
+    assert look(Cluster([info(20_417)], [{"stream": "THREADLOG", "seq": 20_876}])) is None
+
+
+def test_a_log_that_goes_on_before_what_was_seen_went_back() -> None:
+    assert "goes on at 20418" in (look(Cluster([info(20_417)], [{"stream": "THREADLOG", "seq": 20_418}])) or "")
+
+
+def test_a_log_that_was_withdrawn_is_told_by_its_configuration() -> None:
+    cluster = Cluster([info(20_417, out_of_service(CONFIG.log))], [nats.errors.NoRespondersError()])
+    assert "repair" in (look(cluster) or "")
+    assert cluster.asked == ["info"]
+
+
+def test_a_single_server_is_believed() -> None:
+    assert "ends at 20417" in (look(Cluster([info(20_417)], [AssertionError]), replicas=1) or "")
+    assert "is gone" in (look(Cluster([NO_STREAM], [AssertionError]), replicas=1) or "")
+
+
+def test_a_stream_that_a_cluster_does_not_know_is_gone_only_when_that_stays_so() -> None:
+    """Whoever leads all streams may have been left by the others before this one was made."""
+    cluster = Cluster([NO_STREAM], [nats.errors.NoRespondersError()])
+    assert "is gone" in (look(cluster, times=3, pause_s=GONE_S / 2 + 1) or "")
+
+
+def test_a_stream_that_takes_writes_is_not_gone() -> None:
+    assert look(Cluster([NO_STREAM], [{"stream": "THREADLOG", "seq": 20_700}])) is None
+
+
+def test_a_question_that_was_lost_in_an_election_is_asked_again() -> None:
+    lost = [nats.errors.TimeoutError(), nats.errors.TimeoutError()]
+    assert look(Cluster([*lost, info(20_700)], [AssertionError])) is None
+
+
+@given(end=st.integers(0, 200), seen=st.integers(1, 100), stored=st.integers(0, 200))
+def test_a_replicated_log_is_refused_only_by_what_was_stored(end: int, seen: int, stored: int) -> None:
+    cluster = Cluster([info(end)], [{"seq": stored}])
+    try:
+        reason = look(cluster, seen=seen)
+    except Unproven:
+        assert end < seen and not stored
+    else:
+        assert (reason is not None) == (end < seen and 0 < stored <= seen)
+
+
+class Connection:
+    """What a `NatsLog` needs of one: requests and writes, answered by the test."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.messages: dict[int, tuple[str, str]] = {}
+
+    def on_connect(self, hook: Any) -> None:
+        self.check = hook
+
+    def on_lost(self, hook: Any) -> None: ...
+
+    def on_forbidden(self, hook: Any) -> None: ...
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float, *, again: bool = False) -> bytes:
+        if "STREAM.INFO" in subject:
+            return json.dumps(info(self.end)).encode()
+        found = self.messages.get(json.loads(payload)["seq"])
+        if found is None:
+            return json.dumps({"error": {"code": 404, "err_code": 10037}}).encode()
+        headers = f"NATS/1.0\r\n{HEADER}: {found[1]}\r\n\r\n"
+        message = {"subject": found[0], "seq": 1, "hdrs": base64.b64encode(headers.encode()).decode()}
+        return json.dumps({"message": message}).encode()
+
+    async def write(self, messages: list[Outgoing], batch: Any, timeout_s: float) -> bytes:
+        for message in messages:
+            self.end += 1
+            self.messages[self.end] = (message.subject, message.header or "")
+        return json.dumps({"stream": "THREADLOG", "seq": self.end}).encode()
+
+
+async def accepted(log: NatsLog, after_s: float = 5.0) -> bool:
+    await asyncio.sleep(after_s)
+    return log.refused is None
+
+
+def refused(main: Callable[[NatsLog, Connection], Awaitable[None]], config: BufferConfig = CONFIG) -> None:
+    """A log that this process has written three entries to, and that is refused."""
+
+    async def whole() -> None:
+        connection = Connection()
+        log = NatsLog(connection, "$JS.API", config)  # type: ignore[arg-type]
+        for n in range(3):
+            await log.publish(Outgoing("thread.0.t", b"", header=f"entry {n}"), 1.0)
+        connection.end = 2
+        await log._check_end(Cluster([info(2)], [{"seq": 3}]))  # type: ignore[arg-type]
+        assert log.refused is not None
+        with pytest.raises(LogRolledBack):
+            await log.publish(Outgoing("thread.0.t", b"", header="more"), 1.0)
+        assert not await accepted(log), "it still ends before what was seen"
+        try:
+            await main(log, connection)
+        finally:
+            await log.aclose()
+
+    run(whole())
+
+
+def test_a_refused_log_is_taken_again_once_it_has_come_past_what_was_seen() -> None:
+    async def main(log: NatsLog, connection: Connection) -> None:
+        connection.end = 7
+        assert await accepted(log)
+        assert await log.publish(Outgoing("thread.0.t", b"", header="more"), 1.0) == connection.end
+
+    refused(main)
+
+
+def test_a_refused_log_is_not_taken_again_with_other_entries() -> None:
+    async def main(log: NatsLog, connection: Connection) -> None:
+        connection.messages[3] = ("thread.0.t", "of another")
+        connection.end = 7
+        assert not await accepted(log)
+        connection.messages[3] = ("barrier", "")
+        assert not await accepted(log)
+
+    refused(main)
+
+
+def test_a_refused_log_is_not_taken_again_when_postgres_says_otherwise() -> None:
+    async def main(log: NatsLog, connection: Connection) -> None:
+        answers: list[Any] = [LogUnavailable("no answer"), "the entry at the cursor is another one"]
+
+        async def mismatch() -> str | None:
+            answer = answers[0]
+            if isinstance(answer, Exception):
+                raise answer
+            assert await log.end(1.0) == connection.end, "who looks is not refused"
+            return answer  # type: ignore[no-any-return]
+
+        log.vouched_by(mismatch)
+        connection.end = 7
+        assert not await accepted(log)
+        del answers[0]
+        assert not await accepted(log)
+        answers[0] = None
+        assert await accepted(log)
+
+    refused(main)
+
+
+def test_a_single_server_may_come_past_what_was_seen_too() -> None:
+    """A copy that was put back, and then a better one."""
+
+    async def main() -> None:
+        connection = Connection()
+        log = NatsLog(connection, "$JS.API", SINGLE)  # type: ignore[arg-type]
+        await log.publish(Outgoing("thread.0.t", b"", header="entry"), 1.0)
+        await log._check_end(Cluster([info(0)], [AssertionError]))  # type: ignore[arg-type]
+        assert log.refused is not None
+        connection.end = 2
+        assert await accepted(log)
+        await log.aclose()
+
+    run(main())
