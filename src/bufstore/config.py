@@ -178,8 +178,11 @@ class BufferConfig:
     flush_max_bytes: int = 64 << 20
     #: Operator: within this long after an owner's end others flush its partitions.
     lease_s: int = 6
-    #: Operator: how long flushed entries stay in the log (for readers of the log); gives way above 70 % of max_bytes.
+    #: Operator: how long flushed entries stay in the log, for readers of the log, as far as `outage_reserve` allows.
     retain_after_flush_s: float = 24 * 3600.0
+    #: Operator: the part of max_bytes that flushed entries are not retained in, so that it is free when an outage of
+    #: Postgres begins. Less of it: longer retention. More: longer outages, also of several processes at once.
+    outage_reserve: float = 0.75
     #: Operator: with this many entries in quarantine no more is parked: poison waits in the log, `trouble` says so.
     quarantine_max: int = 10_000
     #: Developer: threads (and runs) whose last state is remembered for one-round-trip writes.
@@ -193,6 +196,8 @@ class BufferConfig:
         self.check_fits(self.log.failover_window_s)
         if self.retain_after_flush_s < self.log.failover_window_s:
             raise ConfigError("BufferConfig.retain_after_flush_s must be at least LogConfig.failover_window_s")
+        if self.outage_reserve >= 1:
+            raise ConfigError("BufferConfig.outage_reserve must be less than 1")
         if not 3 <= self.lease_s <= 8:
             raise ConfigError("BufferConfig.lease_s must be 3 to 8")
 

@@ -234,6 +234,8 @@ class World:
     def take_copy(self) -> None:
         """Remember the database as it is; forget copies that no failover may fall back to."""
         now = self.loop.time()
+        if now < self.weather.store_away_until:
+            return  # however long it is away, it may come back without its last commits
         events = Counter({t: len(s.events) for t, s in self.archive.stories.items()})
         self.copies.append((now, self.postgres.copy(), events))
         while self.copies and self.copies[0][0] < now - 0.9 * CONFIG.log.failover_window_s:

@@ -410,7 +410,7 @@ def test_a_thread_that_the_wrapped_store_held_before_is_flushed_on_top() -> None
 
 def test_a_log_that_runs_full_gives_up_what_it_wishes_to_retain_but_not_the_failover_window() -> None:
     async def main(it: Bench) -> None:
-        fill = 0.6
+        fill = 0.2
 
         async def filled() -> tuple[int, int]:
             return int(fill * 1000), 1000

@@ -52,7 +52,7 @@ def new_share(feed: FakeFeed, seq: int = 0) -> Share:
 
 
 def settle(share: Share, settled: set[int], now: float = 0.0) -> None:
-    share.settle(settled, share.cursor_after(settled), now, resolution_s=1.0)
+    share.settle(settled, share.cursor_after(settled), now)
 
 
 @settings(max_examples=150)
@@ -101,42 +101,6 @@ def test_an_entry_settled_ahead_of_an_open_one_is_passed_once_that_is_settled() 
     assert share.cursor.seq == 0
     settle(share, {1})
     assert (share.cursor.seq, share.cursor.id) == (3, 3)
-
-
-def committed(times: list[float]) -> Share:
-    feed = FakeFeed()
-    share = new_share(feed)
-    feed.arrived, ends = messages([1] * len(times))
-    share.collect()
-    for time, end in zip(times, ends, strict=True):
-        settle(share, {end}, time)
-    return share
-
-
-@settings(max_examples=100)
-@given(gaps=st.lists(st.floats(0, 3), min_size=1, max_size=30), keep=st.floats(1, 20), wait=st.floats(0, 30))
-def test_nothing_is_purged_before_its_commit_is_old_enough(gaps: list[float], keep: float, wait: float) -> None:
-    times = [sum(gaps[: i + 1]) for i in range(len(gaps))]
-    share = committed(times)
-    now = times[-1] + wait
-    below = share.purgeable(now - keep)
-    if below is not None:
-        assert times[below - 1] <= now - keep
-
-
-def test_in_the_end_everything_below_the_cursor_may_be_purged() -> None:
-    share = committed([0.1 * n for n in range(100)])
-    assert share.purgeable(1000.0) == share.cursor.seq
-    share.purged_below = share.cursor.seq
-    assert share.purgeable(2000.0) is None
-
-
-def test_a_day_of_commits_is_remembered_in_bounded_space() -> None:
-    feed = FakeFeed()
-    share = new_share(feed)
-    for n in range(20_000):
-        share.settle((), Cursor(0, 1, n + 1, n + 1), n * 0.5, resolution_s=1.0)
-    assert len(share.commits) <= 11_000, "half a second apart, remembered a second apart"
 
 
 def test_after_an_error_in_what_arrived_the_partition_is_not_relied_on() -> None:

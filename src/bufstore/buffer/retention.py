@@ -1,8 +1,9 @@
 """Removing flushed entries from the log, when it is time, and with them the rows that only guarded against them.
 
-Time counts from when a commit passed an entry, not from when it was written: a Postgres that fails over may lose its
-last commits, and then needs their entries again. So it is asked first whether it still has them: one that is away may
-come back without, however long that takes.
+When that is, and why Postgres has to confirm it before: see `bufstore.buffer.passed`. Two wishes meet here: flushed
+entries are retained for who reads the log, and the log has room for what cannot be flushed while Postgres is away. The
+second one goes first: what is retained gives way long before the log is full, because a partition whose owner goes
+away in an outage is purged by nobody until Postgres is back.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
+from bufstore.buffer.passed import purgeable, share_to_go
 from bufstore.buffer.ports import AppendUnknown, FlushFailed, Ledger, Log
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
@@ -22,8 +24,6 @@ from bufstore.failpoints import Failpoint, reach
 _log = logging.getLogger(__name__)
 
 _INTERVAL_S = 5.0
-#: Above this part of max_bytes the wish to retain flushed entries gives way.
-_PRESSURE = 0.7
 _TOMBSTONES_AT_ONCE = 1000
 _TIMEOUT_S = 10.0
 
@@ -46,10 +46,17 @@ class Retention:
         self._config = config
         self._shares = shares
         self._compare = compare
+        self._loop = asyncio.get_running_loop()
+        #: When Postgres was asked last of those times that it had all it should have.
+        self._confirmed_at = float("-inf")
+        self._archived = 0
+        #: Why Postgres does not confirm anything at the moment.
+        self._unconfirmed = ""
+        self._to_bury = False
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Purge now and then, until `stopping`."""
-        interval = min(_INTERVAL_S, self._config.retain_after_flush_s / 4)
+        interval = min(_INTERVAL_S, self._config.log.failover_window_s / 4)
         while not stopping.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
@@ -60,33 +67,53 @@ class Retention:
                 _log.warning("purging failed: %s", e, extra={"action": "purge_failed"})
 
     async def _purge(self) -> None:
-        # What was committed long enough before Postgres confirms it is safe, whatever becomes of it then.
-        confirmed_at = asyncio.get_running_loop().time()
-        await self._compare()
+        await self._confirm(archives=self._log.windows.archives)
         used, limit = await self._log.fill()
-        pressed = used > _PRESSURE * limit
         windows = self._log.windows  # as `fill` has just read them
-        keep = windows.keep_s if pressed else max(self._config.retain_after_flush_s, windows.keep_s)
-        archived = await self._ledger.archived() if windows.archives else None
-        purged = False
+        to_go = share_to_go(used, limit, self._config.outage_reserve)
+        if to_go:
+            first, _ = await self._log.bounds()
+            for share in self._shares.values():
+                share.passed.gone(first)
+        wished = self._loop.time() - self._config.retain_after_flush_s
+        confirmed = self._confirmed_at - windows.keep_s
+        archived = self._archived if windows.archives else None
         for share in list(self._shares.values()):
-            below = share.purgeable(confirmed_at - keep)
-            if below is not None and archived is not None:
-                below = min(below, archived) if archived > share.purged_below else None
+            below = purgeable(share.passed, confirmed=confirmed, wished=wished, to_go=to_go, archived=archived)
             if below is not None and share.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
                 reach(Failpoint.PURGE_BEFORE)
                 await self._log.purge(share.cursor.partition, below)
                 reach(Failpoint.PURGE_DONE)
-                share.purged(below)
-                purged = True
-        if purged:
+                share.passed.gone(below)
+                self._to_bury = True
+        if self._to_bury and not self._unconfirmed:
             await self._bury()
+            self._to_bury = False
+
+    async def _confirm(self, *, archives: bool) -> None:
+        """Have Postgres say what it has, for when it cannot be asked."""
+        asked_at = self._loop.time()
+        try:
+            await self._compare()
+            if archives:
+                self._archived = await self._ledger.archived()
+        except (BufstoreError, FlushFailed) as e:
+            why = str(e) or type(e).__name__
+            if why != self._unconfirmed:
+                self._unconfirmed = why
+                _log.warning(
+                    "Postgres does not confirm what it has; only what it confirmed before is purged: %s",
+                    why,
+                    extra={"action": "purge_unconfirmed"},
+                )
+        else:
+            self._confirmed_at, self._unconfirmed = asked_at, ""
 
     async def _bury(self) -> None:
         """Remove the rows of deleted threads whose entries the log has purged: they cannot come again."""
         after = ""
-        below = max((share.purged_below for share in self._shares.values()), default=0)
+        below = max((share.passed.purged for share in self._shares.values()), default=0)
         while found := await self._ledger.tombstones(below, after, _TOMBSTONES_AT_ONCE):
             mine = [(seq, thread_id) for seq, thread_id in found if seq < self._purged_below(thread_id)]
             # What is in the log of such a thread was written since, and maybe builds on the deletion.
@@ -98,4 +125,4 @@ class Retention:
 
     def _purged_below(self, thread_id: str) -> int:
         share = self._shares.get(self._subjects.partition(thread_id))
-        return share.purged_below if share is not None else 0
+        return share.passed.purged if share is not None else 0

@@ -289,7 +289,7 @@ class Settler:
         now = self._loop.time()
         self._room = min(2 * self._room, self._config.flush_max_entries)
         for share, move in zip(shares, moves, strict=True):
-            share.settle(settled, move.after, now, resolution_s=self._config.retain_after_flush_s / 1000)
+            share.settle(settled, move.after, now)
         self._count(threads, decision)
         with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
             await self._hot.report({move.after.partition: move.after.seq for move in moves})

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable
 
 from bufstore.buffer.entry import Assembler, Malformed, StoredEntry, StoredMessage
+from bufstore.buffer.passed import Passed
 from bufstore.buffer.ports import Cursor, Feed
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
@@ -26,11 +27,8 @@ class Share:
         self.pending_bytes = 0
         #: (position, entry id) of all that arrived and is not passed by the cursor yet.
         self._order: deque[tuple[int, int]] = deque()
-        #: (commit time, cursor position) of past commits, oldest first: what retention counts from.
-        self.commits: deque[tuple[float, int]] = deque()
-        #: When the last of `commits` was begun; later ones replace it until the resolution is over.
-        self._since = float("-inf")
-        self.purged_below = 0
+        #: What retention counts from.
+        self.passed = Passed()
         #: Why what is known of the partition is not to be relied on any more, if it is not.
         self.doubt: str | None = None
 
@@ -61,7 +59,7 @@ class Share:
             position = (seq, id_)
         return Cursor(self.cursor.partition, self.cursor.term, *position)
 
-    def settle(self, settled: Iterable[int], cursor: Cursor, now: float, resolution_s: float) -> None:
+    def settle(self, settled: Iterable[int], cursor: Cursor, now: float) -> None:
         """Forget what a commit has settled."""
         for seq in settled:
             item = self.pending.pop(seq, None)
@@ -69,26 +67,9 @@ class Share:
                 self.pending_bytes -= _size(item)
         while self._order and self._order[0][0] <= cursor.seq:
             self._order.popleft()
-        moved = cursor.seq > self.cursor.seq
+        if cursor.seq > self.cursor.seq:
+            self.passed.note(now, cursor.seq)
         self.cursor = cursor
-        if not moved:
-            return
-        if self.commits and now - self._since < resolution_s:
-            self.commits.pop()  # counting from a later commit keeps entries a little longer, never shorter
-        else:
-            self._since = now
-        self.commits.append((now, cursor.seq))
-
-    def purgeable(self, before: float) -> int | None:
-        """Everything below this position was passed by a commit earlier than `before`; None if nothing new was."""
-        passed = [seq for at, seq in self.commits if at <= before]
-        return passed[-1] if passed and passed[-1] > self.purged_below else None
-
-    def purged(self, below: int) -> None:
-        """Remember that everything below this position is gone from the log."""
-        self.purged_below = below
-        while self.commits and self.commits[0][1] <= below:
-            self.commits.popleft()
 
     def _items(self, message: StoredMessage) -> Iterable[Item]:
         try:

@@ -147,7 +147,7 @@ class Takeover:
         share = self.shares[cursor.partition] = Share(cursor, feed, self._subjects)
         if cursor.seq:
             # Committed by now, whenever that was: retention counts from here.
-            share.commits.append((self._loop.time(), cursor.seq))
+            share.passed.note(self._loop.time(), cursor.seq)
         self._state.takeovers += 1
         self._state.partitions = tuple(sorted(self.shares))
 

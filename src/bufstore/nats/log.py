@@ -210,6 +210,7 @@ class NatsLog(NatsStream):
         return int(info["ack_floor"]["stream_seq"])
 
     async def purge(self, partition: int, below: int) -> None:
+        self._same.check()  # positions of another log may hold what is not flushed
         await self.api(
             f"STREAM.PURGE.{self._config.log.stream}",
             {"filter": self._subjects.of_partition(partition), "seq": below},

@@ -1,0 +1,88 @@
+"""How long an outage of Postgres may last: the flusher on a log in memory, in virtual time, with the defaults."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from bufstore.config import LogConfig
+from bufstore.errors import LogFull, StoreUnavailable
+from unit.test_flusher import Bench, bench
+
+#: A log of 1 MiB that takes this many a second fills as one of 2 GiB, the default, does at 1000 a second.
+LOG = LogConfig(partitions=4, max_bytes=1 << 20)
+RATE = 1000 * LOG.max_bytes / LogConfig().max_bytes
+CHECKPOINT = "x" * 2048
+
+
+def away(it: Bench) -> None:
+    """Postgres does not answer any more."""
+
+    async def fails(*_: Any, **__: Any) -> Any:
+        raise StoreUnavailable("Postgres is away")
+
+    for name in ("cursors", "flush", "take", "tombstones", "bury", "archived"):
+        setattr(it.ledger, name, fails)
+
+
+async def writes(it: Bench, seconds: float) -> float:
+    """Write at the rate for so long, or until the log is full; how long that was."""
+    loop = asyncio.get_running_loop()
+    began, n = loop.time(), 0
+    while (passed := loop.time() - began) < seconds:
+        try:
+            await it.writer.append([CHECKPOINT], f"t{n % 40}")
+        except LogFull:
+            return passed
+        n += 1
+        await asyncio.sleep(began + n / RATE - loop.time())
+    return passed
+
+
+async def filled(it: Bench, part: float, within_s: float) -> float:
+    """Write until so much of the log is full, or for so long; how full it is then."""
+    it.log.stream.config = LOG
+    await it.start()
+    while within_s > 0 and it.log.stream.bytes < part * LOG.max_bytes:
+        await writes(it, 20)
+        within_s -= 20
+    return it.log.stream.bytes / LOG.max_bytes
+
+
+def test_at_the_defaults_the_log_takes_thirteen_minutes_without_postgres() -> None:
+    async def main(it: Bench) -> None:
+        found = await filled(it, 0.65, 900)
+        away(it)
+        lasted = await writes(it, 3600)
+        assert lasted > 750, f"full after {lasted:.0f} s, was full to {found:.0%} when Postgres went away"
+        assert found > 0.15, "what is flushed is retained as far as the reserve allows"
+
+    bench(main)
+
+
+def test_what_a_postgres_that_is_away_confirmed_before_makes_room() -> None:
+    """Also where all of the log may be retained: what was confirmed a failover window ago is safe for good."""
+
+    async def main(it: Bench) -> None:
+        assert await filled(it, 0.65, 900) > 0.65
+        away(it)
+        assert await writes(it, 3600) > 750
+        await asyncio.sleep(60)
+        assert it.flusher is not None
+        for share in it.flusher._shares.values():
+            assert share.passed.purged < share.cursor.seq, "the last of it may be missing in the copy that takes over"
+
+    bench(main, outage_reserve=0.01)
+
+
+def test_an_owner_that_restarts_in_an_outage_has_the_reserve() -> None:
+    """He cannot take his partitions, so nobody purges them: what is free when the outage begins is all there is."""
+
+    async def main(it: Bench) -> None:
+        await filled(it, 0.65, 900)
+        away(it)
+        await it.stop()
+        await it.start()
+        assert await writes(it, 3600) > 650
+
+    bench(main)
