@@ -246,10 +246,17 @@ class FlushTimeout(BufstoreError):
     Nothing is lost: the entries stay in the log. See ``statistics()`` and ``health()`` for why the flusher lags.
     """
 
-    def __init__(self, thread_id: str | None, *, target: int, flushed: int, reason: str = "") -> None:
+    def __init__(
+        self, thread_id: str | None, *, target: int, flushed: int, reason: str = "", partition: int | None = None
+    ) -> None:
+        """`partition`: the first that is not flushed up to its `target`; `reason`: who is to do it, and waits why."""
         who = "all threads" if thread_id is None else f"thread {thread_id!r}"
-        super().__init__(f"{who}: flushed up to {flushed}, waited for {target}" + (f" ({reason})" if reason else ""))
+        where = f", partition {partition}" if partition is not None else ""
+        why = f" ({reason})" if reason else ""
+        super().__init__(f"{who}{where}: flushed up to {flushed}, waited for {target}{why}")
         self.thread_id = thread_id
+        self.partition = partition
+        self.reason = reason
         self.target = target
         self.flushed = flushed
 

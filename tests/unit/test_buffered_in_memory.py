@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from bufstore import (
     Children,
     ConfigDrift,
     Consistency,
+    FlushTimeout,
     LogConfig,
     LogFull,
     LogRolledBack,
@@ -242,6 +244,36 @@ def test_who_refuses_the_log_says_so_and_leaves_his_partitions_to_others() -> No
             await asyncio.sleep(10)
             assert (await ill.health()).ok
             assert ill._flusher.state.partitions  # type: ignore[union-attr]
+
+    run(main())
+
+
+def test_a_flush_that_is_late_names_the_partition_its_owner_and_what_that_waits_for() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        writers = replace(CONFIG, flusher=False)
+        async with await BufferedThreadStore.open(inner, nats=nats, config=writers) as writer:
+            await writer.checkpoint(thread_id, [1], run_of(thread_id))
+            partition = writer._subjects.partition(thread_id)
+            with pytest.raises(FlushTimeout, match="no flusher is alive") as late:
+                await writer.force_flush(thread_id, timeout_s=2)
+            assert late.value.partition == partition
+            async with await BufferedThreadStore.open(inner, nats=nats, config=CONFIG) as owner:
+                await writer.force_flush(thread_id, timeout_s=10)
+
+                async def apply(*_: object) -> None:
+                    raise StoreUnavailable("Postgres has no room")
+
+                well, inner.apply = inner.apply, apply  # type: ignore[method-assign]
+                await writer.checkpoint(thread_id, [1, 2], run_of(thread_id, steps=1))
+                with pytest.raises(FlushTimeout, match=r"this process is to flush it: .*Postgres has no room"):
+                    await owner.force_flush(thread_id, timeout_s=2)
+                await asyncio.sleep(2)
+                told = f"partition {partition}: .*flusher {owner._flusher.member} is to flush it: .*has no room"  # type: ignore[union-attr]
+                with pytest.raises(FlushTimeout, match=told):
+                    await writer.force_flush_all(timeout_s=2)
+                inner.apply = well  # type: ignore[method-assign]
+                await writer.force_flush(thread_id, timeout_s=10)
 
     run(main())
 

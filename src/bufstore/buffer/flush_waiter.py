@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.flusher import Flusher
+from bufstore.buffer.membership import owners
 from bufstore.buffer.ports import HotState, Ledger
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, FlushTimeout
@@ -68,32 +69,65 @@ class FlushWaiter:
         look_first: bool,
     ) -> None:
         left = targets
-        reached, reason = 0, ""
+        reached: Mapping[int, int] = {}
+        failed = ""
+        inquiry: asyncio.Task[tuple[str, str]] | None = None
+        loop = asyncio.get_running_loop()
+        half_time = loop.time() + timeout_s / 2
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     moved = self._moved
                     if look_first or all(self._progress.get(p, 0) >= t for p, t in left.items()):
                         try:
-                            found = await look()
-                            reached = max((found.get(p, 0) for p in left), default=0)
+                            reached = found = await look()
                             left = {p: t for p, t in left.items() if found.get(p, 0) < t}
                             if not left:
                                 return
                             # What was reported beyond that is no more.
                             self._progress.update({p: found.get(p, 0) for p in left})
                         except BufstoreError as e:
-                            reason = str(e)
+                            failed = str(e)
                     look_first = True
-                    reason = await self._ask(left) or reason
+                    failed = await self._ask(left) or failed
+                    if inquiry is None and loop.time() >= half_time:
+                        inquiry = loop.create_task(self._inquire(min(left)), name="bufstore-flush-inquiry")
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_ASK_INTERVAL_S):
+                        async with asyncio.timeout(min(_ASK_INTERVAL_S, timeout_s / 4)):
                             await moved.wait()
         except TimeoutError:
-            if self._flusher is not None:
-                reason = self._flusher.state.trouble or reason
-            target = max(left.values(), default=0)
-            raise FlushTimeout(thread_id, target=target, flushed=reached, reason=reason) from None
+            partition = min(left)
+            who, trouble = self._ourselves(partition) or (inquiry.result() if inquiry and inquiry.done() else ("", ""))
+            why = trouble or failed or ("it tells of no trouble" if who else "")
+            reason = f"{who} is to flush it: {why}" if who else why
+            raise FlushTimeout(
+                thread_id,
+                target=left[partition],
+                flushed=reached.get(partition, 0),
+                reason=reason,
+                partition=partition,
+            ) from None
+        finally:
+            if inquiry is not None:
+                inquiry.cancel()
+
+    def _ourselves(self, partition: int) -> tuple[str, str] | None:
+        """This process and its trouble, if it follows the partition."""
+        if self._flusher is None or not self._flusher.owns(partition):
+            return None
+        return "this process", self._flusher.state.trouble
+
+    async def _inquire(self, partition: int) -> tuple[str, str]:
+        """Who is to flush a partition, and what trouble it tells of; empty as far as that cannot be told."""
+        try:
+            members, troubles = await self._hot.members(), await self._hot.troubles()
+        except BufstoreError:
+            return "", ""
+        owner = owners(members, self._subjects.partitions).get(partition)
+        if owner is None:
+            return "", "no flusher is alive"
+        mine = self._flusher is not None and owner == self._flusher.member
+        return "this process" if mine else f"flusher {owner}", troubles.get(owner, "")
 
     async def _ask(self, partitions: Mapping[int, int]) -> str:
         """Ask the owners to flush now; why that failed, or nothing."""

@@ -70,7 +70,15 @@ class Flusher:
         self._shares = self._takeover.shares
         self._settler = Settler(log, hot, ledger, coalesce, subjects, config, self._takeover, self.state)
         self._log = log
-        self._lease = Lease(hot, member, subjects.partitions, config.lease_s, self._takeover.want, self._unable)
+        self._lease = Lease(
+            hot,
+            member,
+            subjects.partitions,
+            config.lease_s,
+            self._takeover.want,
+            self._unable,
+            lambda: self.state.trouble,
+        )
         self._retention = Retention(log, ledger, subjects, config, self._shares, self._takeover.compare)
 
     async def start(self) -> None:
@@ -106,6 +114,11 @@ class Flusher:
         """Flush now instead of at the end of the window; also what arrives within the next second."""
         self._asked_at = self._loop.time()
         self._wake.set()
+
+    @property
+    def member(self) -> str:
+        """Its name among the members."""
+        return self._member
 
     def owns(self, partition: int) -> bool:
         """Whether this flusher holds the partition."""

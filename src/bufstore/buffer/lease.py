@@ -39,7 +39,9 @@ class Lease:
         lease_s: float,
         own: Callable[[frozenset[int]], None],
         unable: Callable[[], str | None],
+        trouble: Callable[[], str],
     ) -> None:
+        """`trouble`: what the others are told of why nothing is flushed here at the moment; empty when all is well."""
         self._hot = hot
         self._member = member
         self._partitions = partitions
@@ -48,6 +50,7 @@ class Lease:
         self._interval_s = self._ttl_s / 4
         self._own = own
         self._unable = unable
+        self._trouble = trouble
         self._pulse = Pulse(self._ttl_s)
         self._until = 0.0
         self._announced = False
@@ -81,7 +84,7 @@ class Lease:
 
     async def _renew(self) -> None:
         began = asyncio.get_running_loop().time()
-        await self._hot.renew_member(self._member, self._ttl_s)
+        await self._hot.renew_member(self._member, self._ttl_s, self._trouble())
         self._until = began + self._ttl_s  # counted from before the server's clock started
         if not self._announced:
             reach(Failpoint.LEASE_RENEWED)

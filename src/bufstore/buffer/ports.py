@@ -266,8 +266,12 @@ class HotState(Protocol):
         """Replace it if it still has this sequence; its new one. Raises Conflict, AppendUnknown, LogUnavailable."""
         ...
 
-    async def renew_member(self, member: str, ttl_s: int) -> None:
-        """Keep `member` in the list of live flushers for `ttl_s` more seconds."""
+    async def renew_member(self, member: str, ttl_s: int, trouble: str = "") -> None:
+        """Keep `member` in the list of live flushers for `ttl_s` more seconds; `trouble`: why it does not flush."""
+        ...
+
+    async def troubles(self) -> dict[str, str]:
+        """What keeps flushers from flushing, as they say themselves, of those that say something."""
         ...
 
     async def leave(self, member: str) -> None:

@@ -98,8 +98,13 @@ class MemoryHotState:
     async def put_lineage(self, record: bytes, expected: int, timeout_s: float) -> int:
         return (await self._turn()).put("lineage", None, record, expected=expected)
 
-    async def renew_member(self, member: str, ttl_s: int) -> None:
-        (await self._turn()).put("member", member, None, ttl_s=ttl_s)
+    async def renew_member(self, member: str, ttl_s: int, trouble: str = "") -> None:
+        (await self._turn()).put("member", member, trouble, ttl_s=ttl_s)
+
+    async def troubles(self) -> dict[str, str]:
+        bucket = await self._turn()
+        found = {name: bucket.get("member", name) for name in bucket.keys("member")}
+        return {name: value.body for name, value in found.items() if value is not None and value.body}
 
     async def leave(self, member: str) -> None:
         (await self._turn()).remove("member", member)

@@ -17,6 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
+from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import GroupCommit
 from bufstore.buffer.ports import RUN_TTL_S, AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
@@ -31,6 +32,8 @@ from bufstore.nats.stream import NatsStream
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
+#: So much is kept of what a flusher says of its trouble.
+_TROUBLE_MAX = 500
 
 
 class NatsHotState:
@@ -106,8 +109,9 @@ class NatsHotState:
     async def put_lineage(self, record: bytes, expected: int, timeout_s: float) -> int:
         return await self._put(Outgoing(f"{self._keys}lineage", record, expected=expected), timeout_s)
 
-    async def renew_member(self, member: str, ttl_s: int) -> None:
-        await self._put(Outgoing(f"{self._keys}member.{member}", b"", ttl_s=ttl_s), _TIMEOUT_S)
+    async def renew_member(self, member: str, ttl_s: int, trouble: str = "") -> None:
+        body = trouble[:_TROUBLE_MAX].encode("utf-8", "replace")
+        await self._put(Outgoing(f"{self._keys}member.{member}", body, ttl_s=ttl_s), _TIMEOUT_S)
 
     async def leave(self, member: str) -> None:
         # The shortest time to live there is: a delete marker would stay for ever.
@@ -115,11 +119,17 @@ class NatsHotState:
         await self._tell(self._calls + "members", b"")
 
     async def members(self) -> dict[str, int]:
+        return {name: m.seq for name, m in (await self._members()).items()}
+
+    async def troubles(self) -> dict[str, str]:
+        return {name: m.body.decode("utf-8", "replace") for name, m in (await self._members()).items() if m.body}
+
+    async def _members(self) -> dict[str, StoredMessage]:
         try:
             found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
         except StreamMissing:
             return {}
-        return {s.rpartition(".")[2]: m.seq for s, m in sorted(found.items()) if m.body != b"left"}
+        return {s.rpartition(".")[2]: m for s, m in sorted(found.items()) if m.body != b"left"}
 
     async def announce(self) -> None:
         """Tell the other members that the list has changed."""
