@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bufstore.buffer.chain import Row, plan, superseded
+from bufstore.buffer.chain import Row, counts, plan, superseded
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
 
 
@@ -94,6 +94,9 @@ def test_an_entry_that_expected_nothing_is_superseded_once_the_thread_moved_on(
     assert applied(todo) == ([] if late else [20])
     assert todo.row.flushed_seq == 20
     assert todo.park == []
+    parking = plan(row, [entry], complete=True, poison=frozenset({5}))
+    for before_or_after in (row, todo.row, parking.row):
+        assert counts(entry, before_or_after, None) is not late
 
 
 def test_a_chained_entry_is_never_superseded() -> None:

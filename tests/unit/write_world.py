@@ -110,24 +110,27 @@ class Instance:
     async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory, bool]:
         state, last = await self.reads.joined(thread_id)
         memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
-        return last, state.row, memory, not state.partial
+        return last, state.row, memory, state.whole
 
     def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
         payload = decode_payload(entry.entry.payload)
         memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
 
     async def checkpoint(
-        self, messages: Sequence[Any], thread_id: str = "t", *, key: str | None = None, run_id: str | None = None
-    ) -> Receipt:
+        self, messages: Sequence[Any], thread_id: str = "t", *, key: str | None = None, run_id: str | None = None,
+        mark: bytes | None = None,
+    ) -> Receipt:  # fmt: skip
         call, content = self._call(messages, thread_id, run_id)
-        return await self.appender.append(thread_id, call.whole_list, key=key, content=content if key else b"")
+        content = content if key else b""
+        return await self.appender.append(thread_id, call.whole_list, key=key, content=content, mark=mark)
 
     async def append(
         self, messages: Sequence[Any], thread_id: str = "t", *, key: str | None = None, run_id: str | None = None,
-        expected: int | None = None,
+        expected: int | None = None, mark: bytes | None = None,
     ) -> Receipt:  # fmt: skip
         call, content = self._call(messages, thread_id, run_id)
-        return await self.appender.append(thread_id, call.appending(expected), key=key, content=content if key else b"")
+        content = content if key else b""
+        return await self.appender.append(thread_id, call.appending(expected), key=key, content=content, mark=mark)
 
     async def series(
         self, steps: Sequence[tuple[Sequence[Any], str, bytes | None]], thread_id: str = "t"

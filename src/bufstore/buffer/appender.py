@@ -39,6 +39,7 @@ from bufstore.errors import (
     Closed,
     LogUnavailable,
     OutcomeUnknown,
+    StoreUnavailable,
 )
 from bufstore.failpoints import Failpoint, reach
 from bufstore.types import Receipt
@@ -67,7 +68,7 @@ class Appender(Generic[M]):
         self._group = GroupCommit(log, timeout_s=config.append_timeout_s / 2)
         self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
-        self._unresolved = Unresolved(log, subjects)
+        self._unresolved = Unresolved(log, subjects, load_row)
         self._finder = TipFinder(log, subjects, config, writer, load_row, self._tips)
         self._tasks: set[asyncio.Task[None]] = set()
         #: In the order they came, so that the first is the first to give up.
@@ -237,18 +238,19 @@ class Appender(Generic[M]):
     async def _find_unresolved(self, thread_id: str, key: str, write: Write[M]) -> Receipt | None:
         """What an earlier try with this key has become; None if it is not stored, and can only be by this one.
 
-        Waits for a log that is away: who repeats a call until its outcome is known must not spin. OutcomeUnknown.
+        Waits for a log that is away, or Postgres when only that can tell: who repeats a call until its outcome is known
+        must not spin. OutcomeUnknown.
         """
         found = None
         try:
             async with asyncio.timeout_at(write.deadline):
                 async for attempt in AsyncRetrying(
                     wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
-                    retry=retry_if_exception_type(LogUnavailable),
+                    retry=retry_if_exception_type((LogUnavailable, StoreUnavailable)),
                 ):
                     with attempt:
                         found = await self._unresolved.find(thread_id, write.item, self._config.append_timeout_s)
-        except TimeoutError:
+        except (TimeoutError, AppendUnknown):
             raise OutcomeUnknown(thread_id, key) from None
         if found is None:
             return None
@@ -312,25 +314,27 @@ class Appender(Generic[M]):
         reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
-        if lane.stale:
+        now = self._loop.time()
+        self._finder.saw(seq, now)
+        # The expectation of "nothing there" may have been met because entries were purged meanwhile.
+        late = not unit.before.seq and self._began(unit) < now - self._log.windows.rely_s / 2
+        if lane.stale or late:
             lane.stale = False
             self._tips.drop(lane.thread_id)
         else:
             self._tips.put(lane.thread_id, unit.after)
-        now = self._loop.time()
-        self._finder.saw(seq, now)
-        # When a write began whose answer comes too late now.
-        late = now - self._log.windows.rely_s / 2 if not unit.before.seq else 0.0
         for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
             if not write.done.done():
-                if late and write.deadline - self._config.append_timeout_s < late:
-                    # The expectation of "nothing there" may have been met because entries were purged meanwhile.
+                if late:
                     write.done.set_exception(AppendUnknown("the answer came too late to be relied on"))
                 else:
                     write.done.set_result(Receipt(lane.thread_id, seq, write.id, draft.version))
             seq -= count
         self.appended += len(unit.writes)
         self._advance(lane)
+
+    def _began(self, unit: Unit[M]) -> float:
+        return min(write.deadline for write, _ in unit.writes) - self._config.append_timeout_s
 
     # --- what is rare: lookups, conflicts, lost answers ---------------------------------------------------
 

@@ -70,6 +70,26 @@ def superseded(entry: StoredEntry, row: Row) -> bool:
     return row.flushed_seq > e.seen or (e.base is Base.NONE and row.flushed_seq > 0)
 
 
+def counts(entry: StoredEntry, row: Row, behind: StoredEntry | Malformed | None) -> bool | None:
+    """Whether an entry is stored, as its writer may be told: applied, to be applied, or in quarantine.
+
+    False: a flush passes over it, or did. None: nothing tells any more. `row` was read before the log. `behind`: what
+    follows the entry in the log. Keys tell of what is behind us: only what counts passes its key on, to the row and
+    to the entries of those who know that it does (`bufstore.buffer.tip.tip_of_message`).
+    """
+    e = entry.entry
+    if e.base is Base.CHAINED:
+        return True
+    if entry.seq > row.flushed_seq:
+        return not superseded(entry, row)
+    key = rings.newest(e.ring)
+    if row.applied_id == e.id or row.broken_since == entry.seq or rings.holds(row.ring, key):
+        return True
+    if behind is None:
+        return False
+    return True if isinstance(behind, StoredEntry) and rings.holds(behind.entry.ring, key) else None
+
+
 def plan(
     row: Row,
     items: Iterable[StoredEntry | Malformed],

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import Base, StoredMessage, decode
+from bufstore.buffer.entry import Base, StoredEntry, StoredMessage, decode
 from bufstore.errors import MalformedEntry
 
 
@@ -45,6 +45,9 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     sources: bytes | None = None
     #: Where a read must have got to see what this tip stands for, when that is not `seq`.
     flushed_seq: int = 0
+    #: The entry itself (without its payload) when it expected nothing in the log: whether it counts only Postgres' row
+    #: tells (`bufstore.buffer.chain.counts`), so `ring` and `sources` are not taken from it.
+    first: StoredEntry | None = None
 
 
 class NeedBase(Exception):
@@ -66,11 +69,18 @@ Prepare = Callable[[Tip[M]], Draft[M]]
 
 
 def tip_of_message(last: StoredMessage) -> Tip[M]:
-    """The tip that a thread's last message in the log makes; its content is not known."""
+    """The tip that a thread's last message in the log makes; its content is not known.
+
+    One that expected nothing there may be superseded, and then no key in it was used: nobody may pass its keys on
+    who has not asked Postgres.
+    """
     try:
         entry, _, _ = decode(last)
     except MalformedEntry:
         return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True, ring_complete=False)
+    if entry.base is not Base.CHAINED:
+        first = StoredEntry("", last.seq, msgspec.structs.replace(entry, payload=b""))
+        return Tip(last.seq, entry.id, Base.CHAINED, 0, entry.version, b"", None, ring_complete=False, first=first)
     return Tip(
         last.seq,
         entry.id,

@@ -8,7 +8,7 @@ from typing import Generic, Protocol
 
 from bufstore.buffer import ring as rings
 from bufstore.buffer import sources
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Row, counts
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
 from bufstore.buffer.lookups import Lookups
 from bufstore.buffer.ports import Log
@@ -131,8 +131,28 @@ class TipFinder(Generic[M]):
         tip = await (self.confirm(thread_id, known) if known is not None else self.look_up(thread_id))
         if not tip.seq:
             return tip_of_row(row, seen, None)
-        tip.ring, tip.ring_complete = rings.merge(row.ring, tip.ring), True
-        tip.sources = sources.merge(row.sources, tip.sources or b"")
+        first = tip.first or await self._first_above(thread_id, row.flushed_seq)
+        ring, marks = row.ring, row.sources
+        if first is not None and counts(first, row, None):
+            ring, marks = rings.merge(ring, first.entry.ring), sources.merge(marks, first.entry.sources or b"")
+        elif tip.first is not None:
+            return self._behind_superseded(thread_id, tip.seq, row)
+        tip.ring, tip.ring_complete, tip.first = rings.merge(ring, tip.ring), True, None
+        tip.sources = sources.merge(marks, tip.sources or b"")
+        return tip
+
+    async def _first_above(self, thread_id: str, seq: int) -> StoredEntry | None:
+        """The log's first entry of the thread above a position: those behind it may not have its keys."""
+        found = await self._log.after(self._subjects.of(thread_id), seq, self._timeout_s, limit=1)
+        return tip_of_message(found[0]).first if found else None
+
+    def _behind_superseded(self, thread_id: str, seq: int, row: Row) -> Tip[M]:
+        """The tip where the log's last entry has no effect: what Postgres holds, at that entry's position."""
+        broken = row.broken_since is not None
+        tip: Tip[M] = Tip(
+            seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, None, broken, sources=row.sources
+        )
+        self._tips.put(thread_id, tip)
         return tip
 
     async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
@@ -162,6 +182,8 @@ class TipFinder(Generic[M]):
             if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
                 return tip_of_message(messages[-1])
             e = item.entry
+            if e.base is not Base.CHAINED:
+                return tip_of_message(messages[-1])  # what we know has been purged, and maybe more with it
             self._writer.observe(memory, item)
             known = tip.sources if e.sources is None else e.sources
             tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.ring, memory, False, e.ring_complete, known)

@@ -219,7 +219,8 @@ class BufferedThreadStore:
         `source`: for pipelines that may do their work again. A write whose number the thread has from this source
         already is not done again, however much later it comes; the receipt says ``repeated``. Not together with a key.
 
-        Needs Postgres only with a key or source on a thread that the log does not know: then StoreUnavailable.
+        Needs Postgres only with a key or source, on a thread of which the log shows nothing or its first entry: then
+        StoreUnavailable.
         """
         call = call_of(thread_id, messages, run, idempotency_key, source)
         if run.parent_thread_id is not None or not self._writer.claimed(run):

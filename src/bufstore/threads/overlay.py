@@ -28,6 +28,13 @@ class ThreadState(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = False
     #: True when the log alone told it, from a snapshot on: other runs of the thread may stand before that.
     partial: bool = False
+    #: True when the log alone told it, from an entry on of which only Postgres knows whether it counts.
+    unjudged: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the row is all that Postgres knows."""
+        return not self.partial and not self.unjudged
 
 
 def overlay(state: ThreadState, thread_id: str, items: Sequence[StoredEntry | Malformed]) -> ThreadState:
@@ -72,6 +79,13 @@ def from_log_alone(thread_id: str, items: Sequence[StoredEntry | Malformed]) -> 
         if isinstance(item, StoredEntry) and item.entry.self_contained:
             start = ThreadState(row=Row(applied_id=item.entry.prev_id), thread=None, messages=[], latest_run=None)
             state = overlay(start, thread_id, items[i:])
-            if state.row.broken_since is None:
-                return msgspec.structs.replace(state, partial=item.entry.base is not Base.NONE)
+            if state.row.broken_since is not None:
+                continue
+            if item.entry.base is not Base.CHAINED:
+                # If it does not count, no key and no number in it was used; who wrote behind it has seen to that.
+                last = items[-1].entry if items[-1] is not item and isinstance(items[-1], StoredEntry) else None
+                ring, sources = (last.ring, last.sources) if last is not None else (b"", None)
+                row = msgspec.structs.replace(state.row, ring=ring, sources=sources or b"")
+                state = msgspec.structs.replace(state, row=row, unjudged=True)
+            return msgspec.structs.replace(state, partial=item.entry.base is not Base.NONE)
     return None

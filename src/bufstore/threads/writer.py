@@ -31,7 +31,7 @@ class ThreadWriter:
         """See `bufstore.buffer.appender.Writer`."""
         state, last = await self._reads.joined(thread_id)
         memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
-        return last, state.row, memory, not state.partial
+        return last, state.row, memory, state.whole
 
     def nothing(self) -> MessageMemory:
         """See `bufstore.buffer.appender.Writer`."""

@@ -1,0 +1,310 @@
+"""A publish that expected nothing in the log, and lands there late, after others' entries were flushed and purged.
+
+Such an entry is superseded: a flush passes over it. So nobody may be told that it is stored, and nothing may build
+on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import pytest
+
+from bufstore.buffer import sources
+from bufstore.buffer.ports import AppendUnknown, Outgoing
+from bufstore.errors import IdempotencyConflict, OutcomeUnknown, StoreUnavailable
+from bufstore.types import Receipt
+from unit.write_world import Instance, World, test
+
+#: How the write that is held up is made, and made again: by its token, by a key, with a source's number, in a series.
+HOW = ("token", "key", "source", "series")
+MARK = sources.item("feed", 7)
+
+
+async def write(one: Instance, how: str, token: str | None = None, *, whole: bool = False) -> Receipt:
+    """The write of these tests: it adds "mine" to the thread, or makes it the thread's only message."""
+    if how == "series" and not whole:
+        receipts, error = await one.series([(["mine"], "mine", MARK)])
+        if error is not None:
+            raise error
+        return receipts[0]
+    mark = MARK if how in ("source", "series") else None
+    key = {"key": "k", "token": token}.get(how)
+    if whole:
+        return await one.checkpoint(["mine"], key=key, run_id="mine", mark=mark)
+    return await one.append(["mine"], key=key, run_id="mine", mark=mark)
+
+
+@contextlib.contextmanager
+def nothing_arrives(world: World) -> Iterator[list[Sequence[Outgoing]]]:
+    """Whatever is sent is on its way, until somebody lets it land."""
+    sent: list[Sequence[Outgoing]] = []
+
+    async def send(kind: str, messages: Sequence[Outgoing]) -> int:
+        sent.append(messages)
+        raise AppendUnknown("no answer")
+
+    world.log._send = send  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        del world.log._send  # type: ignore[method-assign]
+
+
+async def held_up(world: World, work: Awaitable[Receipt]) -> tuple[str, Callable[[], int]]:
+    """Let the call end without an answer; its token, and what lets its first copy land."""
+    with nothing_arrives(world) as sent, pytest.raises(OutcomeUnknown) as unknown:
+        await work
+    return unknown.value.token, lambda: world.log.store(sent[0])
+
+
+async def overtaken(world: World, one: Instance, how: str, *, whole: bool, existed: bool = True) -> str:
+    """A write of `one` that lands after another writer's entry was flushed and purged; its token."""
+    two = Instance(world)
+    if existed:
+        await two.checkpoint(["m0"])
+        await world.flush_and_purge()
+    token, land = await held_up(world, write(one, how, whole=whole))
+    await two.append(["theirs"])
+    await world.flush_and_purge()
+    land()
+    return token
+
+
+async def check_it_is_there_once(world: World) -> None:
+    await world.flush()
+    assert (await world.messages()).count("mine") == 1
+    row = await world.ledger.row("t")
+    assert row.broken_since is None
+    assert world.ledger.parked.entries == {}
+    run = await world.store.load_run("mine")
+    assert run is not None
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("flushed", [False, True], ids=["before the flush", "after the flush"])
+@pytest.mark.parametrize("other", [False, True], ids=["same process", "other process"])
+@pytest.mark.parametrize("whole", [False, True], ids=["append", "checkpoint"])
+def test_a_repeat_is_not_acknowledged_by_an_entry_that_the_flush_passes_over(
+    how: str, flushed: bool, other: bool, whole: bool
+) -> None:
+    async def main(world: World, one: Instance) -> None:
+        token = await overtaken(world, one, how, whole=whole)
+        if flushed:
+            await world.flush()
+        writer = Instance(world) if other else one
+        receipt = await write(writer, how, token, whole=whole)
+        assert not receipt.repeated, "the first sending will never be in Postgres"
+        again = await write(writer, how, token, whole=whole)
+        third = await write(Instance(world), how, token, whole=whole)
+        for repeat in (again, third):
+            assert (repeat.repeated, repeat.thread_seq) == (True, receipt.thread_seq)
+        await check_it_is_there_once(world)
+        assert await world.messages() == (["mine"] if whole else ["m0", "theirs", "mine"])
+
+    test(main)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_repeat_on_a_thread_that_another_writer_made_meanwhile_is_written(how: str) -> None:
+    async def main(world: World, one: Instance) -> None:
+        token = await overtaken(world, one, how, whole=False, existed=False)
+        assert not (await write(one, how, token)).repeated
+        await check_it_is_there_once(world)
+        assert await world.messages() == ["theirs", "mine"]
+
+    test(main)
+
+
+@pytest.mark.parametrize("how", ["token", "key", "source"])
+@pytest.mark.parametrize(("flushed", "existed"), [("", False), ("", True), ("flushed", False), ("purged", True)])
+@pytest.mark.parametrize("other", [False, True], ids=["same process", "other process"])
+@pytest.mark.parametrize("whole", [False, True], ids=["append", "checkpoint"])
+@pytest.mark.parametrize("behind", ["", "checkpoint", "both"])
+def test_a_repeat_of_a_first_entry_that_counts_is_known(
+    how: str, flushed: str, other: bool, existed: bool, behind: str, whole: bool
+) -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        if existed:
+            await two.checkpoint(["m0"])
+            await world.flush_and_purge()
+            two.appender.forget("t")
+        token, land = await held_up(world, write(one, how, whole=whole))
+        land()
+        if behind in ("checkpoint", "both"):
+            await two.checkpoint(["mine", "behind it"])
+        if behind in ("append", "both"):
+            await two.append(["behind it"])
+        if flushed == "purged":
+            await world.flush_and_purge()
+        elif flushed:
+            await world.flush()
+        if flushed == "purged" and not other:
+            one.appender.forget("t")
+        receipt = await write(Instance(world) if other else one, how, token, whole=whole)
+        assert receipt.repeated
+        await check_it_is_there_once(world)
+
+    test(main)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("other", [False, True], ids=["same process", "other process"])
+@pytest.mark.parametrize("superseded", [False, True])
+def test_without_postgres_nobody_is_told_that_a_first_entry_counts(how: str, other: bool, superseded: bool) -> None:
+    async def main(world: World, one: Instance) -> None:
+        if superseded:
+            token = await overtaken(world, one, how, whole=False)
+        else:
+            token, land = await held_up(world, write(one, how))
+            land()
+        world.store_is_up = False
+        writer = Instance(world) if other else one
+        with pytest.raises((OutcomeUnknown, StoreUnavailable)):
+            await write(writer, how, token)
+        world.store_is_up = True
+        assert (await write(writer, how, token)).repeated is not superseded
+        await check_it_is_there_once(world)
+
+    test(main)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("flushed", [False, True], ids=["", "flushed"])
+@pytest.mark.parametrize("many", [1, 20])
+def test_what_others_write_behind_it_does_not_make_it_count(how: str, flushed: bool, many: int) -> None:
+    """Their entries carry the keys and numbers of the thread: of one that is passed over they must not."""
+
+    async def main(world: World, one: Instance) -> None:
+        token = await overtaken(world, one, how, whole=False)
+        two = Instance(world)
+        for n in range(many):
+            await two.checkpoint([f"theirs {n}"])
+            two.appender.forget("t")
+        if flushed:
+            await world.flush()
+        if many == 1 or not flushed:
+            assert not (await write(Instance(world), how, token)).repeated
+            assert (await write(one, how, token)).repeated
+            await check_it_is_there_once(world)
+        elif how in ("token", "key"):
+            # Nothing tells any more whether it was applied: then nobody says so.
+            with contextlib.suppress(OutcomeUnknown):
+                assert not (await write(one, how, token)).repeated
+        else:
+            assert not (await write(one, how, token)).repeated
+
+    test(main)
+
+
+@pytest.mark.parametrize("how", ["token", "key"])
+@pytest.mark.parametrize("flushed", [False, True], ids=["", "flushed"])
+def test_a_first_entry_that_counts_is_known_to_its_writer_behind_what_others_wrote(how: str, flushed: bool) -> None:
+    async def main(world: World, one: Instance) -> None:
+        token, land = await held_up(world, write(one, how))
+        land()
+        two = Instance(world)
+        for n in range(20):
+            await two.append([n])
+        if flushed:
+            await world.flush()
+        assert (await write(one, how, token)).repeated
+        await check_it_is_there_once(world)
+
+    test(main)
+
+
+def test_other_content_is_no_conflict_with_an_entry_that_the_flush_passes_over() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await overtaken(world, one, "key", whole=False)
+        await one.append(["something else"], key="k")
+        with pytest.raises(IdempotencyConflict):
+            await Instance(world).append(["mine"], key="k")
+        await world.flush()
+        assert await world.messages() == ["m0", "theirs", "something else"]
+
+    test(main)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_was_written_behind_it_without_postgres_does_not_make_it_count(how: str) -> None:
+    """Without Postgres it may be taken for the thread; but its writer is not told that it is stored."""
+
+    async def main(world: World, one: Instance) -> None:
+        token = await overtaken(world, one, how, whole=True)
+        two = Instance(world)
+        world.store_is_up = False
+        await two.append(["behind it"])
+        for writer in (one, two, Instance(world)):
+            with pytest.raises((OutcomeUnknown, StoreUnavailable)):
+                await write(writer, how, token, whole=True)
+        world.store_is_up = True
+        assert not (await write(two, how, token, whole=True)).repeated
+        await world.flush()
+        assert await world.messages() == ["mine"]
+        assert await world.store.load_run("mine") is not None
+
+    test(main)
+
+
+@pytest.mark.parametrize("next_", ["append", "checkpoint", "keyed"])
+@pytest.mark.parametrize("wakes", ["the answer", "another caller"])
+def test_nothing_is_built_on_an_entry_whose_answer_came_too_late(next_: str, wakes: str) -> None:
+    """Its writer, of all, must not keep it for the thread's last: what builds on it would be quarantined for good."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await two.checkpoint(["m0"])
+        await world.flush_and_purge()
+        send = world.log._send
+        gate = asyncio.Event()
+
+        async def slow(kind: str, messages: Sequence[Outgoing]) -> int:
+            await gate.wait()
+            return await send(kind, messages)
+
+        world.log._send = slow  # type: ignore[method-assign]
+        late = asyncio.ensure_future(one.append(["mine"]))
+        await asyncio.sleep(world.log.windows.keep_s)
+        with pytest.raises(OutcomeUnknown):
+            await late
+        del world.log._send  # type: ignore[method-assign]
+        await two.append(["theirs"])
+        await world.flush_and_purge()
+        queued = [asyncio.ensure_future(one.append(["queued"]))] if wakes == "another caller" else []
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(*queued)
+        await asyncio.sleep(1)
+        if next_ == "append":
+            await one.append(["next"])
+        else:
+            shown = await world.messages()
+            await one.checkpoint([*shown, "next"], key="k" if next_ == "keyed" else None)
+        await world.flush()
+        assert world.ledger.parked.entries == {}
+        assert await world.messages() == ["m0", "theirs", *("queued" for _ in queued), "next"]
+
+    test(main)
+
+
+def test_a_writer_that_remembers_what_was_before_is_not_led_on_by_a_late_copy() -> None:
+    """The copy names the entry that this writer knows as its predecessor; what came between is purged."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["m0"])
+        await world.flush_and_purge()
+        _, land = await held_up(world, two.append(["late"]))
+        three = Instance(world)
+        await three.append(["theirs"])
+        await world.flush_and_purge()
+        land()
+        await one.append(["mine"], run_id="mine")
+        await check_it_is_there_once(world)
+        assert await world.messages() == ["m0", "theirs", "mine"]
+
+    test(main)
