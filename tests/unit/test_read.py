@@ -208,6 +208,25 @@ def test_a_read_that_a_hanging_store_does_not_answer_is_told_by_the_log_in_its_t
     test(main)
 
 
+def test_a_store_that_fails_when_nobody_waits_for_it_any_more_leaves_no_complaint() -> None:
+    """`test` fails on an exception that nobody looked at."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+
+        async def fails_at_the_end(_: str) -> Any:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                raise StoreUnavailable("the connection was closed") from None
+
+        one.reads._store.state = fails_at_the_end  # type: ignore[method-assign]
+        one.reads._store.run = fails_at_the_end  # type: ignore[method-assign]
+        assert await shown(one) == ["a"]
+
+    test(main)
+
+
 def test_a_read_during_a_flush_is_one_or_the_other_state() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint([0])

@@ -295,10 +295,15 @@ class ThreadReads:
 
     def _let_go(self, asked: asyncio.Task[ThreadState] | None) -> None:
         """End the question, without waiting for that: a server that hangs takes its time for it."""
-        if asked is not None and not asked.done():
+        if asked is not None:
             self._ending.add(asked)
-            asked.add_done_callback(self._ending.discard)
+            asked.add_done_callback(self._ended)
             asked.cancel()
+
+    def _ended(self, asked: asyncio.Task[ThreadState]) -> None:
+        self._ending.discard(asked)
+        if not asked.cancelled():
+            asked.exception()  # or asyncio complains that nobody looked at it
 
     async def _thread_of_run(self, run_id: str) -> str | None:
         try:
