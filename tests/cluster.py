@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import shutil
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Self
@@ -100,6 +102,31 @@ class Cluster:
 
         store: BufferedThreadStore = await eventually(opened, 60)
         return store
+
+
+@contextmanager
+def three_servers(folder: Path) -> Iterator[list[NatsServer]]:
+    """The same without proxies, in no event loop; they may not have elected a leader yet."""
+    ports = _free_ports(_NODES)
+    routes = ", ".join(f'"nats://127.0.0.1:{p}"' for p in ports)
+    # Users of their own in each server, and one that all of them know.
+    users = "authorization { users: [ { user: bufstore, password: %s }, { user: all, password: all } ] }"
+    servers = []
+    for i, port in enumerate(ports):
+        config = f'server_name: n{i}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
+        server = NatsServer(folder / f"n{i}", extra_config=config)
+        server.start()
+        server.stop()
+        password = server.url.partition("bufstore:")[2].partition("@")[0]
+        server.extra_config = config + (users % f'"{password}"')
+        servers.append(server)
+    try:
+        with ThreadPoolExecutor(_NODES) as pool:
+            list(pool.map(NatsServer.start, servers))
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
 
 
 async def leader_of(store: Any, deployment: Deployment) -> int:

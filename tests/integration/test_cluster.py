@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,36 +13,16 @@ import pytest
 from bufstore import BufstoreError, Consistency, LogFull, NatsConfig, ReadNotFresh
 from bufstore.buffer.ports import Outgoing
 from bufstore.embedded import NatsServer, Servers
+from cluster import three_servers
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[list[NatsServer]]:
+def cluster(tmp_path: Path) -> Iterator[list[NatsServer]]:
     """Three servers of one JetStream cluster."""
-    ports = []
-    sockets = [socket.socket() for _ in range(3)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-        ports.append(s.getsockname()[1])
-    for s in sockets:
-        s.close()
-    routes = ", ".join(f'"nats://127.0.0.1:{p}"' for p in ports)
-    # Users of their own in each server, and one that all of them know.
-    users = "authorization { users: [ { user: bufstore, password: %s }, { user: all, password: all } ] }"
-    servers = []
-    for i, port in enumerate(ports):
-        cluster = f'server_name: n{i}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
-        server = NatsServer(tmp_path / f"n{i}", extra_config=cluster)
-        server.start()
-        server.stop()
-        password = server.url.partition("bufstore:")[2].partition("@")[0]
-        server.extra_config = cluster + (users % f'"{password}"')
-        servers.append(server)
-    await asyncio.gather(*(asyncio.to_thread(s.start) for s in servers))
-    yield servers
-    for server in servers:
-        server.stop()
+    with three_servers(tmp_path) as started:
+        yield started
 
 
 async def test_three_replicas_survive_their_leader(servers: Servers, cluster: list[NatsServer]) -> None:
@@ -138,7 +117,7 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
 
 
 async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: list[NatsServer]) -> None:
-    """What proves that the leader leads must not need room in the log."""
+    """What proves that the leader leads needs no room in the log, and leaves nothing in it."""
     deployment = Deployment(servers, replicas=3, max_bytes=1 << 20)
     nats = NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in cluster], user="all", password="all")
 
@@ -159,14 +138,16 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
         for size in (1000, 1):  # to the last byte
             with suppress(LogFull):
                 while True:
-                    await store._log.publish(Outgoing(f"{deployment.log.subject}.barrier.1", b"x" * size), 5)
+                    await store._log.publish(Outgoing(f"{deployment.log.subject}.barrier.2", b"x" * size), 5)
 
         async def read() -> int | None:
             found = await store.load_messages(thread_id, consistency=Consistency.STRONG)
             return len(found or [])
 
+        before = (await store._log.api(f"STREAM.INFO.{deployment.log.stream}"))["state"]
         assert await read() == written
         info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        assert (info["state"]["last_seq"], info["state"].get("num_deleted", 0)) == (before["last_seq"], 0)
         followers = [s for i, s in enumerate(cluster) if f"n{i}" != info["cluster"]["leader"]]
         for server in followers:
             await asyncio.to_thread(server.pause)

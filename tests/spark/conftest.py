@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
+import nats
+import nats.errors
 import pytest
 
+from bufstore.embedded import Servers
 from bufstore.spark import SinkConfig, session
+from cluster import three_servers
 from conftest import Deployment
+from helpers import eventually
 from spark.jobs import QUICK, settings_of
 
 
@@ -28,3 +37,47 @@ def spark() -> Iterator[Any]:
 def config(deployment: Deployment) -> SinkConfig:
     """A sink into the test's deployment."""
     return SinkConfig(app_id="query", **settings_of(deployment))
+
+
+@pytest.fixture(scope="session")
+def _cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with three_servers(tmp_path_factory.mktemp("cluster")) as running:
+        url = f"nats://all:all@127.0.0.1:{running[0].port}"
+        with ThreadPoolExecutor(1) as pool:  # a loop of its own, beside that of the tests
+            pool.submit(asyncio.run, _whole(url)).result(90)
+        yield url
+
+
+async def _whole(url: str) -> None:
+    """Wait until all three servers take part: a stream of three replicas can be made."""
+
+    async def made() -> bool:
+        try:
+            client = await nats.connect(url, allow_reconnect=False)
+        except (nats.errors.Error, OSError):
+            return False
+        try:
+            wanted = json.dumps({"name": "probe", "subjects": ["probe"], "num_replicas": 3})
+            found = await client.request("$JS.API.STREAM.CREATE.probe", wanted.encode(), timeout=5)
+            await client.request("$JS.API.STREAM.DELETE.probe", timeout=5)
+        except nats.errors.Error:
+            return False
+        finally:
+            await client.close()
+        return "error" not in json.loads(found.data)
+
+    await eventually(made, 60)
+
+
+@pytest.fixture
+def replicated(servers: Servers, _cluster_url: str) -> Deployment:
+    """A deployment whose log has three replicas."""
+    elsewhere: Any = SimpleNamespace(nats=SimpleNamespace(url=_cluster_url), postgres=servers.postgres)
+    return Deployment(elsewhere, replicas=3)
+
+
+@pytest.fixture(params=["deployment", "replicated"])
+def either(request: pytest.FixtureRequest) -> Deployment:
+    """A deployment on one server, and one on three."""
+    found: Deployment = request.getfixturevalue(request.param)
+    return found

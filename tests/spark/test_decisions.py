@@ -14,7 +14,7 @@ from bufstore.buffer.chain import Row
 from bufstore.buffer.subjects import first_position
 from bufstore.spark.archive import Manifest, whole
 from bufstore.spark.direct import NeedLog, Prepared, fold, prepare
-from bufstore.spark.offsets import Offset, Range, begin_at, check, missing, offset_of, split
+from bufstore.spark.offsets import Holes, Offset, Range, begin_at, check, offset_of, split
 from bufstore.spark.options import read_options
 from bufstore.spark.progress import lag_of
 from bufstore.spark.restore import epoch_after
@@ -31,16 +31,42 @@ def test_ranges_cover_all_of_it_once(start: int, length: int, parts: int) -> Non
 
 
 @given(st.sets(st.integers(10, 40)), st.integers(10, 40), st.integers(1, 7))
-def test_the_first_hole_is_found_however_the_messages_come(gone: set[int], whole_from: int, size: int) -> None:
+def test_holes_are_found_however_the_messages_come(gone: set[int], whole_from: int, size: int) -> None:
     part = Range(start=10, end=41, created="then", whole_from=whole_from)
     there = [p for p in range(10, 41) if p not in gone]
-    at, hole = part.start, None
+    holes = Holes(part)
     for i in range(0, len(there), size):
-        some = there[i : i + size]
-        hole = missing(some, part, at) if hole is None else hole
-        at = some[-1] + 1
-    hole = missing([part.end], part, at) if hole is None else hole
-    assert hole == min((p for p in gone if p >= whole_from), default=None)
+        holes.passed(there[i : i + size])
+    holes.passed([part.end])
+    missed = [p for p in gone if p >= whole_from]
+    assert (holes.first, holes.last) == (min(missed, default=None), max(missed, default=None))
+    assert holes.lost(0, 0) == holes.first, "without barriers each hole is a loss"
+
+
+@given(st.data())
+def test_holes_of_barriers_are_told_from_those_of_a_purge(data: st.DataObject) -> None:
+    """Partitions get their messages when they like, and are purged up to a place of their own."""
+    subjects: list[Any] = data.draw(st.lists(st.sampled_from([0, 1, 2, "barrier"]), min_size=1, max_size=20))
+    old = data.draw(st.booleans())  # whether barriers were written
+    log = {n: s for n, s in enumerate(subjects, 1) if old or s != "barrier"}
+    log = dict(enumerate(log.values(), 1))
+    barriers = [n for n, s in log.items() if s == "barrier"]
+    begun_at = data.draw(st.integers(1, len(log) + 1))
+    purged = {}
+    for p in data.draw(st.sets(st.sampled_from([p for p in log.values() if p != "barrier"] or [0]))):
+        # What a purge is up to stays, so each partition that was purged holds something.
+        purged[p] = data.draw(st.sampled_from([n for n, s in log.items() if s == p] or [0]))
+    there = {n: s for n, s in log.items() if (n == barriers[-1] if s == "barrier" else n >= purged.get(s, 0))}
+    firsts = [min((n for n, s in there.items() if s == p), default=0) for p in range(3)]
+    holes = Holes(Range(start=begun_at, end=len(log) + 1, created="then", whole_from=0))
+    holes.passed([*(n for n in there if n >= begun_at), len(log) + 1])
+    found = holes.lost(max(barriers, default=0), max(firsts))
+    lost = [n for n in log if n >= begun_at and n not in there and log[n] != "barrier"]
+    if not old:
+        assert found == min(lost, default=None), "nothing but what was removed leaves a hole"
+    else:
+        assert (found is not None) >= bool(lost), "what is gone is never missed"
+        assert found is None or found < max(firsts) or found in lost
 
 
 def test_a_reader_whose_place_is_gone_is_told() -> None:

@@ -58,18 +58,18 @@ async def test_a_drain_flushes_all_that_is_there_beside_a_flusher_and_another_dr
 
 
 async def test_what_is_archived_comes_back_into_an_empty_postgres(
-    spark: Any, deployment: Deployment, tmp_path: Path
+    spark: Any, either: Deployment, tmp_path: Path
 ) -> None:
     path, threads = str(tmp_path / "archive"), [fresh() for _ in range(6)]
-    await write(deployment, threads, range(4))
-    first = await asyncio.to_thread(archive, spark, where(deployment), path)
+    await write(either, threads, range(4))
+    first = await asyncio.to_thread(archive, spark, where(either), path)
     assert first.count == 24
-    assert (await asyncio.to_thread(archive, spark, where(deployment), path)).count == 0
-    await write(deployment, threads, range(4, 7))
-    second = await asyncio.to_thread(archive, spark, where(deployment), path)
+    assert (await asyncio.to_thread(archive, spark, where(either), path)).count == 0
+    await write(either, threads, range(4, 7))
+    second = await asyncio.to_thread(archive, spark, where(either), path)
     assert (second.count, second.start) == (18, first.end)
 
-    elsewhere = Deployment(deployment.servers)
+    elsewhere = Deployment(either.servers, replicas=either.log.replicas)
     dry = await asyncio.to_thread(restore, spark, path, where(elsewhere), dry_run=True)
     assert (dry.applied, dry.present, dry.refused, dry.threads) == (42, 0, 0, 6)
     assert await in_postgres(elsewhere, threads) == dict.fromkeys(threads)

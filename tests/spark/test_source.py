@@ -11,7 +11,8 @@ import nats
 import pytest
 from pyspark.sql import functions as F
 
-from bufstore import Run, RunStatus
+from bufstore import Consistency, Run, RunStatus
+from bufstore.buffer.subjects import Subjects
 from bufstore.spark.progress import ProgressListener, QueryProgress
 from conftest import Deployment
 from helpers import fresh
@@ -41,21 +42,21 @@ def steps_of(rows: list[Any]) -> dict[str, list[int]]:
     return found
 
 
-async def test_entries_come_decoded_and_each_once(spark: Any, deployment: Deployment) -> None:
+async def test_entries_come_decoded_and_each_once(spark: Any, either: Deployment) -> None:
     threads = [fresh() for _ in range(5)]
-    await written(deployment, threads, range(6))
+    await written(either, threads, range(6))
     big = fresh()
-    async with deployment.store(flusher=False) as store:
+    async with either.store(flusher=False) as store:
         # An oversize entry: several messages, of which a range may begin or end in the middle.
         await store.checkpoint(big, [{"n": 0, "text": "x" * 3_000_000}], Run(run_id="big", thread_id=big))
-    rows = await collected(read(spark, deployment, numPartitions=7))
+    rows = await collected(read(spark, either, numPartitions=7))
     assert steps_of(rows) == {t: list(range(6)) for t in threads} | {big: [0]}
     row = next(r for r in rows if r.thread_id == threads[0] and r.version == 6)
     assert (row.kind, row.run_id, row.keep, row.cause, row.body) == ("checkpoint", f"run-{threads[0]}", 5, None, None)
     assert json.loads(row.run)["agent_id"] == "agent"
-    few = await collected(read(spark, deployment, columns="thread_id, position", threads=json.dumps(threads[:1])))
+    few = await collected(read(spark, either, columns="thread_id, position", threads=json.dumps(threads[:1])))
     assert [(r.thread_id, len(r)) for r in few] == [(threads[0], 2)] * 6
-    assert len(await collected(read(spark, deployment, startingPosition=rows[0].position + 1))) == 30
+    assert len(await collected(read(spark, either, startingPosition=rows[0].position + 1))) == 30
 
 
 async def test_what_is_no_entry_is_a_row_with_its_cause(spark: Any, deployment: Deployment) -> None:
@@ -92,15 +93,15 @@ def query(spark: Any, deployment: Deployment, folder: Path, **more: Any) -> Any:
     )
 
 
-async def test_a_stream_goes_on_where_it_stopped(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+async def test_a_stream_goes_on_where_it_stopped(spark: Any, either: Deployment, tmp_path: Path) -> None:
     threads = [fresh() for _ in range(3)]
-    await written(deployment, threads, range(10))
+    await written(either, threads, range(10))
     options = {"startingPosition": "earliest", "maxMessagesPerTrigger": 8}
-    first = query(spark, deployment, tmp_path, **options)
+    first = query(spark, either, tmp_path, **options)
     await ended(first)
     assert len([p for p in first.recentProgress if p["numInputRows"]]) == 4, "30 entries, 8 at a time"
-    await written(deployment, threads, range(10, 12))
-    await ended(query(spark, deployment, tmp_path, startingPosition="earliest", maxBytesPerTrigger=300))
+    await written(either, threads, range(10, 12))
+    await ended(query(spark, either, tmp_path, startingPosition="earliest", maxBytesPerTrigger=300))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
     assert steps_of(rows) == {t: list(range(12)) for t in threads}
 
@@ -114,31 +115,62 @@ async def purge(deployment: Deployment, below: int) -> None:
 
 
 async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
-    spark: Any, deployment: Deployment, tmp_path: Path
+    spark: Any, either: Deployment, tmp_path: Path
 ) -> None:
-    deployment.verified = False
+    either.verified = False
     threads = [fresh() for _ in range(4)]
-    await written(deployment, threads, range(5))
-    await ended(query(spark, deployment, tmp_path, startingPosition="earliest", maxMessagesPerTrigger=100))
-    await written(deployment, threads, range(5, 10))
-    rows = await collected(read(spark, deployment))
+    await written(either, threads, range(5))
+    await ended(query(spark, either, tmp_path, startingPosition="earliest", maxMessagesPerTrigger=100))
+    await written(either, threads, range(5, 10))
+    rows = await collected(read(spark, either))
     last = max(r.position for r in rows)
     # As the flusher does it, partition by partition: only one of them is purged over what was not read.
-    client = await nats.connect(deployment.servers.nats.url)
+    client = await nats.connect(either.servers.nats.url)
     partition = next(r.partition for r in rows if r.position == last - 8)
-    body = json.dumps({"filter": f"{deployment.name}.{partition}.*", "seq": last - 7}).encode()
-    await client.request(f"$JS.API.STREAM.PURGE.{deployment.log.stream}", body)
+    body = json.dumps({"filter": f"{either.name}.{partition}.*", "seq": last - 7}).encode()
+    await client.request(f"$JS.API.STREAM.PURGE.{either.log.stream}", body)
     await client.close()
-    if (await written_positions(spark, deployment)) == {r.position for r in rows}:
+    if (await written_positions(spark, either)) == {r.position for r in rows}:
         pytest.fail("nothing was purged")
     with pytest.raises(Exception, match="was purged before it was read"):
-        await ended(query(spark, deployment, tmp_path))
-    await purge(deployment, last - 2)
+        await ended(query(spark, either, tmp_path))
+    await purge(either, last - 2)
     with pytest.raises(Exception, match="the log begins at position"):
-        await ended(query(spark, deployment, tmp_path))
-    await ended(query(spark, deployment, tmp_path, failOnDataLoss=False))
+        await ended(query(spark, either, tmp_path))
+    await ended(query(spark, either, tmp_path, failOnDataLoss=False))
     kept = await collected(spark.read.parquet(str(tmp_path / "out")))
-    assert len(kept) == 20 + len(await written_positions(spark, deployment))
+    assert len(kept) == 20 + len(await written_positions(spark, either))
+
+
+async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployment, tmp_path: Path) -> None:
+    """Readers who want to be sure ask the leader; then a partition gets its first message."""
+    subjects = Subjects(replicated.name, replicated.log.partitions)
+    early, late = (next(t for t in iter(fresh, None) if subjects.partition(t) == p) for p in (0, 1))
+    await written(replicated, [early], range(2))
+    await ended(query(spark, replicated, tmp_path, startingPosition="earliest"))
+    async with replicated.store() as store:
+        for _ in range(3):
+            await store.load_messages(early, consistency=Consistency.STRONG)
+    await written(replicated, [late], range(2))
+    await ended(query(spark, replicated, tmp_path))
+    rows = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert steps_of(rows) == {early: [0, 1], late: [0, 1]}
+
+
+async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    thread = fresh()
+    await written(deployment, [thread], range(2))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
+    client = await nats.connect(deployment.servers.nats.url)
+    for _ in range(3):
+        await client.request(f"{deployment.name}.barrier.0", b"", headers={"Nats-Rollup": "sub"})
+    await client.close()
+    await written(deployment, [thread], range(2, 4))
+    await ended(query(spark, deployment, tmp_path))
+    rows = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert steps_of(rows) == {thread: [0, 1, 2, 3]}
 
 
 async def written_positions(spark: Any, deployment: Deployment) -> set[int]:

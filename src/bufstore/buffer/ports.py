@@ -35,8 +35,6 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     expected_of: str | None = None
     #: Seconds after which the server removes it; 0 keeps it.
     ttl_s: int = 0
-    #: It replaces what the subject held.
-    rollup: bool = False
 
 
 class Conflict(Exception):

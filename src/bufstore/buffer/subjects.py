@@ -68,6 +68,16 @@ class Subjects:
         """What the stream listens on."""
         return f"{self.prefix}.*.*"
 
+    @property
+    def barrier(self) -> str:
+        """Where earlier versions wrote to learn who leads: it held one message, and each one before left a hole."""
+        return f"{self.prefix}.barrier.0"
+
+    @property
+    def unused(self) -> str:
+        """A subject of the stream on which nothing is ever written."""
+        return f"{self.prefix}.barrier.1"
+
     def thread_id(self, subject: str) -> str:
         """The thread of a subject. Raises MalformedEntry when no thread has that subject."""
         return _thread_id(self.prefix, self.partitions, subject)

@@ -143,8 +143,6 @@ def _head(message: Outgoing) -> str:
         head += f"{_EXPECTED_OF}: {message.expected_of}\r\n"
     if message.ttl_s:
         head += f"Nats-TTL: {message.ttl_s}s\r\n"
-    if message.rollup:
-        head += "Nats-Rollup: sub\r\n"
     return head
 
 

@@ -45,7 +45,6 @@ class NatsLog(NatsStream):
         super().__init__(connection, api, config.log.stream, config.log.replicas)
         self._config = config
         self._subjects = Subjects(config.log.subject, config.log.partitions)
-        self._barrier = f"{config.log.subject}.barrier.0"
         self._same = SameLog(config.log.stream, out_of_service(config.log), config.log.replicas > 1)
         self._vouch: Callable[[], Awaitable[str | None]] | None = None
         self._generation_start = 1
@@ -177,17 +176,20 @@ class NatsLog(NatsStream):
         # While it is refused, what was seen before stays what it has to come past.
         return self._same.note(end) if self._same.refused is None else end
 
+    async def prove_leader(self, timeout_s: float) -> None:
+        if self._leader_only:
+            self._same.check()
+            await self.prove(self._subjects.unused, timeout_s)
+
     async def barrier(self, timeout_s: float) -> int:
         if not self._leader_only:
             return 0
-        # A leader that the others have left answers reads for seconds; a write needs their votes. The subject is in no
-        # partition, and holds one message.
         self._same.check()
         try:
-            seq = await super().publish(Outgoing(self._barrier, b"", rollup=True), timeout_s)
+            # Kept, so that it leaves no hole; it is rare. A leader that the others have left stores nothing.
+            seq = await super().publish(Outgoing(self._subjects.proof, b""), timeout_s)
         except LogFull:
-            # To remove it needs their votes as well, and no room.
-            await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"filter": self._barrier}, timeout_s)
+            await self.prove(self._subjects.unused, timeout_s)
             return await self.end(timeout_s)
         return self._same.note(seq) if self._same.refused is None else seq
 
@@ -255,6 +257,8 @@ class NatsLog(NatsStream):
 
     async def _check_end(self, client: Client) -> None:
         """Before a new connection is used: is this still the log that we wrote to?"""
-        reason = await self._same.look(client, f"{self._api}.STREAM.INFO.{self._config.log.stream}", self._barrier)
+        reason = await self._same.look(
+            client, f"{self._api}.STREAM.INFO.{self._config.log.stream}", self._subjects.proof
+        )
         if reason is not None:
             self.refuse(reason)

@@ -98,7 +98,10 @@ class LogReader:
         return Log(found, info["created"], epoch_of(config), first, end, int(state["messages"]))
 
     async def whole_from(self, log: Log) -> int:
-        """From where on nothing was purged: partitions are purged one by one, each up to a place of its own."""
+        """From where on nothing was purged: partitions are purged one by one, each up to a place of its own.
+
+        Too high where a partition got its first message late: nobody can tell that from one that was purged.
+        """
         firsts = await asyncio.gather(
             *(self._first(log.subjects.of_partition(p), log.end) for p in range(log.config.partitions))
         )
@@ -107,6 +110,12 @@ class LogReader:
     async def _first(self, filter_: str, end: int) -> int:
         found = await self._stream.after(filter_, 0, _SILENCE_S, limit=1)
         return found[0].seq if found else end
+
+    async def barrier(self, log: Log) -> int:
+        """The position of the last barrier that an earlier version wrote; 0 for none."""
+        subject = log.subjects.barrier
+        found = (await self._stream.last([subject], _SILENCE_S)).get(subject)
+        return found.seq if found is not None else 0
 
     async def at_time(self, time_ns: int, log: Log) -> int:
         """The position of the first message that was stored at this time or later; the log's end if none was."""

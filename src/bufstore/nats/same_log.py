@@ -130,7 +130,7 @@ class SameLog:
     async def _proof(self, client: Client, barrier: str, missing: bool) -> str | None:
         """The same, told by a write: where it is stored is above all that was ever acknowledged in this log."""
         try:
-            answer = await client.request(barrier, b"", timeout=2, headers={"Nats-Rollup": "sub"})
+            answer = await client.request(barrier, b"", timeout=2)
             seq = int(json.loads(answer.data).get("seq", 0))
         except (nats.errors.NoRespondersError, ValueError):
             seq = 0

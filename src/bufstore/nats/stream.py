@@ -143,6 +143,16 @@ class NatsStream:
         found = await asyncio.gather(*(self._leader_get({"last_by_subj": f}, timeout_s) for f in filters))
         return [message.seq if message is not None else 0 for message in found]
 
+    async def prove(self, unused: str, timeout_s: float) -> None:
+        """Return once the leader has proved that it leads. Raises AppendUnknown, LogUnavailable.
+
+        A leader that the others have left answers reads for seconds. Removing needs their votes, as writing does; but
+        this, on a subject that nothing has, stores nothing: it leaves no hole behind, and a full stream takes it.
+        """
+        asked = Outgoing(f"{self._api}.STREAM.PURGE.{self._name}", json.dumps({"filter": unused}).encode())
+        # As a write: who leads nobody does not answer, and then the connection to it is given up.
+        self._result(await self._connection.write([asked], None, timeout_s))
+
     async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
         """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
         try:
@@ -154,6 +164,9 @@ class NatsStream:
             )
         except AppendUnknown as e:
             raise LogUnavailable(f"NATS does not answer {verb.split('.')[0]} requests: {e}") from None
+        return self._result(answer)
+
+    def _result(self, answer: bytes) -> dict[str, Any]:
         error = _answer_decoder.decode(answer).error
         if error is not None:
             raise to_error(error)

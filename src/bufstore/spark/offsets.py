@@ -80,14 +80,31 @@ def split(start: int, end: int, parts: int, created: str, whole_from: int) -> li
     ]
 
 
-def missing(positions: Sequence[int], part: Range, at: int) -> int | None:
-    """The first position from `at` on that is not there although nothing was purged before the reader began.
+class Holes:
+    """The positions of a range that do not come, from where on nothing was purged before the reader began."""
 
-    `positions`: those that came, in order; with the range's end as last one all of it is looked at.
-    """
-    expected = max(at, part.whole_from)
-    for position in positions:
-        if position > expected:
-            return expected
-        expected = max(expected, position + 1)
-    return None
+    def __init__(self, part: Range) -> None:
+        self._at = max(part.start, part.whole_from)
+        self.first: int | None = None
+        self.last: int | None = None
+
+    def passed(self, positions: Sequence[int]) -> None:
+        """These came, in order; with the range's end as last one all of it was looked at."""
+        for position in positions:
+            if position > self._at:
+                self.first = self._at if self.first is None else self.first
+                self.last = position - 1
+            self._at = max(self._at, position + 1)
+
+    def lost(self, barrier: int, whole_from: int) -> int | None:
+        """A position whose message is gone; None when there is none, as far as can be told.
+
+        A log has no other holes than those of what was removed. Where earlier versions wrote barriers, it has holes of
+        those, too, below the last one, which is at `barrier` (0: there is none). `whole_from`: from where on nothing
+        was purged; it may lie too high, never too low.
+        """
+        if self.first is None or self.last is None:
+            return None
+        if self.last > barrier:
+            return self.first if self.first > barrier else self.last
+        return self.first if self.first < whole_from else None

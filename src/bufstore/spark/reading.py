@@ -12,7 +12,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from bufstore.buffer.entry import Assembler, Malformed, decode
 from bufstore.errors import DataLoss, LogUnavailable, MalformedEntry
 from bufstore.nats.ranges import Log, LogReader, Read, filters_of
-from bufstore.spark.offsets import Range, missing
+from bufstore.spark.offsets import Holes, Range
 from bufstore.spark.options import ReadOptions
 from bufstore.spark.records import Item, entry_rows, message_rows
 from bufstore.spark.worker import loop
@@ -91,13 +91,10 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
         raise DataLoss(f"the stream was made anew ({log.created}) while it was read ({part.created})")
     filters = filters_of(log, options.threads, options.partitions)
     entries = _Entries(log, part) if options.form == "entries" else None
-    barrier = f"{log.config.subject}.barrier.0"
-    expected, hole = part.start, None
+    barrier, holes = log.subjects.barrier, Holes(part)
     async with aclosing(reader.read(part.start, part.end, filters)) as found:
         async for reads in found:
-            if hole is None:
-                hole = missing([r.message.seq for r in reads], part, expected)
-            expected = reads[-1].message.seq + 1
+            holes.passed([r.message.seq for r in reads])
             reads = [r for r in reads if r.message.subject != barrier]
             if entries is None:
                 yield message_rows(options.columns, reads)
@@ -105,12 +102,15 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
             if reads and entries.fresh:
                 entries.begin([r async for r in _before(reader, reads[0], filters)])
             yield entry_rows(options.columns, list(entries.of(reads)))
-    if hole is None:
-        hole = missing([part.end], part, expected)
+    holes.passed([part.end])
     looked_at_all = not (options.threads or options.partitions)
-    # A replicated log also has holes where a barrier stood; those of a purge lie before the first that was not purged.
-    if options.fail_on_data_loss and looked_at_all and hole is not None and hole < await reader.whole_from(log):
-        raise DataLoss(f"position {hole} was purged before it was read; the log is kept whole for less long than this")
+    if holes.first is not None and looked_at_all and options.fail_on_data_loss:
+        # Asked now, for both only grow: what made the holes was there before.
+        lost = holes.lost(await reader.barrier(log), await reader.whole_from(log))
+        if lost is not None:
+            raise DataLoss(
+                f"position {lost} was purged before it was read; the log is kept whole for less long than this"
+            )
 
 
 async def _before(reader: LogReader, first: Read, filters: Sequence[str]) -> AsyncIterator[Read]:
