@@ -173,6 +173,21 @@ async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
     assert steps_of(rows) == {thread: [0, 1, 2, 3]}
 
 
+async def test_what_was_erased_on_purpose_is_no_loss(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    gone, kept = fresh(), fresh()
+    await written(deployment, [kept], range(2))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
+    await written(deployment, [gone, kept], range(2, 4))
+    short = {"append_timeout_s": 2.0, "read_timeout_s": 2.0, "failover_window_s": 4.0}
+    async with deployment.store(**short) as store:
+        await store.force_flush_all()
+        assert (await store.erase(gone)).log_messages == 2
+    await ended(query(spark, deployment, tmp_path))
+    rows = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert steps_of([r for r in rows if r.kind == "checkpoint"]) == {kept: [0, 1, 2, 3]}
+    assert [r.thread_id for r in rows if r.kind != "checkpoint"] == [gone], "its removal"
+
+
 async def written_positions(spark: Any, deployment: Deployment) -> set[int]:
     return {r.position for r in await collected(read(spark, deployment, failOnDataLoss=False))}
 

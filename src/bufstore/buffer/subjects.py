@@ -78,6 +78,11 @@ class Subjects:
         """A subject of the stream on which nothing is ever written."""
         return f"{self.prefix}.barrier.1"
 
+    @property
+    def erased(self) -> str:
+        """Which positions were erased, as decimal numbers with commas in between; written before they go."""
+        return f"{self.prefix}.erased.0"
+
     def thread_id(self, subject: str) -> str:
         """The thread of a subject. Raises MalformedEntry when no thread has that subject."""
         return _thread_id(self.prefix, self.partitions, subject)

@@ -10,7 +10,7 @@ from typing import Any
 from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import BegunBatch, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BegunBatch, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
@@ -223,11 +223,21 @@ class NatsLog(NatsStream):
         removed, after = 0, 0
         while found := await self.after(subject, after, 5.0, limit=_ERASED_AT_ONCE):
             old = [message.seq for message in found if message.seq < below]
+            if old:
+                await self._tell_erased(old)
             removed += sum(await asyncio.gather(*map(self._overwrite, old)))
             if len(old) < len(found):
                 break
             after = found[-1].seq
         return removed
+
+    async def _tell_erased(self, positions: Sequence[int]) -> None:
+        """Readers take a hole for a loss, unless they are told."""
+        body = ",".join(map(str, positions)).encode()
+        try:
+            await self.publish(Outgoing(self._subjects.erased, body), 5.0)
+        except AppendUnknown as e:
+            raise LogUnavailable(f"erasing was interrupted; erase again: {e}") from None
 
     async def _overwrite(self, seq: int) -> bool:
         try:

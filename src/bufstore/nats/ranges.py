@@ -117,6 +117,16 @@ class LogReader:
         found = (await self._stream.last([subject], _SILENCE_S)).get(subject)
         return found.seq if found is not None else 0
 
+    async def erased(self, start: int) -> set[int]:
+        """Positions of threads that were erased: all from `start` on, and maybe some before."""
+        log, positions = await self.look(), set[int]()
+        async with contextlib.aclosing(self.read(start, log.end, [log.subjects.erased])) as found:
+            async for part in found:
+                for read in part:
+                    with contextlib.suppress(ValueError):  # written by somebody else
+                        positions.update(int(number) for number in read.message.body.split(b","))
+        return positions
+
     async def at_time(self, time_ns: int, log: Log) -> int:
         """The position of the first message that was stored at this time or later; the log's end if none was."""
         found = self.read(0, log.end, [log.subjects.all], headers_only=True, at_once=1, since_ns=time_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -85,26 +85,25 @@ class Holes:
 
     def __init__(self, part: Range) -> None:
         self._at = max(part.start, part.whole_from)
-        self.first: int | None = None
-        self.last: int | None = None
+        #: Each from its first position to before its end.
+        self.found: list[tuple[int, int]] = []
 
     def passed(self, positions: Sequence[int]) -> None:
         """These came, in order; with the range's end as last one all of it was looked at."""
         for position in positions:
             if position > self._at:
-                self.first = self._at if self.first is None else self.first
-                self.last = position - 1
+                self.found.append((self._at, position))
             self._at = max(self._at, position + 1)
 
-    def lost(self, barrier: int, whole_from: int) -> int | None:
-        """A position whose message is gone; None when there is none, as far as can be told.
+    def lost(self, erased: Collection[int], barrier: int, whole_from: int) -> int | None:
+        """The first position whose message is gone unasked; None when there is none, as far as can be told.
 
-        A log has no other holes than those of what was removed. Where earlier versions wrote barriers, it has holes of
-        those, too, below the last one, which is at `barrier` (0: there is none). `whole_from`: from where on nothing
-        was purged; it may lie too high, never too low.
+        A log has no other holes than those of what was purged and of what was `erased`. Where earlier versions wrote
+        barriers, it has holes of those, too, below the last one, which is at `barrier` (0: there is none).
+        `whole_from`: from where on nothing was purged; it may lie too high, never too low.
         """
-        if self.first is None or self.last is None:
-            return None
-        if self.last > barrier:
-            return self.first if self.first > barrier else self.last
-        return self.first if self.first < whole_from else None
+        for start, end in self.found:
+            for position in range(start, end):
+                if (position > barrier or position < whole_from) and position not in erased:
+                    return position
+        return None

@@ -91,11 +91,11 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
         raise DataLoss(f"the stream was made anew ({log.created}) while it was read ({part.created})")
     filters = filters_of(log, options.threads, options.partitions)
     entries = _Entries(log, part) if options.form == "entries" else None
-    barrier, holes = log.subjects.barrier, Holes(part)
+    beside, holes = (log.subjects.barrier, log.subjects.erased), Holes(part)
     async with aclosing(reader.read(part.start, part.end, filters)) as found:
         async for reads in found:
             holes.passed([r.message.seq for r in reads])
-            reads = [r for r in reads if r.message.subject != barrier]
+            reads = [r for r in reads if r.message.subject not in beside]
             if entries is None:
                 yield message_rows(options.columns, reads)
                 continue
@@ -104,9 +104,11 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
             yield entry_rows(options.columns, list(entries.of(reads)))
     holes.passed([part.end])
     looked_at_all = not (options.threads or options.partitions)
-    if holes.first is not None and looked_at_all and options.fail_on_data_loss:
-        # Asked now, for both only grow: what made the holes was there before.
-        lost = holes.lost(await reader.barrier(log), await reader.whole_from(log))
+    if holes.found and looked_at_all and options.fail_on_data_loss:
+        # Asked now: what made the holes was written before.
+        lost = holes.lost(
+            await reader.erased(holes.found[0][0]), await reader.barrier(log), await reader.whole_from(log)
+        )
         if lost is not None:
             raise DataLoss(
                 f"position {lost} was purged before it was read; the log is kept whole for less long than this"
