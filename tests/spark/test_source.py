@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +174,15 @@ async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
     assert steps_of(rows) == {thread: [0, 1, 2, 3]}
 
 
-async def test_what_was_erased_on_purpose_is_no_loss(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+async def test_what_was_erased_on_purpose_is_no_loss(
+    spark: Any, deploy: Callable[..., Deployment], tmp_path: Path
+) -> None:
+    deployment = deploy(failover_window_s=4.0)
     gone, kept = fresh(), fresh()
     await written(deployment, [kept], range(2))
     await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
     await written(deployment, [gone, kept], range(2, 4))
-    short = {"append_timeout_s": 2.0, "read_timeout_s": 2.0, "failover_window_s": 4.0}
-    async with deployment.store(**short) as store:
+    async with deployment.store() as store:
         await store.force_flush_all()
         assert (await store.erase(gone)).log_messages == 2
     await ended(query(spark, deployment, tmp_path))
