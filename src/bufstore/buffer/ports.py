@@ -191,8 +191,16 @@ class Log(Stream, Generations, Protocol):
         """Deliver the partition from sequence `start`; `wake` is called when something arrived or was lost."""
         ...
 
-    async def barrier(self, timeout_s: float) -> int:
+    async def prove_leader(self, timeout_s: float) -> None:
         """Return once the log's leader has proved that it leads: what it shows from now on is not old.
+
+        On a replicated log only; a single server always knows. It leaves nothing in the log. Raises AppendUnknown,
+        LogUnavailable.
+        """
+        ...
+
+    async def barrier(self, timeout_s: float) -> int:
+        """The same, with a proof that says where the log stands, for one that shows an old end.
 
         It has proved it by storing something: at the position returned, which is above all that was acknowledged
         before. On a replicated log only; a single server always knows (0). Raises AppendUnknown, LogUnavailable.

@@ -74,14 +74,24 @@ class Subjects:
         return f"{self.prefix}.barrier.0"
 
     @property
+    def proof(self) -> str:
+        """Where a message is stored to learn, from its position, whether the log is the one that it was; rarely."""
+        return f"{self.prefix}.proof.0"
+
+    @property
     def unused(self) -> str:
         """A subject of the stream on which nothing is ever written."""
-        return f"{self.prefix}.barrier.1"
+        return f"{self.prefix}.unused.0"
 
     @property
     def erased(self) -> str:
         """Which positions were erased, as decimal numbers with commas in between; written before they go."""
         return f"{self.prefix}.erased.0"
+
+    @property
+    def beside(self) -> frozenset[str]:
+        """The subjects of messages that are no entries, and of no thread."""
+        return frozenset((self.barrier, self.proof, self.erased))
 
     def thread_id(self, subject: str) -> str:
         """The thread of a subject. Raises MalformedEntry when no thread has that subject."""

@@ -302,6 +302,9 @@ class MemoryLog:
         self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
         return feed
 
+    async def prove_leader(self, timeout_s: float) -> None:
+        """One server leads always."""
+
     async def barrier(self, timeout_s: float) -> int:
         """One server leads always."""
         return 0

@@ -91,7 +91,7 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
         raise DataLoss(f"the stream was made anew ({log.created}) while it was read ({part.created})")
     filters = filters_of(log, options.threads, options.partitions)
     entries = _Entries(log, part) if options.form == "entries" else None
-    beside, holes = (log.subjects.barrier, log.subjects.erased), Holes(part)
+    beside, holes = log.subjects.beside, Holes(part)
     async with aclosing(reader.read(part.start, part.end, filters)) as found:
         async for reads in found:
             holes.passed([r.message.seq for r in reads])

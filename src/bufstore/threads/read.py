@@ -85,7 +85,7 @@ class ThreadReads:
                 if level is Consistency.EVENTUAL:
                     state = await self._until(thread_id, lambda: self._store.state(thread_id), needed)
                 elif level is Consistency.STRONG:
-                    await self._log.barrier(self._config.read_timeout_s)
+                    await self._log.prove_leader(self._config.read_timeout_s)
                     target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
                     state = await self._until(thread_id, lambda: self._store.state(thread_id), target)
                 else:
