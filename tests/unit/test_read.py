@@ -214,15 +214,20 @@ def test_a_store_that_fails_when_nobody_waits_for_it_any_more_leaves_no_complain
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
 
-        async def fails_at_the_end(_: str) -> Any:
-            try:
-                await asyncio.sleep(3600)
-            except asyncio.CancelledError:
-                raise StoreUnavailable("the connection was closed") from None
+        over = asyncio.Event()
 
-        one.reads._store.state = fails_at_the_end  # type: ignore[method-assign]
-        one.reads._store.run = fails_at_the_end  # type: ignore[method-assign]
+        async def fails_late(_: str) -> Any:
+            await over.wait()
+            raise StoreUnavailable("the connection was closed")
+
+        async def fails(_: str) -> Any:
+            world.log.fault = lambda kind: over.set() or ""  # type: ignore[func-returns-value]
+            raise StoreUnavailable("no connection")
+
+        one.reads._store.state = fails_late  # type: ignore[method-assign]
+        one.reads._store.run = fails  # type: ignore[method-assign]
         assert await shown(one) == ["a"]
+        assert over.is_set()
 
     test(main)
 
