@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import StoredEntry
-from bufstore.buffer.ports import Conflict, Outgoing
+from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
 from bufstore.config import LogConfig
 from bufstore.errors import (
     AlreadyExists,
@@ -766,5 +766,86 @@ def test_errors_of_the_write_path_are_bufstores_own() -> None:
         found = await asyncio.gather(*(one.append([n], f"t{n % 4}") for n in range(60)), return_exceptions=True)
         world.log.fault = lambda kind: ""
         assert all(isinstance(f, (Receipt, BufstoreError)) for f in found), found
+
+    test(main)
+
+
+# --- a unit of which the log has a part ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
+@pytest.mark.parametrize("stored", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("series", [False, True])
+def test_of_a_unit_that_is_stored_in_part_only_that_part_is_acknowledged(
+    stored: int, large: bool, series: bool
+) -> None:
+    """A batch is stored whole or not at all, says the server; a storage that fails in its midst may say otherwise."""
+    text = "x" * 9000 if large else "x"
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["start"])
+        send, cut = world.log._send, True
+
+        async def torn(kind: str, messages: Sequence[Outgoing]) -> int:
+            nonlocal cut
+            if kind == "batch" and cut:
+                cut = False
+                world.log.store(messages[:stored])
+                for n in range(len(messages)):
+                    world.log.intrude(messages[0].subject, f"behind {n}")
+                raise AppendUnknown("no answer")
+            return await send(kind, messages)
+
+        world.log._send = torn  # type: ignore[method-assign]
+        wanted = [f"{n}{text}" for n in range(3)]
+        if series:
+            receipts, error = await one.series([([m], f"r{n}", None) for n, m in enumerate(wanted)])
+            assert error is None
+        else:
+            receipts = await asyncio.gather(*(one.append([m], run_id=f"r{n}") for n, m in enumerate(wanted)))
+        del world.log._send  # type: ignore[method-assign]
+        assert not cut
+        entries = {i.entry.id: i.seq for i in world.tail("t") if isinstance(i, StoredEntry)}
+        assert [entries.get(r.id) for r in receipts] == [r.thread_seq for r in receipts]
+        assert all(world.runs()[f"r{n}"] == 1 for n in range(3))
+        await world.flush()
+        runs = [await world.store.load_run(f"r{n}") for n in range(3)]
+        assert None not in runs
+
+    async def whole() -> None:
+        world = World(FakeLog(message_bytes_max=4096))
+        one = Instance(world)
+        try:
+            await main(world, one)
+        finally:
+            await one.aclose()
+
+    run(whole())
+
+
+def test_a_unit_of_which_the_log_shows_only_the_beginning_yet_is_looked_for_again() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["start"])
+        send, rest = world.log._send, []
+        looks = 0
+
+        async def torn(kind: str, messages: Sequence[Outgoing]) -> int:
+            if kind == "batch" and not rest:
+                world.log.store(messages[:1])
+                rest.append(messages[1:])
+                raise AppendUnknown("no answer")
+            return await send(kind, messages)
+
+        def fault(kind: str) -> str:
+            nonlocal looks
+            looks += kind == "read"
+            if looks == 3:
+                world.log.store(rest[0])
+            return ""
+
+        world.log._send, world.log.fault = torn, fault  # type: ignore[method-assign]
+        receipts = await asyncio.gather(*(one.append([n], run_id=f"r{n}") for n in range(3)))
+        assert [r.thread_seq for r in receipts] == [2, 3, 4]
+        assert await world.messages() == ["start", 0, 1, 2]
 
     test(main)

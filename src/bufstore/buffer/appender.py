@@ -5,7 +5,7 @@ expected last sequence of the subject. That one publish is order, compare-and-se
 thread queue in its *lane*; what queues while a unit is on its way goes out together in the next one.
 
 Failure model. A unit ends as *stored*, *conflict* (somebody else wrote: nothing of it stored), *not stored*, or
-*unknown*. Unknown is always resolved against the predecessor the unit was sent with: the first entry behind it
+*unknown*. Unknown is always resolved against the predecessor the unit was sent with: what stands behind it
 is ours (done), another's (ours can never be stored any more), or none (send the same again; whichever arrives first
 wins, the other meets the compare-and-set). Only then is anything rebuilt: a conflict may be with our own success.
 
@@ -24,7 +24,6 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import entry_id
 from bufstore.buffer.group_commit import GroupCommit
 from bufstore.buffer.lane import Lane, Unit, Write
 from bufstore.buffer.next_unit import Doubtful, Limits, NeedRow, next_unit, other_content
@@ -409,6 +408,8 @@ class Appender(Generic[M]):
                 self._on_stored(unit, outcome)
                 return
             error = outcome
+            if isinstance(outcome, _Torn):
+                self._on_part_stored(unit, outcome.stored)
         unit.undo()
         self._tips.drop(lane.thread_id)
         for write, _ in unit.writes:
@@ -432,6 +433,14 @@ class Appender(Generic[M]):
                 write.done.set_exception(error)
         self._advance(lane)
 
+    def _on_part_stored(self, unit: Unit[M], stored: Sequence[int]) -> None:
+        """The first writes of a unit are stored, the others never will be: these go on as after a conflict."""
+        for (write, _), draft, seq in zip(unit.writes, unit.drafts, stored, strict=False):
+            if not write.done.done():
+                write.done.set_result(Receipt(unit.lane.thread_id, seq, write.id, draft.version))
+        del unit.writes[: len(stored)]
+        self.appended += len(stored)
+
     async def _resolve(self, unit: Unit[M]) -> int | Exception | None:
         """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
         subject = unit.messages[0].subject
@@ -442,11 +451,11 @@ class Appender(Generic[M]):
                     return None
                 try:
                     behind = await self._log.after(subject, unit.before.seq, 2.0, limit=len(unit.messages))
-                    ours = bool(behind) and entry_id(behind[0]) == unit.writes[0][0].id
-                    if ours:  # a unit is stored as neighbours or not at all
-                        return behind[len(unit.messages) - 1].seq
+                    stored = unit.stored_of(behind)
+                    if stored is not None:
+                        return stored[-1] if len(stored) == len(unit.writes) else _Torn(stored)
                     if behind:
-                        return Conflict("another entry stands where ours would")
+                        raise _StillUnknown
                     return await self._group.submit(unit.messages)
                 except Conflict:
                     raise _StillUnknown from None  # maybe with the first sending of ours: look again
@@ -459,6 +468,14 @@ class Appender(Generic[M]):
 def _new_ids(count: int) -> list[int]:
     random = os.urandom(8 * count)
     return [int.from_bytes(random[i : i + 8]) >> 1 or 1 for i in range(0, 8 * count, 8)]
+
+
+class _Torn(Conflict):
+    """Another entry stands where ours would, behind as many of our unit as are stored; mostly none."""
+
+    def __init__(self, stored: Sequence[int]) -> None:
+        super().__init__("another entry stands where ours would")
+        self.stored = stored
 
 
 class _StillUnknown(Exception):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Generic
 
 from bufstore.buffer import group_commit
+from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.ports import Outgoing
 from bufstore.buffer.tip import Draft, M, Prepare, Tip
 from bufstore.types import Receipt
@@ -62,6 +64,21 @@ class Unit(group_commit.Unit, Generic[M]):
         self.drafts.append(draft)
         self.messages += messages
         self.after = after
+
+    def stored_of(self, behind: Sequence[StoredMessage]) -> list[int] | None:
+        """The positions of its writes that are stored, by what the log has behind `before`; None: more may come.
+
+        A unit is stored whole or not at all. A server whose storage failed in the midst of it may have a part.
+        """
+        same = 0
+        for ours, theirs in zip(self.messages, behind, strict=False):
+            if ours.header != theirs.header:  # which has id, number and checksum of each piece
+                break
+            same += 1
+        if same == len(behind) < len(self.messages):
+            return None
+        ends = list(accumulate(count for _, count in self.writes))
+        return [behind[end - 1].seq for end in ends if end <= same]
 
     def undo(self) -> None:
         """Take the drafts back, the last first."""
