@@ -10,9 +10,11 @@ from bufstore.cli.doctor import doctor
 from bufstore.cli.erase import erase
 from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
+from bufstore.cli.permissions import permissions
 from bufstore.cli.quarantine import quarantine
 from bufstore.cli.repair import repair
 from bufstore.cli.running import Commands
+from bufstore.cli.setup import setup
 from bufstore.cli.spark import spark
 from bufstore.cli.status import status
 
@@ -28,5 +30,5 @@ def app() -> None:
     """
 
 
-for command in (demo, import_, status, flush, erase, quarantine, verify, doctor, repair, spark):
+for command in (demo, import_, status, flush, erase, quarantine, verify, doctor, repair, spark, setup, permissions):
     app.add_command(command)

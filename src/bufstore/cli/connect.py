@@ -111,6 +111,11 @@ class Options:
     as_json: bool
     _unopened: Target | None
 
+    @property
+    def named(self) -> bool:
+        """Whether they name servers at all."""
+        return self._unopened is not None
+
     @contextmanager
     def target(self) -> Iterator[Target]:
         """The target, its servers running inside the block if they are ours. Raises EmbeddedError."""
@@ -129,7 +134,9 @@ class Options:
             servers.stop()
 
 
-def connects(*, embedded_by_default: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def connects(
+    *, embedded_by_default: bool = False, nats_needed: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: add the shared options, and pass what they say as `options`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -137,7 +144,7 @@ def connects(*, embedded_by_default: bool = False) -> Callable[[Callable[..., No
         def wrapped(**given: Any) -> None:
             shared = {name: given.pop(name) for name in _NAMES}
             configure_logs(shared["verbose"])
-            options = Options(shared["as_json"], _target(shared, embedded_by_default))
+            options = Options(shared["as_json"], _target(shared, embedded_by_default, nats_needed))
             reporting_errors(command)(options=options, **given)
 
         for option in reversed(_OPTIONS):
@@ -151,7 +158,7 @@ _NAMES = ("nats", "postgres", "embedded", "data", "nats_creds", "nats_user", "tl
           "stream", "bucket", "as_json", "verbose")  # fmt: skip
 
 
-def _target(shared: dict[str, Any], embedded_by_default: bool) -> Target | None:
+def _target(shared: dict[str, Any], embedded_by_default: bool, nats_needed: bool) -> Target | None:
     """The target that the options name, servers not started; None if they name none."""
     context = click.get_current_context()
     typed = [n for n in ("nats", "postgres") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE]
@@ -169,10 +176,11 @@ def _target(shared: dict[str, Any], embedded_by_default: bool) -> Target | None:
         return Target(nats=NatsConfig(), postgres="", servers=reporting_errors(_servers)(shared["data"]), **names)
     if not nats and not postgres:
         return None
-    if not nats or not postgres:
+    if not postgres or (not nats and nats_needed):
         missing = "--postgres (or BUFSTORE_POSTGRES)" if nats else "--nats (or BUFSTORE_NATS)"
         raise click.UsageError(f"{missing} is missing; both are needed, or --embedded.")
-    return Target(nats=reporting_errors(_nats_config)(nats, shared), postgres=postgres, **names)
+    config = reporting_errors(_nats_config)(nats, shared) if nats else NatsConfig()
+    return Target(nats=config, postgres=postgres, **names)
 
 
 def _servers(data: Path | None) -> Servers:

@@ -189,7 +189,7 @@ async def _permissions(
         "permissions",
         not refused,
         "publish, read, follow, purge" if not refused else f"no answer on {'; '.join(refused)}",
-        "permit these subjects (and _INBOX.> to subscribe) to bufstore's user",
+        "permit these subjects (and _INBOX.> to subscribe) to bufstore's user: see `bufstore permissions`",
         Level.BAD,
     )
 

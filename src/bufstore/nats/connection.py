@@ -278,7 +278,8 @@ class Connection:
         if verb != "publish":
             return
         # Not stored: of a batch, the server stores nothing when one message of it is missing.
-        error = ConfigError(f"NATS does not permit this user to publish on {subject!r} (see `bufstore doctor`)")
+        how = "`bufstore setup` does it as operator" if ".stream.create." in subject else "see `bufstore permissions`"
+        error = ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})")
         for token, question in list(self._answers.items()):
             if any(s.lower() == subject for s in question.subjects):
                 self._end(token, error)

@@ -21,7 +21,7 @@ import psycopg
 from psycopg import AsyncConnection, sql
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random
 
-from bufstore.errors import ConfigError, StoreUnavailable
+from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
@@ -75,9 +75,7 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     changed.
     """
     check_schema(schema)
-    migrations = {
-        int(match[1]): _rendered(file, schema) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name))
-    }
+    migrations = migrations_of(folder, schema)
     if not await _missing(connection, schema, room, migrations):
         return []
     try:
@@ -93,6 +91,11 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
         raise StoreUnavailable(
             f"the {room} tables in schema {schema!r} could not be migrated: another session holds a lock on them "
             "(a long query, a dump, VACUUM FULL); see pg_stat_activity, let it end, and try again"
+        ) from e
+    except psycopg.errors.InsufficientPrivilege as e:
+        raise StoreMisconfigured(
+            f"the {room} tables in schema {schema!r} are missing or of an older release, and this role may not make "
+            f"them ({e.diag.message_primary}): run `bufstore setup --grant ROLE` with their owner's rights"
         ) from e
     reach(Failpoint.MIGRATION_DONE)
     return applied
@@ -112,11 +115,7 @@ async def _migrate_at_once(
         for version in missing:
             await connection.execute(migrations[version])
             reach(Failpoint.MIGRATION_HALF)
-            await connection.execute(
-                sql.SQL("INSERT INTO {}.bufstore_migrations (room, version, works_with) VALUES ({}, {}, {})").format(
-                    sql.Identifier(schema), room, version, oldest_release(migrations[version], version)
-                )
-            )
+            await connection.execute(recording(schema, room, version, migrations[version]))
     return missing
 
 
@@ -132,6 +131,13 @@ async def _missing(
             f"{max(migrations)}: upgrade bufstore"
         )
     return sorted(migrations.keys() - applied.keys())
+
+
+def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
+    """The folder's migrations by version, for `schema`."""
+    return {
+        int(match[1]): _rendered(file, schema) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name))
+    }
 
 
 def newest(folder: Traversable) -> int:
@@ -176,17 +182,25 @@ async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
     cursor = await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])
     if not cursor.rowcount:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
-    await connection.execute(
-        sql.SQL(
-            "CREATE TABLE IF NOT EXISTS {}.bufstore_migrations ("
-            "room text, version int, applied_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (room, version))"
-        ).format(sql.Identifier(schema))
-    )
-    # The oldest release that works with the tables as they are from this migration on.
-    await connection.execute(
-        sql.SQL("ALTER TABLE {}.bufstore_migrations ADD COLUMN IF NOT EXISTS works_with int").format(
-            sql.Identifier(schema)
-        )
+    for statement in preparing(schema):
+        await connection.execute(statement)
+
+
+def preparing(schema: str) -> list[sql.Composed]:
+    """What makes the table of the migrations, in a schema that is there."""
+    statements: list[LiteralString] = [
+        "CREATE TABLE IF NOT EXISTS {}.bufstore_migrations ("
+        "room text, version int, applied_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (room, version))",
+        # The oldest release that works with the tables as they are from this migration on.
+        "ALTER TABLE {}.bufstore_migrations ADD COLUMN IF NOT EXISTS works_with int",
+    ]
+    return [sql.SQL(statement).format(sql.Identifier(schema)) for statement in statements]
+
+
+def recording(schema: str, room: str, version: int, migration: str) -> sql.Composed:
+    """What says that a migration was applied."""
+    return sql.SQL("INSERT INTO {}.bufstore_migrations (room, version, works_with) VALUES ({}, {}, {})").format(
+        sql.Identifier(schema), room, version, oldest_release(migration, version)
     )
 
 

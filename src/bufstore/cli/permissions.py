@@ -1,0 +1,47 @@
+"""`bufstore permissions`."""
+
+from __future__ import annotations
+
+import click
+
+from bufstore.cli.output import show_json
+from bufstore.cli.running import reporting_errors
+from bufstore.config import LogConfig, NatsConfig
+from bufstore.nats import permissions as nats
+
+
+@click.command()
+@click.argument("role", type=click.Choice([role.value for role in nats.Role]))
+@click.option(
+    "--stream",
+    default="THREADLOG",
+    show_default=True,
+    envvar="BUFSTORE_STREAM",
+    show_envvar=True,
+    help="JetStream stream that is the log.",
+)
+@click.option(
+    "--bucket",
+    default="thread-hot",
+    show_default=True,
+    envvar="BUFSTORE_BUCKET",
+    show_envvar=True,
+    help="JetStream bucket beside the log.",
+)
+@click.option("--subject", default="thread", show_default=True, help="First word of the log's subjects.")
+@click.option("--api-prefix", metavar="SUBJECT", help="Of the JetStream API, where it is not $JS.API.")
+@click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")  # fmt: skip
+def permissions(role: str, stream: str, bucket: str, subject: str, api_prefix: str | None, as_json: bool) -> None:
+    """Print what NATS must permit a user of this role, to stand in a nats-server's configuration.
+
+    app: writes and reads (BufferConfig.flusher False). flusher: flushes as well; a process with both is one. operator:
+    these commands. With no more than this an app makes neither stream nor bucket: `bufstore setup` does, as operator.
+    Asks no server. For Postgres see `bufstore setup --grant`.
+    """
+    log = reporting_errors(LogConfig)(stream=stream, bucket=bucket, subject=subject)
+    api = reporting_errors(NatsConfig)(api_prefix=api_prefix).api
+    found = nats.permissions(nats.Role(role), log, api)
+    if as_json:
+        show_json(found)
+    else:
+        click.echo(found.config())

@@ -1,0 +1,124 @@
+"""`bufstore setup`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+import msgspec
+
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.output import show_json
+from bufstore.cli.running import reporting_errors, run
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.postgres import owning
+from bufstore.postgres.migrate import check_schema
+from bufstore.threads.buffered import BufferedThreadStore
+
+#: Of all migrations together: one may rewrite a table.
+_TIMEOUT_S = 3600.0
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore setup --json``."""
+
+    schema: str
+    #: Per room of tables, the versions that were applied now.
+    migrated: Mapping[str, Sequence[int]]
+    #: Roles that may use the tables now.
+    granted: Sequence[str]
+    #: Whether the stream was made now. None: not looked at.
+    log_made: bool | None
+    log: str
+
+
+@click.command()
+@click.option(
+    "--grant",
+    "roles",
+    metavar="ROLE",
+    multiple=True,
+    help="Postgres role of an app: it may use the schema's tables and needs no CREATE. May be repeated.",
+)
+@click.option(
+    "--sql",
+    "as_sql",
+    is_flag=True,
+    help="Print the SQL of what the database lacks (of everything, if none is named); change nothing.",
+)
+@click.option(
+    "--own-store", is_flag=True, help="The app wraps a store of its own: make the buffer's tables only, and no log."
+)
+@click.option("--partitions", type=int, help="LogConfig.partitions of a new log. [default: 8]")
+@click.option("--replicas", type=int, help="LogConfig.replicas of a new log. [default: 1]")
+@click.option("--max-bytes", type=int, help="LogConfig.max_bytes of a new log. [default: 2147483648]")
+@click.option("--subject", help="LogConfig.subject of a new log. [default: thread]")
+@connects(nats_needed=False)  # fmt: skip
+def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: bool, **log: Any) -> None:
+    """Make or migrate tables, stream and bucket, with an owner's rights, so that apps need none.
+
+    May be repeated; run it before a new release starts, with --grant again: new tables need it. What stands there with
+    other settings than the ones given is an error (ConfigDrift) and left as it is. An app with a store of its own gets
+    its log by opening that once with the owner's rights.
+    """
+    rooms = owning.ROOMS[:1] if own_store else owning.ROOMS
+    context = click.get_current_context()
+    if as_sql:
+        click.echo(_sql(options, rooms, roles, context.params["schema"]), nl=False)
+        return
+    if options.named and not (own_store or context.params["nats"] or context.params["embedded"]):
+        raise click.UsageError("--nats (or BUFSTORE_NATS) is missing; only --sql and --own-store need none.")
+    wanted = {name: value for name, value in log.items() if value is not None}
+    reporting_errors(LogConfig)(**wanted)
+    with options.target() as target:
+        report = run(_setup(target, rooms, roles, None if own_store else wanted))
+    if options.as_json:
+        show_json(report)
+    else:
+        _show(report)
+
+
+def _sql(options: Options, rooms: Sequence[str], roles: Sequence[str], schema: str) -> str:
+    if not options.named:
+        return owning.script(check_schema(schema), owning.everything(schema, rooms), roles)
+    with options.target() as target:
+        return run(_missing(target, rooms, roles))
+
+
+async def _missing(target: Target, rooms: Sequence[str], roles: Sequence[str]) -> str:
+    async with target.plain(pool_size=1) as plain, plain.pool.lend(_TIMEOUT_S) as connection:
+        schema = target.schema
+        there = await owning.has_schema(connection, schema)
+        return owning.script(schema, await owning.missing(connection, schema, rooms), roles, new_schema=not there)
+
+
+async def _setup(target: Target, rooms: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None) -> Report:
+    async with target.plain(pool_size=1) as plain, plain.pool.lend(_TIMEOUT_S) as connection:
+        migrated = await owning.make_tables(connection, target.schema, rooms)
+        async with connection.transaction():
+            for role in roles:
+                for statement in owning.grants(target.schema, role):
+                    await connection.execute(statement)
+    made = None if log is None else await _make_log(target, log)
+    return Report(schema=target.schema, migrated=migrated, granted=roles, log_made=made, log=target.stream)
+
+
+async def _make_log(target: Target, wanted: dict[str, Any]) -> bool:
+    """As the first start of an app would; whether there was none. Raises ConfigDrift."""
+    found = await target.find_log()
+    log = replace(found or LogConfig(stream=target.stream, bucket=target.bucket), **wanted)
+    config = BufferConfig(log=log, flusher=False)
+    async with await BufferedThreadStore.open(target.plain(pool_size=2), nats=target.nats, config=config):
+        return found is None
+
+
+def _show(report: Report) -> None:
+    for room, versions in report.migrated.items():
+        done = f"migrations {versions[0]} to {versions[-1]} applied" if versions else "up to date"
+        click.echo(f"{room} tables in schema {report.schema}: {done}")
+    for role in report.granted:
+        click.echo(f"role {role} may use them, and needs no CREATE")
+    if report.log_made is not None:
+        click.echo(f"log {report.log} and its bucket: {'made' if report.log_made else 'there, as they must be'}")

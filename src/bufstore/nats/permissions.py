@@ -1,0 +1,77 @@
+"""What NATS must permit a user of bufstore, and nothing else: for the account's configuration."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import LogConfig
+
+
+class Role(enum.Enum):
+    """What a process does; each may do what those above it may."""
+
+    #: Writes and reads (`BufferConfig.flusher` False).
+    APP = "app"
+    #: Flushes as well; an app with a flusher of its own is one, and so are jobs that read the log.
+    FLUSHER = "flusher"
+    #: The command line: setup, doctor, repair, erasing.
+    OPERATOR = "operator"
+
+
+class Permissions(msgspec.Struct, frozen=True, kw_only=True):
+    """Subjects, wildcards included."""
+
+    publish: Sequence[str]
+    subscribe: Sequence[str]
+
+    def config(self) -> str:
+        """The same as a block of a nats-server's configuration, to stand in a user."""
+        return f"permissions: {{\n  publish: {_lines(self.publish)}\n  subscribe: {_lines(self.subscribe)}\n}}"
+
+
+def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions:
+    """What the role needs for this log. `api`: the prefix of the JetStream API, without a trailing dot."""
+    stream, bucket, keys = log.stream, f"KV_{log.bucket}", f"$KV.{log.bucket}"
+    calls, parked = f"{log.subject}-flush.*", f"{log.subject}-parked"
+    publish = [
+        Subjects(log.subject, log.partitions).all,
+        calls,
+        parked,
+        f"{keys}.run.*",
+        f"{keys}.lineage",
+        *(f"{api}.{verb}.{name}" for name in (stream, bucket) for verb in _READING),
+    ]
+    # Answers come to the inbox; the rest is told by others.
+    subscribe = ["_INBOX.>", f"{keys}.flushed.*", parked]
+    if role is not Role.APP:
+        publish += [
+            f"{keys}.member.*",
+            f"{keys}.flushed.*",
+            *(f"{api}.CONSUMER.{verb}.{stream}.{rest}" for verb, rest in _FOLLOWING.items()),
+            # From nats-server 2.16 on with a domain and an account before the stream.
+            f"$JS.ACK.{stream}.>",
+            f"$JS.ACK.*.*.{stream}.>",
+            f"{api}.STREAM.PURGE.{stream}",
+        ]
+        subscribe += [calls]
+    if role is Role.OPERATOR:
+        publish += [
+            f"{keys}.doctor",
+            f"{api}.INFO",
+            *(f"{api}.STREAM.{verb}.{name}" for name in (stream, bucket) for verb in ("CREATE", "UPDATE")),
+            f"{api}.STREAM.DELETE.{stream}",
+            f"{api}.STREAM.MSG.DELETE.{stream}",
+        ]
+    return Permissions(publish=publish, subscribe=subscribe)
+
+
+_READING = ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")
+_FOLLOWING = {"CREATE": ">", "INFO": "*", "DELETE": "*", "MSG.NEXT": "*"}
+
+
+def _lines(subjects: Sequence[str]) -> str:
+    return "[\n" + "".join(f'    "{subject}"\n' for subject in subjects) + "  ]"

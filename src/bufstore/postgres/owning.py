@@ -1,0 +1,80 @@
+"""What the owner of the tables does for others: the statements to be run elsewhere, and the rights of an app's role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any, LiteralString
+
+from psycopg import AsyncConnection, sql
+
+from bufstore.postgres.migrate import applied_migrations, check_schema, migrate, migrations_of, preparing, recording
+
+#: The rooms of tables that a buffered PostgresThreadStore needs. An app with a store of its own needs the first.
+ROOMS = ("buffer", "threads")
+
+
+async def make_tables(connection: AsyncConnection[Any], schema: str, rooms: Sequence[str]) -> dict[str, list[int]]:
+    """Create or migrate the tables of these rooms; per room, what was applied now. Raises as `migrate`."""
+    return {room: await migrate(connection, schema, folder_of(room), room) for room in rooms}
+
+
+async def missing(connection: AsyncConnection[Any], schema: str, rooms: Sequence[str]) -> dict[str, list[int]]:
+    """Per room, the versions that are not applied. Only reads."""
+    applied = await applied_migrations(connection, schema)
+    known = everything(schema, rooms)
+    return {room: [v for v in versions if v not in applied.get(room, {})] for room, versions in known.items()}
+
+
+async def has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
+    """Whether there is a schema of this name."""
+    return bool((await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])).rowcount)
+
+
+def everything(schema: str, rooms: Sequence[str]) -> dict[str, list[int]]:
+    """Per room, all versions that this release knows: what is missing where there is nothing."""
+    return {room: sorted(migrations_of(folder_of(room), schema)) for room in rooms}
+
+
+def script(schema: str, versions: Mapping[str, Sequence[int]], roles: Sequence[str], *, new_schema: bool = True) -> str:
+    """The same as `make_tables` and `grants`, as one transaction to be run by the owner with psql."""
+    check_schema(schema)
+    parts: list[str] = []
+    if any(versions.values()):
+        if new_schema:
+            parts.append(_text(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema))))
+        parts += [_text(statement) for statement in preparing(schema)]
+    for room, wanted in versions.items():
+        migrations = migrations_of(folder_of(room), schema)
+        for version in wanted:
+            parts.append(f"-- {room} {version:04}\n{migrations[version].strip().removesuffix(';')}")
+            parts.append(_text(recording(schema, room, version, migrations[version])))
+    parts += [_text(statement) for role in roles for statement in grants(schema, role)]
+    if not parts:
+        return "-- Nothing is missing.\n"
+    return "BEGIN;\n\n" + "".join(f"{part};\n\n" for part in parts) + "COMMIT;\n"
+
+
+def grants(schema: str, role: str) -> list[sql.Composed]:
+    """What lets an app's role work with all tables of the schema, and change none of them.
+
+    They cover the tables that there are: after a migration they are to be granted again.
+    """
+    names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
+    statements: list[LiteralString] = [
+        "GRANT USAGE ON SCHEMA {schema} TO {role}",
+        "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role}",
+        "REVOKE INSERT, UPDATE, DELETE ON {schema}.bufstore_migrations FROM {role}",
+        "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}",
+    ]
+    return [sql.SQL(statement).format(**names) for statement in statements]
+
+
+def folder_of(room: str) -> Traversable:
+    """Where the room's SQL files are."""
+    return files("bufstore.postgres") / room
+
+
+def _text(statement: sql.Composable) -> str:
+    return statement.as_string(None)

@@ -1,0 +1,224 @@
+"""All works with exactly the rights that `bufstore setup` and `bufstore permissions` give, and no more are given."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+
+from bufstore import BufferedThreadStore, ConfigError, Consistency, NatsConfig, PostgresThreadStore, StoreMisconfigured
+from bufstore.embedded import Servers
+from bufstore.nats.permissions import Role
+from bufstore.testing import CHECKS
+from conftest import Deployment
+from helpers import fresh, query, run_of, said
+from integration.test_cli import Result, bufstore_cli, where
+from integration.test_quarantine import Picky, poisoned
+from integration.test_setup import NatsByHand
+
+
+def rights(deployment: Deployment, role: Role) -> str:
+    """What the command prints, for a user of this name."""
+    names = ("--stream", deployment.log.stream, "--bucket", deployment.log.bucket, "--subject", deployment.log.subject)
+    printed = bufstore_cli("permissions", role.value, *names)
+    assert printed.code == 0, printed
+    return f"{{ user: {role.value}, password: {role.value}\n{printed.out} }}"
+
+
+@dataclass
+class Site:
+    """A deployment whose servers know users with exactly the rights of their roles."""
+
+    deployment: Deployment
+    nats: NatsByHand
+    owner: str = field(repr=False)
+    app: str = field(repr=False)
+
+    def user(self, role: Role) -> NatsConfig:
+        return NatsConfig(servers=self.nats.url, user=role.value, password=role.value)
+
+    async def cli(self, *arguments: object, role: Role = Role.OPERATOR, postgres: str | None = None) -> Result:
+        environment = where(self.deployment) | {
+            "BUFSTORE_NATS": self.nats.url,
+            "BUFSTORE_NATS_USER": role.value,
+            "BUFSTORE_NATS_PASSWORD": role.value,
+            "BUFSTORE_POSTGRES": postgres or self.app,
+        }
+        return await asyncio.to_thread(bufstore_cli, *arguments, **environment)
+
+    async def set_up(self) -> Result:
+        log = ("--max-bytes", 128 << 20, "--subject", self.deployment.log.subject)
+        result = await self.cli("setup", "--grant", self.app_role, *log, "--json", postgres=self.owner)
+        assert result.code == 0, result
+        return result
+
+    @property
+    def app_role(self) -> str:
+        return f"app_{self.deployment.name}"
+
+    @asynccontextmanager
+    async def store(self, role: Role, inner: Any = None, **options: Any) -> AsyncIterator[BufferedThreadStore]:
+        inner = inner or PostgresThreadStore(self.app, schema=self.deployment.name, pool_size=4)
+        level = options.pop("consistency", Consistency.READ_YOUR_WRITES)
+        config = self.deployment.config(**{"flusher": role is Role.FLUSHER} | options)
+        nats = self.user(role)
+        async with await BufferedThreadStore.open(inner, nats=nats, consistency=level, config=config) as store:
+            yield store
+
+
+@pytest.fixture
+async def site(servers: Servers, tmp_path: Path) -> AsyncIterator[Site]:
+    deployment = Deployment(servers)
+    dsn, owner, app = servers.postgres.dsn, f"owner_{deployment.name}", f"app_{deployment.name}"
+    await query(dsn, f"CREATE ROLE {owner} LOGIN PASSWORD 'right'")
+    await query(dsn, f"GRANT CREATE ON DATABASE postgres TO {owner}")
+    await query(dsn, f"CREATE ROLE {app} LOGIN PASSWORD 'right'")
+    users = "\n".join(rights(deployment, role) for role in Role)
+    nats = NatsByHand(tmp_path / "nats", f"accounts {{ A {{ jetstream: enabled, users: [\n{users}\n] }} }}")
+    async with nats:
+        as_owner, as_app = (make_conninfo(dsn, user=role, password="right") for role in (owner, app))
+        yield Site(deployment, nats, as_owner, as_app)
+    await query(dsn, f"DROP OWNED BY {owner}, {app} CASCADE")
+    await query(dsn, f"DROP ROLE {owner}, {app}")
+
+
+@pytest.fixture
+def nothing_forbidden(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nothing of what the test does is refused without being noticed."""
+    with caplog.at_level(logging.ERROR, "bufstore"):
+        yield
+    assert [r.getMessage() for r in caplog.records if getattr(r, "action", "") == "nats_forbidden"] == []
+
+
+async def test_setup_makes_what_an_app_then_needs_no_rights_for(site: Site) -> None:
+    # Before, each side says what is to be done.
+    with pytest.raises(StoreMisconfigured, match=r"may not make them.*bufstore setup --grant"):
+        async with site.store(Role.FLUSHER):
+            pass
+    made = await site.set_up()
+    assert made.json["log_made"] is True
+    assert made.json["migrated"].keys() == {"buffer", "threads"}
+    assert all(made.json["migrated"].values())
+    again = await site.set_up()
+    assert (again.json["log_made"], again.json["migrated"]) == (False, {"buffer": [], "threads": []})
+    shown = await site.cli("setup", postgres=site.owner)
+    assert (shown.code, shown.out.count("up to date")) == (0, 2), shown
+    drift = await site.cli("setup", "--partitions", 4, postgres=site.owner)
+    assert (drift.code, "partitions" in drift.err) == (2, True), drift
+    thread_id = fresh()
+    async with site.store(Role.FLUSHER) as store:
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        await store.force_flush(thread_id)
+
+
+async def test_a_log_that_only_an_operator_may_make_is_said_so(site: Site) -> None:
+    await site.cli("setup", "--own-store", "--grant", site.app_role, postgres=site.owner)
+    rest = await site.cli("setup", "--sql", "--grant", site.app_role, postgres=site.owner)
+    assert ("-- buffer 0001" in rest.out, "-- threads 0001" in rest.out) == (False, True), "what is missing only"
+    async with await psycopg.AsyncConnection.connect(site.owner, autocommit=True) as owner:
+        await owner.execute(rest.out.encode())
+    with pytest.raises(ConfigError, match="bufstore setup"):
+        async with site.store(Role.FLUSHER):
+            pass
+
+
+async def test_the_sql_that_is_printed_does_the_same(site: Site) -> None:
+    environment = {"BUFSTORE_SCHEMA": site.deployment.name}
+    printed = await asyncio.to_thread(bufstore_cli, "setup", "--sql", "--grant", site.app_role, **environment)
+    assert printed.code == 0, printed
+    async with await psycopg.AsyncConnection.connect(site.owner, autocommit=True) as owner:
+        await owner.execute(printed.out.encode())
+    nothing_left = await site.cli("setup", "--sql", postgres=site.owner)
+    assert nothing_left.out == "-- Nothing is missing.\n"
+    made = await site.set_up()
+    assert made.json["migrated"] == {"buffer": [], "threads": []}
+    async with site.store(Role.FLUSHER) as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush("t")
+
+
+@pytest.mark.usefixtures("nothing_forbidden")
+async def test_an_app_beside_a_flusher_keeps_the_contract(site: Site) -> None:
+    await site.set_up()
+    async with site.store(Role.FLUSHER) as first, site.store(Role.APP) as app:
+        for check in CHECKS:
+            await check(app)
+        async with site.store(Role.APP, consistency=Consistency.STRONG) as strong:
+            for check in CHECKS[::8]:
+                await check(strong)
+        # Partitions change hands, and a large entry goes as a batch.
+        async with site.store(Role.FLUSHER) as second:
+            thread_ids = [fresh() for _ in range(40)]
+            await asyncio.gather(*(app.checkpoint(t, [said(0, 2 << 20), said(1)], run_of(t)) for t in thread_ids[:2]))
+            await asyncio.gather(*(app.checkpoint(t, [said(0)], run_of(t)) for t in thread_ids[2:]))
+            await app.force_flush_all()
+            assert (await second.health()).ok
+        await app.force_flush_all()
+        assert (await first.verify()).ok
+
+
+@pytest.mark.usefixtures("nothing_forbidden")
+async def test_the_commands_work_with_an_operators_rights_and_an_apps_role(site: Site) -> None:
+    await site.set_up()
+    thread_id = fresh()
+    inner = Picky(site.app, schema=site.deployment.name, pool_size=4)
+    async with site.store(Role.FLUSHER, inner, flush_interval_s=600) as store:
+        messages = await poisoned(store, thread_id)
+    async with site.store(Role.APP) as store:
+        await store.checkpoint("unflushed", [said(0)], run_of("unflushed"))
+    for command in (("flush", "--all"), ("status",), ("quarantine", "list"), ("repair",)):
+        result = await site.cli(*command)
+        assert (result.code, "permit" in result.err) == (0, False), result
+    replayed = await site.cli("quarantine", "replay", thread_id)
+    assert replayed.code == 0, replayed
+    assert (await site.cli("verify")).code == 0
+    looked = await site.cli("doctor", "--json")
+    checks = {f"{c['part']} {c['what']}": c for c in looked.json["checks"]}
+    assert {c["level"] for c in checks.values()} <= {"ok", "unknown", "warning"}, looked
+    assert checks["NATS permissions"]["level"] == checks["Postgres permissions"]["level"] == "ok"
+    async with site.store(Role.APP) as store:
+        assert await store.load_messages(thread_id) == messages
+        # The log goes as an operator may remove it, and a repair finds that out.
+        await site.cli("flush", "--all")
+    async with site.store(Role.OPERATOR) as store:
+        await store._log.api(f"STREAM.DELETE.{site.deployment.log.stream}")
+    assert (await site.cli("repair", "--apply")).code == 0
+    assert (await site.set_up()).json["log_made"] is True
+
+
+async def test_no_role_may_do_what_only_the_next_one_may(site: Site) -> None:
+    await site.set_up()
+    stream = site.deployment.log.stream
+    refused = {
+        Role.APP: [f"STREAM.PURGE.{stream}", f"CONSUMER.CREATE.{stream}.x.y", f"STREAM.DELETE.{stream}", "INFO"],
+        Role.FLUSHER: [f"STREAM.DELETE.{stream}", f"STREAM.UPDATE.{stream}", f"STREAM.MSG.DELETE.{stream}"],
+        Role.OPERATOR: [
+            "STREAM.DELETE.ANOTHER",
+            "STREAM.INFO.ANOTHER",
+            f"STREAM.PURGE.KV_{site.deployment.log.bucket}",
+        ],
+    }
+    for role, verbs in refused.items():
+        async with site.store(role) as store:
+            for verb in verbs:
+                with pytest.raises(ConfigError, match="does not permit"):
+                    await store._log.api(verb)
+    name = site.deployment.name
+    for statement in (
+        f"CREATE TABLE {name}.mine ()",
+        f"DROP TABLE {name}.messages",
+        f"ALTER TABLE {name}.messages ADD COLUMN mine int",
+        f"TRUNCATE {name}.messages",
+        f"UPDATE {name}.bufstore_migrations SET version = 99",
+        f"CREATE SCHEMA mine_{name}",
+    ):
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            await query(site.app, statement)
