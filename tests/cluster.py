@@ -105,12 +105,12 @@ class Cluster:
 
 
 @contextmanager
-def three_servers(folder: Path) -> Iterator[list[NatsServer]]:
+def three_servers(folder: Path, more_users: str = "") -> Iterator[list[NatsServer]]:
     """The same without proxies, in no event loop; they may not have elected a leader yet."""
     ports = _free_ports(_NODES)
     routes = ", ".join(f'"nats://127.0.0.1:{p}"' for p in ports)
     # Users of their own in each server, and one that all of them know.
-    users = "authorization { users: [ { user: bufstore, password: %s }, { user: all, password: all } ] }"
+    users = "authorization { users: [ { user: bufstore, password: %s }, { user: all, password: all }\n%s ] }"
     servers = []
     for i, port in enumerate(ports):
         config = f'server_name: n{i}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
@@ -118,7 +118,7 @@ def three_servers(folder: Path) -> Iterator[list[NatsServer]]:
         server.start()
         server.stop()
         password = server.url.partition("bufstore:")[2].partition("@")[0]
-        server.extra_config = config + (users % f'"{password}"')
+        server.extra_config = config + users % (f'"{password}"', more_users)
         servers.append(server)
     try:
         with ThreadPoolExecutor(_NODES) as pool:

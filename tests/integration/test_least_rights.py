@@ -14,12 +14,21 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from bufstore import BufferedThreadStore, ConfigError, Consistency, NatsConfig, PostgresThreadStore, StoreMisconfigured
+from bufstore import (
+    BufferedThreadStore,
+    BufstoreError,
+    ConfigError,
+    Consistency,
+    NatsConfig,
+    PostgresThreadStore,
+    StoreMisconfigured,
+)
 from bufstore.embedded import Servers
 from bufstore.nats.permissions import Role
 from bufstore.testing import CHECKS
+from cluster import three_servers
 from conftest import Deployment
-from helpers import fresh, query, run_of, said
+from helpers import eventually, fresh, query, run_of, said
 from integration.test_cli import Result, bufstore_cli, where
 from integration.test_quarantine import Picky, poisoned
 from integration.test_setup import NatsByHand
@@ -27,7 +36,8 @@ from integration.test_setup import NatsByHand
 
 def rights(deployment: Deployment, role: Role) -> str:
     """What the command prints, for a user of this name."""
-    names = ("--stream", deployment.log.stream, "--bucket", deployment.log.bucket, "--subject", deployment.log.subject)
+    log = deployment.log
+    names = ("--stream", log.stream, "--bucket", log.bucket, "--subject", log.subject, "--replicas", log.replicas)
     printed = bufstore_cli("permissions", role.value, *names)
     assert printed.code == 0, printed
     return f"{{ user: {role.value}, password: {role.value}\n{printed.out} }}"
@@ -163,6 +173,31 @@ async def test_an_app_beside_a_flusher_keeps_the_contract(site: Site) -> None:
             assert (await second.health()).ok
         await app.force_flush_all()
         assert (await first.verify()).ok
+
+
+@pytest.mark.usefixtures("nothing_forbidden")
+async def test_an_app_on_three_replicas_reads_strongly(deploy: Any, tmp_path: Path) -> None:
+    deployment = deploy(replicas=3)
+    users = "\n".join(rights(deployment, role) for role in Role)
+    with three_servers(tmp_path, users) as cluster:
+        urls = [f"nats://127.0.0.1:{server.port}" for server in cluster]
+
+        async def made() -> bool:
+            try:  # it may not have elected who answers
+                async with deployment.store(nats=NatsConfig(servers=urls, user="all", password="all"), flusher=False):
+                    return True
+            except BufstoreError:
+                return False
+
+        await eventually(made, 60)
+        flusher, app = (NatsConfig(servers=urls, user=r.value, password=r.value) for r in (Role.FLUSHER, Role.APP))
+        strong = Consistency.STRONG
+        async with (
+            deployment.store(nats=flusher),
+            deployment.store(nats=app, flusher=False, consistency=strong) as store,
+        ):
+            for check in CHECKS[::8]:
+                await check(store)
 
 
 @pytest.mark.usefixtures("nothing_forbidden")

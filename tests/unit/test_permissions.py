@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
-from bufstore import BufferConfig, ConfigError, LogConfig, LogFull, NatsConfig
-from bufstore.nats.connection import Connection
-from bufstore.nats.log import NatsLog
+from bufstore import LogConfig
 from bufstore.nats.permissions import Role, permissions
-from bufstore.nats.stream import NatsStream
 
 _LOG = LogConfig(stream="S", bucket="b", subject="words")
 
@@ -30,18 +23,3 @@ def test_only_this_log_is_meant_and_an_app_can_remove_nothing() -> None:
             assert ours & set(subject.split(".")), subject
     removing = ("PURGE", "DELETE", "UPDATE", "CREATE")
     assert not [s for s in permissions(Role.APP, _LOG).publish if any(verb in s for verb in removing)]
-
-
-async def test_a_full_log_is_said_to_be_full_to_who_may_not_purge(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(*_: Any) -> int:
-        raise LogFull("full")
-
-    async def forbidden(*_: Any) -> dict[str, Any]:
-        raise ConfigError("not permitted")
-
-    monkeypatch.setattr(NatsStream, "publish", full)
-    monkeypatch.setattr(NatsStream, "api", forbidden)
-    config = BufferConfig(log=LogConfig(replicas=3))
-    log = NatsLog(Connection(NatsConfig(), "test"), "$JS.API", config)
-    with pytest.raises(LogFull):
-        await log.barrier(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from bufstore.cli.output import show_json
@@ -29,18 +31,18 @@ from bufstore.nats import permissions as nats
     help="JetStream bucket beside the log.",
 )
 @click.option("--subject", default="thread", show_default=True, help="First word of the log's subjects.")
+@click.option("--replicas", type=int, default=1, show_default=True, help="LogConfig.replicas: an app needs more then.")
 @click.option("--api-prefix", metavar="SUBJECT", help="Of the JetStream API, where it is not $JS.API.")
 @click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")  # fmt: skip
-def permissions(role: str, stream: str, bucket: str, subject: str, api_prefix: str | None, as_json: bool) -> None:
+def permissions(role: str, api_prefix: str | None, as_json: bool, **log: Any) -> None:
     """Print what NATS must permit a user of this role, to stand in a nats-server's configuration.
 
     app: writes and reads (BufferConfig.flusher False). flusher: flushes as well; a process with both is one. operator:
     these commands. With no more than this an app makes neither stream nor bucket: `bufstore setup` does, as operator.
     Asks no server. For Postgres see `bufstore setup --grant`.
     """
-    log = reporting_errors(LogConfig)(stream=stream, bucket=bucket, subject=subject)
     api = reporting_errors(NatsConfig)(api_prefix=api_prefix).api
-    found = nats.permissions(nats.Role(role), log, api)
+    found = nats.permissions(nats.Role(role), reporting_errors(LogConfig)(**log), api)
     if as_json:
         show_json(found)
     else:

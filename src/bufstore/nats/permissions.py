@@ -44,9 +44,13 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
         f"{keys}.run.*",
         f"{keys}.lineage",
         *(f"{api}.{verb}.{name}" for name in (stream, bucket) for verb in _READING),
+        f"{api}.CONSUMER.INFO.{stream}.*",  # of `verify`
     ]
     # Answers come to the inbox; the rest is told by others.
     subscribe = ["_INBOX.>", f"{keys}.flushed.*", parked]
+    if role is not Role.APP or log.replicas > 1:
+        # On replicas a Strong read asks for a purge of nothing, which only a true leader carries out (docs/adr/0024).
+        publish += [f"{api}.STREAM.PURGE.{stream}"]
     if role is not Role.APP:
         publish += [
             f"{keys}.member.*",
@@ -55,7 +59,6 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
             # From nats-server 2.16 on with a domain and an account before the stream.
             f"$JS.ACK.{stream}.>",
             f"$JS.ACK.*.*.{stream}.>",
-            f"{api}.STREAM.PURGE.{stream}",
         ]
         subscribe += [calls]
     if role is Role.OPERATOR:
@@ -70,7 +73,7 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
 
 
 _READING = ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")
-_FOLLOWING = {"CREATE": ">", "INFO": "*", "DELETE": "*", "MSG.NEXT": "*"}
+_FOLLOWING = {"CREATE": ">", "DELETE": "*", "MSG.NEXT": "*"}
 
 
 def _lines(subjects: Sequence[str]) -> str:
