@@ -309,6 +309,8 @@ class Site:
         listed = await self.api("CONSUMER.LIST.CHAOS")
         floors: dict[int, int] = {}
         for consumer in listed.get("consumers") or ():
+            if consumer["config"]["ack_policy"] == "none":
+                continue  # it acknowledges nothing, so it has no floor
             partition = int(consumer["name"].split("-")[-2])
             floors[partition] = max(floors.get(partition, 0), consumer["ack_floor"]["stream_seq"])
         cursors = await self.cursors()

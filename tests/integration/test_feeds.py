@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import weakref
+from collections.abc import Callable
 
+import psycopg
+
+from bufstore import Consistency, ThreadQuery
 from conftest import Deployment
+from helpers import eventually, fresh, run_of, said
 
 
 async def test_a_closed_feed_leaves_nothing_behind(deployment: Deployment) -> None:
@@ -21,3 +27,59 @@ async def test_a_closed_feed_leaves_nothing_behind(deployment: Deployment) -> No
         gc.collect()
         assert (len(client._subs), len(client._listeners)) == before
         assert not [alive for alive in feeds if alive() is not None]
+
+
+async def test_a_thread_that_waits_leaves_its_partition_to_the_others(deploy: Callable[..., Deployment]) -> None:
+    """Far more than a feed may hold and the server delivers ahead; then its owner dies, and another takes over."""
+    deployment = deploy(partitions=1)
+    held, free = fresh("held"), [fresh("free") for _ in range(30)]
+    written = 0
+
+    async def write(store: object, rounds: int) -> None:
+        nonlocal written
+
+        async def one(thread_id: str) -> None:
+            for n in range(written, written + rounds):
+                await store.checkpoint_append(thread_id, [said(n)], run_of(thread_id))  # type: ignore[attr-defined]
+
+        await asyncio.gather(*(one(t) for t in (held, *free)))
+        written += rounds
+
+    async with deployment.store(flusher=False) as writer:
+        await writer.checkpoint(held, [], run_of(held))
+        async with deployment.store(flush_max_entries=500) as first:
+            await first.force_flush(held)
+            locked = await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn)
+            async with locked:
+                await locked.execute(
+                    f"SELECT 1 FROM {deployment.name}.threads WHERE thread_id = %s FOR UPDATE",  # type: ignore[arg-type]
+                    [held],
+                )
+                for _ in range(4):
+                    await write(writer, 35)
+                    await asyncio.gather(*(writer.force_flush(t, timeout_s=20) for t in free))
+                    found = await writer.load_messages(free[0], consistency=Consistency.STRONG)
+                    assert found == [said(n) for n in range(written)]
+                    page = await writer.query_messages(free[1], limit=100)
+                    assert len(page.records) == min(written, 100)
+                (share,) = first._flusher._shares.values()  # type: ignore[union-attr]
+                assert share.feed._ahead  # type: ignore[attr-defined]
+                assert len(share.pending) + len(share._order) < 3000
+                assert (await writer.verify()).ok, "nothing is acknowledged before it is committed"
+                await first.aclose()
+                async with deployment.store(flush_max_entries=500) as second:
+                    await write(writer, 10)
+                    await asyncio.gather(*(writer.force_flush(t, timeout_s=20) for t in free))
+                    await locked.rollback()
+                    await second.force_flush_all(timeout_s=30)
+                    for thread_id in (held, *free):
+                        found = await second.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+                        assert found == [said(n) for n in range(written)]
+                    assert len((await second.query_threads(ThreadQuery(), limit=100)).threads) == 31
+                    assert await second.quarantined() == 0
+
+                    async def all_acknowledged() -> bool:
+                        (share,) = second._flusher._shares.values()  # type: ignore[union-attr]
+                        return not share.unsettled and not share.aside
+
+                    await eventually(all_acknowledged)

@@ -223,11 +223,11 @@ class Assembler:
         try:
             entry, chunk, chunks = decode(message)
         except MalformedEntry as e:
-            yield from self._abandon()
+            yield from self.abandon()
             yield Malformed(message.subject, message.seq, (message,), str(e), thread_id)
             return
         if chunks == 1:
-            yield from self._abandon()
+            yield from self.abandon()
             yield StoredEntry(thread_id, message.seq, entry)
             return
         fits = len(self._pieces) == chunk and (
@@ -239,7 +239,7 @@ class Assembler:
             )
         )
         if not fits:
-            yield from self._abandon()
+            yield from self.abandon()
             if chunk != 0:
                 yield Malformed(message.subject, message.seq, (message,), f"chunk {chunk} without its start", thread_id)
                 return
@@ -250,7 +250,8 @@ class Assembler:
             self._pieces = []
             yield StoredEntry(thread_id, message.seq, msgspec.structs.replace(entry, payload=payload))
 
-    def _abandon(self) -> Iterator[Malformed]:
+    def abandon(self) -> Iterator[Malformed]:
+        """What was begun, as the fragment that it is if nothing goes on with it."""
         # It is the fault of the thread that it was begun in: what ends it may be another one's, and sound.
         if self._pieces:
             messages = tuple(m for m, _ in self._pieces)

@@ -29,6 +29,7 @@ from tenacity.stop import stop_when_event_set
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.lease import Lease
 from bufstore.buffer.ports import AppendUnknown, Coalesce, HotState, Ledger, Log
+from bufstore.buffer.recaller import Recaller
 from bufstore.buffer.retention import Retention
 from bufstore.buffer.settler import Later, Settler
 from bufstore.buffer.subjects import Subjects
@@ -69,6 +70,7 @@ class Flusher:
         self._takeover = Takeover(log, ledger, subjects, member, prepare, self._wake.set, self.state)
         self._shares = self._takeover.shares
         self._settler = Settler(log, hot, ledger, coalesce, subjects, config, self._takeover, self.state)
+        self._recaller = Recaller(log, subjects, config, self._shares, self._settler.waiting, self._wake.set)
         self._log = log
         self._lease = Lease(
             hot,
@@ -102,6 +104,7 @@ class Flusher:
         for task in late:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._recaller.aclose()
         for share in list(self._shares.values()):
             await self._takeover.drop(share, "closing")
         reach(Failpoint.CLOSE_GIVEN_UP)
@@ -186,7 +189,8 @@ class Flusher:
             for share in self._shares.values():
                 if share.collect():
                     await share.feed.more()
-            self.state.pending = sum(len(share.pending) for share in self._shares.values())
+            self._recaller.look()
+            self.state.pending = sum(share.unsettled for share in self._shares.values())
             if not self.state.pending:
                 self._clear_trouble()
                 if self._loop.time() - self._asked_at < 1.0:

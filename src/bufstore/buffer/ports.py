@@ -120,6 +120,18 @@ class Feed(Protocol):
         """Deliver on although the bounds are reached: what was delivered is the beginning of an oversize entry."""
         ...
 
+    @property
+    def crowded(self) -> bool:
+        """Whether half of what may be delivered and not acknowledged is: see `go_on`."""
+        ...
+
+    async def go_on(self, seq: int) -> None:
+        """Deliver on although what stands up to this sequence is not acknowledged: it is not kept in memory.
+
+        Raises LogUnavailable, ConfigError; then nothing has changed.
+        """
+        ...
+
     async def ack(self, seq: int) -> None:
         """Tell the server that everything up to the message with this sequence is done."""
         ...

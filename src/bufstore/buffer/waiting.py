@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 #: A thread that fails waits this long, then twice as long each time, up to the maximum.
@@ -25,6 +25,8 @@ class Waiting:
 
     def __init__(self) -> None:
         self._waits: dict[str | None, _Wait] = {}
+        #: Those whose entries are not in memory: their time is not over before these are.
+        self.absent: set[str | None] = set()
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -50,11 +52,19 @@ class Waiting:
 
     def due(self, now: float) -> set[str | None]:
         """Those whose time is over."""
-        return {t for t, wait in self._waits.items() if wait.until <= now}
+        return {t for t, wait in self._waits.items() if wait.until <= now and t not in self.absent}
+
+    def until(self, thread_id: str | None) -> float:
+        """Until when it has to wait; 0 if it does not."""
+        wait = self._waits.get(thread_id)
+        return wait.until if wait is not None else 0.0
+
+    def __iter__(self) -> Iterator[str | None]:
+        return iter(self._waits)
 
     def soonest(self, otherwise: float) -> float:
         """When the next one is due."""
-        return min((w.until for w in self._waits.values()), default=otherwise)
+        return min((w.until for t, w in self._waits.items() if t not in self.absent), default=otherwise)
 
     def trouble(self) -> str:
         """In words, the commonest reasons first, or nothing."""

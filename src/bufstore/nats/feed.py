@@ -4,6 +4,9 @@ The feed promises an unbroken sequence: the cursor will say "everything up to he
 lost on the way must not pass unnoticed. Each delivery carries the consumer's own dense counter, and each idle
 heartbeat its last value: a jump means a lost message, silence a lost connection. Then the feed is *lost*, and its
 owner takes the partition again from the cursor. Nothing is ever asked for twice, and nothing is repaired here.
+
+The server delivers so much ahead of what is acknowledged and no more. Where that is not enough (`NatsFeed.go_on`) the
+feed goes on with a second consumer that acknowledges nothing: the floor of the first stays at or below the cursor.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import nats.errors
 from nats.aio.subscription import Subscription
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.errors import BufstoreError, ConfigError
+from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection, ListeningClient
 from bufstore.nats.headers import entry_header, fields, status_of
@@ -54,6 +57,21 @@ def consumer_config(name: str, filter_subject: str, start: int, pending_max: int
     }
 
 
+def ahead_config(name: str, filter_subject: str, start: int) -> dict[str, Any]:
+    """The consumer that goes on where the first one may not. It goes with its owner, or the server it is on."""
+    return {
+        "name": name,
+        "deliver_policy": "by_start_sequence",
+        "opt_start_seq": start,
+        "ack_policy": "none",
+        "filter_subject": filter_subject,
+        "inactive_threshold": _INACTIVE_S * 1_000_000_000,
+        "mem_storage": True,
+        "num_replicas": 1,
+        "replay_policy": "instant",
+    }
+
+
 class NatsFeed:
     """See `bufstore.buffer.ports.Feed`."""
 
@@ -63,17 +81,20 @@ class NatsFeed:
         stream: NatsStream,
         api: str,
         stream_name: str,
-        consumer: str,
+        config: dict[str, Any],
         wake: Callable[[], None],
-        messages_max: int,
         bytes_max: int,
     ) -> None:
         self._connection = connection
         self._stream = stream
-        self._pull_subject = f"{api}.CONSUMER.MSG.NEXT.{stream_name}.{consumer}"
-        self._delete_verb = f"CONSUMER.DELETE.{stream_name}.{consumer}"
+        self._api = api
+        self._stream_name = stream_name
+        self._name: str = config["name"]
+        self._filter: str = config["filter_subject"]
+        #: Whether the consumer is the second one: see the module's text.
+        self._ahead = False
         self._wake = wake
-        self._messages_max = messages_max
+        self._messages_max: int = config["max_ack_pending"]
         self._bytes_max = bytes_max
         self._loop = asyncio.get_running_loop()
         self._client: ListeningClient | None = None
@@ -83,7 +104,7 @@ class NatsFeed:
         #: What was delivered and is not acked yet: (sequence, reply subject, bytes).
         self._held: deque[tuple[int, str, int]] = deque()
         self._counter = 0
-        self._last_seq = 0
+        self._last_seq: int = config["opt_start_seq"] - 1
         self._held_bytes = 0
         self._outstanding = 0
         self._heard = 0.0
@@ -109,31 +130,73 @@ class NatsFeed:
         arrived, self._arrived = self._arrived, []
         return arrived
 
+    @property
+    def crowded(self) -> bool:
+        return 2 * len(self._held) >= self._messages_max or 2 * self._held_bytes >= self._bytes_max
+
+    async def go_on(self, seq: int) -> None:
+        if self._lost is not None or self._client is None:
+            return
+        if not self._ahead:
+            await self._go_ahead(self._client)
+        self._release(seq)
+        await self._pull()
+
+    async def _go_ahead(self, client: ListeningClient) -> None:
+        """Have another consumer deliver from here on."""
+        owner, partition, term = self._name.rsplit("-", 2)
+        name = f"{owner}-ahead-{partition}-{term}"
+        config = ahead_config(name, self._filter, self._last_seq + 1)
+        try:
+            await self._stream.api(
+                f"CONSUMER.CREATE.{self._stream_name}.{name}.{self._filter}",
+                {"stream_name": self._stream_name, "config": config, "action": "create"},
+            )
+            inbox = client.new_inbox()
+            subscription = await client.listen(inbox, self._on_message)
+        except nats.errors.Error as e:
+            raise LogUnavailable(f"following a partition failed: {type(e).__name__}") from None
+        # What the first one has delivered meanwhile comes again, and is known by its position.
+        before, before_name = self._subscription, self._name
+        self._subscription, self._inbox, self._name, self._ahead = subscription, inbox, name, True
+        self._counter = self._outstanding = 0
+        if before is not None:
+            await self._end(before, before_name)
+
     async def ack(self, seq: int) -> None:
+        reply = self._release(seq)
+        if reply is None or self._client is None:
+            return
+        if not self._ahead:
+            try:
+                # The third line that matters, the ack: only after the commit. Acking first would let the log forget
+                # what a crash between the two keeps out of Postgres. Losing an ack is harmless.
+                await self._client.publish(reply, b"+ACK")
+            except nats.errors.Error:
+                return
+        await self._pull()
+
+    def _release(self, seq: int) -> str | None:
+        """Hold no more what stands up to there; how to acknowledge the last of it."""
         reply = None
         while self._held and self._held[0][0] <= seq:
             _, reply, size = self._held.popleft()
             self._held_bytes -= size
-        if reply is None or self._client is None:
-            return
-        try:
-            # The third line that matters, the ack: only after the commit. Acking first would let the log forget
-            # what a crash between the two keeps out of Postgres. Losing an ack is harmless.
-            await self._client.publish(reply, b"+ACK")
-        except nats.errors.Error:
-            return
-        await self._pull()
+        return reply
 
     async def more(self) -> None:
         await self._pull(beyond=True)
 
     async def close(self) -> None:
         if self._subscription is not None and self._client is not None and self._client.is_connected:
-            try:
-                await self._subscription.unsubscribe()
-                await self._stream.api(self._delete_verb, timeout_s=1.0)
-            except (nats.errors.Error, BufstoreError) as e:
-                _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
+            await self._end(self._subscription, self._name)
+
+    async def _end(self, subscription: Subscription, name: str) -> None:
+        try:
+            await subscription.unsubscribe()
+            await self._stream.api(f"CONSUMER.DELETE.{self._stream_name}.{name}", timeout_s=1.0)
+        except (nats.errors.Error, BufstoreError) as e:
+            _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
 
     async def _pull(self, *, beyond: bool = False) -> None:
         """Keep one request open while there is room for what it may bring (or although there is none)."""
@@ -151,7 +214,8 @@ class NatsFeed:
             "idle_heartbeat": int(_HEARTBEAT_S * 1_000_000_000),
         }
         try:
-            await self._client.publish(self._pull_subject, json.dumps(request).encode(), reply=self._inbox)
+            subject = f"{self._api}.CONSUMER.MSG.NEXT.{self._stream_name}.{self._name}"
+            await self._client.publish(subject, json.dumps(request).encode(), reply=self._inbox)
         except nats.errors.Error as e:
             self._lose(f"asking for messages failed: {type(e).__name__}")
 
@@ -189,6 +253,8 @@ class NatsFeed:
             self._outstanding = 0
             await self._pull()
             return
+        if status == "409" and "Completed" in description:
+            return  # of a request that was counted to its end already
         if status:
             self._lose(f"the consumer ended: {status} {description}")
 
@@ -221,6 +287,6 @@ async def open_feed(
         check(f"consumer {name}", config, found["config"], "it is not ours", f"nats consumer rm {stream_name} {name}")
         raise
     reach(Failpoint.TAKE_NEW_MADE)
-    feed = NatsFeed(connection, stream, api, stream_name, name, wake, config["max_ack_pending"], bytes_max)
+    feed = NatsFeed(connection, stream, api, stream_name, config, wake, bytes_max)
     await feed.start(client)
     return feed
