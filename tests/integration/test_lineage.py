@@ -126,6 +126,31 @@ async def test_tombstones_are_read_by_pages(deployment: Deployment) -> None:
         assert names[-1] not in [name for _, name in await ledger.tombstones(last, "", 10)]
 
 
+async def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_flushed(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with deployment.store() as one, deployment.store(flusher=False) as two:
+        await one.checkpoint("dead", [1], run_of("dead"))
+        await one.delete_thread("dead")
+        partition = one._subjects.partition("dead")
+        await one.save_thread(next(t for n in range(99) if one._subjects.partition(t := f"o{n}") == partition))
+        await one.force_flush_all()
+        await one._log.purge(partition, await one._log.end(1))
+        ledger, publish = one._ledger, two._log.publish
+        tombstone = (await ledger.row("dead")).flushed_seq, "dead"
+
+        async def burying(message: Any, timeout_s: float) -> int:
+            await ledger.bury([tombstone])
+            assert (await ledger.row("dead")).flushed_seq == 0
+            return await publish(message, timeout_s)
+
+        monkeypatch.setattr(two._log, "publish", burying)
+        await two.checkpoint_append("dead", [2], run_of("dead"))
+        monkeypatch.undo()
+        assert await one.load_messages("dead", consistency=Consistency.STRONG) == [2]
+        assert await ledger.quarantined() == 0
+
+
 async def test_a_tombstone_goes_when_the_log_has_purged_past_it(deploy: Callable[..., Deployment]) -> None:
     """And not before, nor of a thread that was written again, nor of one that quarantine names."""
     deployment = deploy(failover_window_s=1.0)

@@ -165,6 +165,44 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
     run(main())
 
 
+@pytest.mark.parametrize("how", ["checkpoint", "checkpoint_append", "save_thread", "keyed"])
+def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str) -> None:
+    """The writer has read the row of the deleted thread; it goes before his entry is in the log."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner) as one, instance(nats, inner, flusher=False) as two:
+            await one.checkpoint(thread_id, [1], run_of(thread_id))
+            await one.delete_thread(thread_id)
+            subjects, ledger = one._subjects, inner.ledger(0)
+            partition = subjects.partition(thread_id)
+            await one.save_thread(next(t for n in range(99) if subjects.partition(t := f"o{n}") == partition))
+            await one.force_flush_all()
+            await one._log.purge(partition, await one._log.end(1))
+            tombstone = (await ledger.row(thread_id)).flushed_seq, thread_id
+            write = two._log._write  # type: ignore[attr-defined]
+
+            async def burying(messages: Any) -> int:
+                await ledger.bury([tombstone])
+                two._log._write = write  # type: ignore[attr-defined]
+                return await write(messages)  # type: ignore[no-any-return]
+
+            two._log._write = burying  # type: ignore[attr-defined]
+            match how:
+                case "checkpoint":
+                    await two.checkpoint(thread_id, [2], run_of(thread_id))
+                case "save_thread":
+                    await two.save_thread(thread_id)
+                case _:
+                    key = "k" if how == "keyed" else None
+                    await two.checkpoint_append(thread_id, [2], run_of(thread_id), idempotency_key=key)
+            messages = await one.load_messages(thread_id, consistency=Consistency.STRONG)
+            assert messages == ([] if how == "save_thread" else [2])
+            assert await ledger.quarantined() == 0
+
+    run(main())
+
+
 def test_a_tombstone_on_which_something_builds_that_is_not_flushed_stays() -> None:
     async def main() -> None:
         nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()

@@ -33,7 +33,8 @@ class Base(enum.IntEnum):
     CHAINED = 0
     #: The log shows nothing and Postgres shows nothing: a new thread.
     NONE = 1
-    #: The log shows nothing; Postgres was not asked. Only self-contained entries may say so.
+    #: The log shows nothing; Postgres was not asked (only self-contained entries may say so), or has the tombstone of a
+    #: deleted thread, or had it a moment ago: the entry builds on nothing.
     UNKNOWN = 2
     #: The log shows nothing; Postgres holds ``prev_id`` as the thread's last applied entry.
     STORED = 3

@@ -95,11 +95,16 @@ def tip_of_message(last: StoredMessage) -> Tip[M]:
 
 
 def tip_of_row(row: Row, seen: int, memory: M | None) -> Tip[M]:
-    """The tip of a thread of which the log shows nothing, from what Postgres holds."""
+    """The tip of a thread of which the log shows nothing, from what Postgres holds.
+
+    The row of a deleted thread may be removed at any time: an entry that asked for its predecessor there would not find
+    it. So it asks for nothing, as one that did not look.
+    """
+    base = Base.STORED if row.flushed_seq else Base.NONE
     return Tip(
         seq=0,
         id=row.applied_id,
-        base=Base.STORED if row.flushed_seq else Base.NONE,
+        base=Base.UNKNOWN if row.gone else base,
         seen=max(seen, row.flushed_seq),
         version=row.version,
         ring=row.ring,

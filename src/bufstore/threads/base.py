@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
+import msgspec
+
 from bufstore.buffer.chain import Row
 from bufstore.buffer.ports import Ledger
 from bufstore.errors import ReadNotFresh
@@ -49,8 +51,11 @@ class SnapshotReader:
         rows = await self._store.load_rows(thread_id, with_watermark=True)
         if rows is None:
             return ThreadState(row=Row(), thread=None, messages=[], latest_run=None)
+        row = rows.watermark or Row(version=len(rows.messages))
+        if rows.thread is None and row.applied_id:
+            row = msgspec.structs.replace(row, gone=True)
         return ThreadState(
-            row=rows.watermark or Row(version=len(rows.messages)),
+            row=row,
             thread=rows.thread,
             messages=rows.messages,
             latest_run=rows.latest_run,
