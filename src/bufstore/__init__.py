@@ -9,6 +9,7 @@ from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import (
     AlreadyExists,
+    ArchiveOvertaken,
     BufstoreError,
     CallTimeout,
     ClaimInterrupted,
@@ -74,6 +75,7 @@ from bufstore.types import Consistency, Message, Receipt, SourceMark
 
 __all__ = [
     "AlreadyExists",
+    "ArchiveOvertaken",
     "BlockingBufferedStore",
     "BlockingThreadStore",
     "BufferConfig",

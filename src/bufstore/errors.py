@@ -35,6 +35,7 @@ BufstoreError
 ├── StoreMisconfigured          Postgres answers, and will refuse until someone changes it (login, schema, read-only)
 ├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
 ├── DataLoss                    a reader of the log missed messages that were purged, or an archive is not whole
+├── ArchiveOvertaken            another run has archived the same range: nothing is lost, the next one goes on there
 ├── MalformedEntry              bytes in the log that are no entry (they go to quarantine)
 └── EmbeddedError               an embedded development server did not start or stop
 """
@@ -283,6 +284,10 @@ class DataLoss(BufstoreError):
     They are in Postgres if they were purged after their flush; the reader goes on without them with
     ``failOnDataLoss=false``, or from another position.
     """
+
+
+class ArchiveOvertaken(BufstoreError):
+    """Another archive run was faster with the same range. What this one wrote does not count; nothing is lost."""
 
 
 class MalformedEntry(BufstoreError):

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bufstore import Consistency
+from bufstore import Consistency, Run
+from bufstore.spark import Deployment as Where
 from conftest import Deployment
 
 SCHEMA = "thread_id string, run_id string, delta array<string>, position bigint"
@@ -86,6 +87,26 @@ def settings_of(deployment: Deployment) -> dict[str, Any]:
         "stream": deployment.log.stream,
         "bucket": deployment.log.bucket,
     }
+
+
+def where(deployment: Deployment) -> Where:
+    """What a job is told of the deployment."""
+    return Where(**settings_of(deployment))
+
+
+async def write(deployment: Deployment, threads: list[str], steps: range) -> None:
+    """Into the log only."""
+    async with deployment.store(flusher=False) as store:
+        for row in rows_of(threads, steps):
+            run = Run(run_id=row["run_id"], thread_id=row["thread_id"], agent_id="planner")
+            await store.checkpoint_append(row["thread_id"], [json.loads(m) for m in row["delta"]], run)
+
+
+async def in_postgres(deployment: Deployment, threads: list[str]) -> dict[str, list[int] | None]:
+    """The numbers of the messages that Postgres holds of each thread now."""
+    async with deployment.inner() as store:
+        found = {t: await store.load_messages(t) for t in threads}
+    return {t: [m["n"] for m in messages] if messages is not None else None for t, messages in found.items()}
 
 
 def read_options(deployment: Deployment, **more: Any) -> dict[str, str]:

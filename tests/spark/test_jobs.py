@@ -3,37 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bufstore import DataLoss, Run
-from bufstore.spark import Deployment as Where
+from bufstore import DataLoss
 from bufstore.spark import NoLog, archive, bulk_drain, restore
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
 from conftest import Deployment
 from helpers import eventually, fresh, query
-from spark.jobs import held, read_options, rows_of, settings_of
-
-
-def where(deployment: Deployment) -> Where:
-    return Where(**settings_of(deployment))
-
-
-async def write(deployment: Deployment, threads: list[str], steps: range) -> None:
-    """Into the log only."""
-    async with deployment.store(flusher=False) as store:
-        for row in rows_of(threads, steps):
-            run = Run(run_id=row["run_id"], thread_id=row["thread_id"], agent_id="planner")
-            await store.checkpoint_append(row["thread_id"], [json.loads(m) for m in row["delta"]], run)
-
-
-async def in_postgres(deployment: Deployment, threads: list[str]) -> dict[str, list[int] | None]:
-    async with deployment.inner() as store:
-        found = {t: await store.load_messages(t) for t in threads}
-    return {t: [m["n"] for m in messages] if messages is not None else None for t, messages in found.items()}
+from spark.jobs import held, in_postgres, read_options, where, write
 
 
 async def test_a_drain_flushes_all_that_is_there_beside_a_flusher_and_another_drain(

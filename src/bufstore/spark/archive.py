@@ -1,19 +1,22 @@
 """Archiving ranges of the log as Parquet, and bringing them back.
 
-``<path>/ranges/<start>-<end>/date=…/*.parquet`` hold messages of the log byte for byte;
-``<path>/manifests/<start>-<end>`` says what is in a range: stream, count, checksum. The manifest is written last: a
-range without one is none.
+``<path>/ranges/<start>-<end>-<attempt>/date=…/*.parquet`` hold messages of the log byte for byte;
+``<path>/manifests/<start>-<end>-<attempt>`` says what is in a range: folder, stream, count, checksum. The manifest is
+written last: a range without one is none.
+
+Each attempt has names of its own, and nothing is ever overwritten or removed: what a manifest says is in the archive
+stays there, whoever archives at the same time, and whatever dies half-way. Where ranges overlap, each is whole.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bufstore.errors import ConfigError, DataLoss, NoLog
+from bufstore.errors import ArchiveOvertaken, ConfigError, DataLoss, NoLog
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.nats.ranges import Log, LogReader
 from bufstore.postgres.ledger import PostgresLedger
@@ -24,7 +27,8 @@ from bufstore.spark.worker import loop
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-VERSION = 1
+#: 1: the files are in the folder of the range's name.
+VERSION = 2
 SCHEMA = "position bigint, stored_at timestamp, subject string, header string, body binary"
 _COLUMNS = ("position", "stored_at", "subject", "header", "body")
 
@@ -46,11 +50,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     #: Sum of a hash over each message, as hexadecimal number: the same in whatever order they come.
     checksum: str
+    #: The attempt that wrote it; "" in an archive of version 1.
+    attempt: str = ""
 
     @property
     def name(self) -> str:
-        """The folder of the range."""
-        return f"{self.start:020d}-{self.end:020d}"
+        """Of its folder below ``ranges``."""
+        range_ = f"{self.start:020d}-{self.end:020d}"
+        return f"{range_}-{self.attempt}" if self.attempt else range_
 
 
 class ArchiveReport(msgspec.Struct, kw_only=True):
@@ -68,17 +75,21 @@ def archive(
     """Write what is in the log and not in the archive at `path` (any file system that Spark can write to) as Parquet.
 
     Begins where the newest range ends; a new archive begins with the log's first message, or at `start`. When the
-    manifest is written, the flushers may purge the range (`LogConfig.archive`). One archive a deployment: another
-    folder begins anew, and what the flushers keep counts from the furthest.
+    manifest is written, the flushers may purge the range (`LogConfig.archive`); a run that died before it told them
+    so is made up for by the next one. One archive a deployment: another folder begins anew, and what the flushers keep
+    counts from the furthest.
 
     Raises DataLoss when something of it was purged unread, or the stream is not the one of the newest range: then
-    `start` says where to go on, and that something may be missing before.
+    `start` says where to go on, and that something may be missing, before it and behind it. ArchiveOvertaken when
+    another run has archived the same range meanwhile.
     """
     log = loop().run(log_of(deployment))
     if log is None:
         raise NoLog(deployment.stream)
     manifests = manifests_of(spark, path)
     begin = start if start is not None else _begin(manifests, log)
+    if start is None and manifests:
+        loop().run(_note(deployment, begin))
     if begin >= log.end:
         return ArchiveReport(start=begin, end=log.end, count=0, path=path)
     found = Manifest(
@@ -92,8 +103,9 @@ def archive(
         end=log.end,
         count=0,
         checksum="",
+        attempt=secrets.token_hex(8),
     )
-    messages = _read(spark, deployment, found, earliest=not manifests and start is None, tasks=tasks)
+    messages = _read(spark, deployment, found, earliest=not manifests, given=start is not None, tasks=tasks)
     folder = f"{path}/ranges/{found.name}"
     with described(messages, f"bufstore: archive {deployment.stream} {found.name}"):
         count, checksum = _write(messages, folder)
@@ -101,9 +113,10 @@ def archive(
         if _sum(written) != (count, checksum):
             raise DataLoss(f"{folder} does not hold what was written to it; nothing was noted, archive again")
         found = msgspec.structs.replace(found, count=count, checksum=checksum)
+        check_alone(manifests, manifests_of(spark, path), found)
         text = msgspec.json.encode(found).decode()
         line = spark.createDataFrame([(text,)], "value string").coalesce(1)
-        line.write.mode("overwrite").text(f"{path}/manifests/{found.name}")
+        line.write.mode("error").text(f"{path}/manifests/{found.name}")
     loop().run(_note(deployment, found.end))
     return ArchiveReport(start=found.start, end=found.end, count=found.count, path=path)
 
@@ -134,10 +147,34 @@ def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
 
 
 def whole(manifests: Sequence[Manifest]) -> None:
-    """Raise DataLoss when something is missing between the ranges of an archive."""
-    for before, after in pairwise(manifests):
-        if after.start > before.end and after.created == before.created:
-            raise DataLoss(f"the archive has a gap: {before.name} is followed by {after.name}")
+    """Raise DataLoss when something is missing between the ranges of an archive, which may overlap."""
+    furthest: dict[str, Manifest] = {}
+    for manifest in sorted(manifests, key=lambda m: (m.start, m.end)):
+        before = furthest.setdefault(manifest.created, manifest)
+        if manifest.start > before.end:
+            raise DataLoss(f"the archive has a gap: {before.name} is followed by {manifest.name}")
+        if manifest.end > before.end:
+            furthest[manifest.created] = manifest
+
+
+def overlap(one: Manifest, other: Manifest) -> bool:
+    """Whether both have messages of the same positions."""
+    return one.created == other.created and one.start < other.end and other.start < one.end
+
+
+def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manifest) -> None:
+    """Raise ArchiveOvertaken when a range was archived by somebody else since this run began.
+
+    Two that look at the same moment may both go on. Then each has read all of its range before anything of it was
+    purged, because that waits for a manifest; so both are whole, and a restore takes each message once.
+    """
+    known = {manifest.name for manifest in before}
+    for manifest in now:
+        if manifest.name not in known and overlap(manifest, mine):
+            raise ArchiveOvertaken(
+                f"another run has archived {manifest.name} meanwhile; this one's files (ranges/{mine.name}) do not "
+                "count and may be removed. Nothing is lost: the next run goes on where that one ended"
+            )
 
 
 def check_range(spark: SparkSession, path: str, manifest: Manifest) -> DataFrame:
@@ -168,15 +205,19 @@ def _begin(manifests: Sequence[Manifest], log: Log) -> int:
     return last.end
 
 
-def _read(spark: SparkSession, deployment: Deployment, m: Manifest, *, earliest: bool, tasks: int | None) -> DataFrame:
+def _read(
+    spark: SparkSession, deployment: Deployment, m: Manifest, *, earliest: bool, given: bool, tasks: int | None
+) -> DataFrame:
     server = deployment.server
     options: dict[str, Any] = {
         "nats": ",".join(server.servers),
         "stream": deployment.stream,
         "form": "messages",
-        # Where an archive begins, messages may be missing that were purged before; later none may.
-        "startingPosition": "earliest" if earliest else m.start,
+        # Where an archive begins, messages may be missing that were purged before; later none may, unless who says
+        # where to go on takes it as it is.
+        "startingPosition": "earliest" if earliest and not given else m.start,
         "endingPosition": m.end,
+        "failOnDataLoss": not given,
         "credentialsFile": server.credentials,
         "user": server.user,
         "password": server.password,
@@ -184,8 +225,8 @@ def _read(spark: SparkSession, deployment: Deployment, m: Manifest, *, earliest:
         "domain": server.domain,
         "numPartitions": tasks,
     }
-    given = {name: str(value) for name, value in options.items() if value is not None}
-    return spark.read.format("threadlog").options(**given).load()
+    named = {name: str(value) for name, value in options.items() if value is not None}
+    return spark.read.format("threadlog").options(**named).load()
 
 
 def _write(messages: DataFrame, folder: str) -> tuple[int, str]:
@@ -196,7 +237,7 @@ def _write(messages: DataFrame, folder: str) -> tuple[int, str]:
     observed = Observation()
     dated = messages.observe(observed, F.count("*").alias("count"), _checksum().alias("checksum"))
     dated = dated.withColumn("date", F.to_date("stored_at"))
-    dated.write.mode("overwrite").partitionBy("date").parquet(folder)
+    dated.write.mode("error").partitionBy("date").parquet(folder)
     found = observed.get
     return int(found["count"]), _hex(found["checksum"])
 

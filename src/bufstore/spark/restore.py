@@ -23,7 +23,7 @@ from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.errors import ConfigError, MalformedEntry, NoLog, StoreUnavailable
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
-from bufstore.spark.archive import Manifest, check_range, log_of, manifests_of, whole
+from bufstore.spark.archive import Manifest, check_range, log_of, manifests_of, overlap, whole
 from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import described
 from bufstore.spark.restore_log import IntoLog
@@ -80,8 +80,8 @@ def restore(
     for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
         parts = list(ranges)
         messages = reduce(DataFrame.union, [check_range(spark, path, manifest) for manifest in parts])
-        if any(after.start < before.end for before, after in pairwise(parts)):  # two archived at the same time
-            messages = messages.dropDuplicates(["position"])
+        if any(overlap(before, after) for before, after in pairwise(parts)):  # two archived at the same time
+            messages = messages.dropDuplicates(["position", "subject", "header"])
         owned = messages.select("position", "subject", "header", "body").repartition(tasks, "subject")
         ordered = owned.sortWithinPartitions("subject", "position")
         with described(ordered, f"bufstore: restore {path} into {into}"):

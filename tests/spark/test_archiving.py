@@ -1,0 +1,191 @@
+"""Archives that are written at the same time, die half-way, overlap, or are of an earlier version: nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+
+from bufstore import ArchiveOvertaken, StoreUnavailable
+from bufstore.memory.store import MemoryThreadStore
+from bufstore.nats.ranges import LogReader
+from bufstore.postgres.ledger import PostgresLedger
+from bufstore.spark import archive, drain, restore
+from conftest import Deployment
+from helpers import eventually, fresh, run_of, said
+from spark.jobs import in_postgres, where, write
+
+archiving: Any = sys.modules["bufstore.spark.archive"]  # whose name is that of the function
+
+
+async def archived(deployment: Deployment) -> int:
+    """Up to where flushers may purge."""
+    ledger = PostgresLedger(deployment.servers.postgres.dsn, MemoryThreadStore(), schema=deployment.name)
+    await ledger.open()
+    try:
+        return await ledger.archived()
+    finally:
+        await ledger.aclose()
+
+
+async def purge(deployment: Deployment, below: int) -> None:
+    """As flushers do it, who leave the entry at a cursor; but they are not asked."""
+    client = await nats.connect(deployment.servers.nats.url)
+    for p in range(deployment.log.partitions):
+        body = json.dumps({"filter": f"{deployment.name}.{p}.*", "seq": below}).encode()
+        await client.request(f"$JS.API.STREAM.PURGE.{deployment.log.stream}", body)
+    await client.close()
+
+
+async def come_back(spark: Any, deployment: Deployment, path: Path, threads: list[str]) -> Any:
+    """What the archive holds of the threads, by a restore into an empty Postgres."""
+    elsewhere = Deployment(deployment.servers)
+    report = await asyncio.to_thread(restore, spark, str(path), where(elsewhere))
+    assert report.refused == 0, report.reasons
+    return await in_postgres(elsewhere, threads)
+
+
+async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faster(
+    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.verified = False
+    thread, path = fresh(), tmp_path / "archive"
+    await write(deployment, [thread], range(10))
+    async with deployment.store() as store:
+        await store.force_flush_all()
+    read = archiving._read
+
+    def overtaken(*args: Any, **kwargs: Any) -> Any:
+        """While this run has looked and not read, another one does all, and what it has is purged."""
+        monkeypatch.setattr(archiving, "_read", read)
+        report = archive(spark, where(deployment), str(path))
+        assert report.count == 10
+        asyncio.run(purge(deployment, report.end - 1))
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(archiving, "_read", overtaken)
+    with pytest.raises(ArchiveOvertaken, match="Nothing is lost"):
+        await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    await write(deployment, [thread], range(10, 12))
+    report = await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    assert report.count == 2
+    assert await come_back(spark, deployment, path, [thread]) == {thread: list(range(12))}
+
+
+async def test_ranges_that_overlap_or_hold_each_other_come_back_once(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    threads, path = [fresh() for _ in range(3)], str(tmp_path / "archive")
+    await write(deployment, threads, range(3))
+    first = await asyncio.to_thread(archive, spark, where(deployment), path)
+    await asyncio.to_thread(archive, spark, where(deployment), path, start=first.start + 2)  # held by it
+    await write(deployment, threads, range(3, 5))
+    await asyncio.to_thread(archive, spark, where(deployment), path, start=first.end - 3)  # overlaps it
+    await write(deployment, threads, range(5, 6))
+    last = await asyncio.to_thread(archive, spark, where(deployment), path)
+    assert last.count == 3, "it goes on behind the furthest"
+    assert await come_back(spark, deployment, tmp_path / "archive", threads) == {t: list(range(6)) for t in threads}
+
+
+async def test_what_a_run_that_died_did_not_note_is_noted_by_the_next(
+    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a full log no new entry comes, and nothing is purged that is not noted."""
+    path = str(tmp_path / "archive")
+    await write(deployment, [fresh()], range(3))
+    note = archiving._note
+
+    async def away(deployment: Any, end: int) -> None:
+        raise StoreUnavailable("Postgres is away")
+
+    monkeypatch.setattr(archiving, "_note", away)
+    with pytest.raises(StoreUnavailable):
+        await asyncio.to_thread(archive, spark, where(deployment), path)
+    monkeypatch.setattr(archiving, "_note", note)
+    assert await archived(deployment) == 0
+    report = await asyncio.to_thread(archive, spark, where(deployment), path)
+    assert report.count == 0
+    assert await archived(deployment) == report.end > 3
+
+
+def into_version_1(path: Path) -> None:
+    """The archive as earlier versions wrote it: folders and manifests are named after ranges."""
+    for folder in (path / "manifests").iterdir():
+        (file,) = (f for f in folder.iterdir() if f.name.startswith("part-"))
+        manifest = json.loads(file.read_text())
+        attempt = manifest.pop("attempt")
+        old = folder.name.removesuffix(f"-{attempt}")
+        assert old != folder.name
+        file.write_text(json.dumps(manifest | {"version": 1}) + "\n")
+        (folder / f".{file.name}.crc").unlink()
+        folder.rename(path / "manifests" / old)
+        (path / "ranges" / folder.name).rename(path / "ranges" / old)
+
+
+async def test_an_archive_of_an_earlier_version_is_gone_on_with(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    threads, path = [fresh() for _ in range(3)], tmp_path / "archive"
+    await write(deployment, threads, range(2))
+    first = await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    into_version_1(path)
+    assert (path / "ranges" / f"{first.start:020d}-{first.end:020d}").is_dir()
+    await write(deployment, threads, range(2, 4))
+    second = await asyncio.to_thread(archive, spark, where(deployment), str(path))
+    assert (second.start, second.count) == (first.end, 6)
+    assert await come_back(spark, deployment, path, threads) == {t: list(range(4)) for t in threads}
+
+
+async def test_who_says_where_to_go_on_takes_what_is_left(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    deployment.verified = False
+    threads, path = [fresh() for _ in range(4)], str(tmp_path / "archive")
+    await write(deployment, threads, range(2))
+    first = await asyncio.to_thread(archive, spark, where(deployment), path)
+    await write(deployment, threads, range(2, 6))
+    await purge(deployment, first.end + 6)
+    with pytest.raises(Exception, match=r"purged before it was read|begins at position"):
+        await asyncio.to_thread(archive, spark, where(deployment), path)
+    second = await asyncio.to_thread(archive, spark, where(deployment), path, start=first.end)
+    assert (second.start, second.count) == (first.end, 10)
+    assert await archived(deployment) == second.end
+
+
+async def test_a_drain_purges_nothing_that_is_not_archived(deploy: Callable[..., Deployment]) -> None:
+    """A drain is for a log that is full, and that is when the wish to keep what was flushed gives way."""
+    deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0, archive=True)
+    deployment.verified = False
+    threads = [fresh() for _ in range(32)]
+    async with deployment.store(flusher=False) as store:
+        for n in range(2):
+            for thread in threads:
+                message = said(n) | {"more": secrets.token_hex(6000)}  # which nothing makes smaller
+                await store.checkpoint_append(thread, [message], run_of(thread))
+        assert (await store.statistics()).log_bytes > 0.7 * deployment.log.max_bytes
+    settings = where(deployment)
+    reader = LogReader(settings.server, settings.stream)
+    await reader.open()
+
+    async def positions() -> list[int]:
+        log = await reader.look()
+        found = reader.read(log.first, log.end, [log.subjects.all], headers_only=True)
+        return [read.message.seq async for part in found for read in part]
+
+    try:
+        before = await positions()
+        async with await drain._store(settings, flusher=True) as draining:
+            await draining.force_flush_all()
+            await archiving._note(settings, before[32])
+
+            async def purged() -> bool:
+                return await positions() == before[32:]
+
+            await eventually(purged, 30)
+    finally:
+        await reader.aclose()
