@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import pytest
 
-from bufstore.buffer import sources
+from bufstore.buffer import elapsed, sources
+from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.ports import AppendUnknown, Outgoing
 from bufstore.errors import IdempotencyConflict, OutcomeUnknown, StoreUnavailable
-from bufstore.types import Receipt
+from bufstore.threads.model import decode_message
+from bufstore.types import Consistency, Receipt
 from unit.write_world import Instance, World, test
 
 #: How the write that is held up is made, and made again: by its token, by a key, with a source's number, in a series.
@@ -306,5 +308,111 @@ def test_a_writer_that_remembers_what_was_before_is_not_led_on_by_a_late_copy() 
         await one.append(["mine"], run_id="mine")
         await check_it_is_there_once(world)
         assert await world.messages() == ["m0", "theirs", "mine"]
+
+    test(main)
+
+
+# --- a machine that is suspended ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let two minutes pass that the clock of the event loop does not count."""
+    asleep = 0.0
+
+    def sleep() -> None:
+        nonlocal asleep
+        asleep += 120
+
+    monkeypatch.setattr(elapsed, "suspended_s", lambda: asleep)
+    return sleep
+
+
+def test_a_writer_whose_machine_was_suspended_before_it_sent_is_told_nothing(suspend: Callable[[], None]) -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await two.checkpoint(["m0"])
+        await world.flush_and_purge()
+        send = world.log._send
+
+        async def suspended(kind: str, messages: Sequence[Outgoing]) -> int:
+            world.log._send = send  # type: ignore[method-assign]
+            suspend()
+            await two.append(["theirs"])
+            await world.flush_and_purge()
+            return await send(kind, messages)
+
+        world.log._send = suspended  # type: ignore[method-assign]
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.append(["mine"], run_id="mine")
+        await one.append(["next"])
+        assert not (await one.append(["mine"], run_id="mine", key=unknown.value.token)).repeated
+        await check_it_is_there_once(world)
+        assert await world.messages() == ["m0", "theirs", "next", "mine"]
+
+    test(main)
+
+
+def test_a_writer_whose_machine_was_suspended_looks_again_how_far_the_log_is(suspend: Callable[[], None]) -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["elsewhere"], "other")
+        suspend()
+        await two.checkpoint(["theirs"])
+        await world.flush_and_purge()
+        await one.checkpoint(["mine"], run_id="mine")
+        await check_it_is_there_once(world)
+        calls = world.log.calls
+        await one.checkpoint(["again"], "another")
+        assert world.log.calls == calls + 2, "once is enough: a look at the thread, and the write"
+
+    test(main)
+
+
+def test_what_was_found_to_be_new_before_the_machine_was_suspended_is_looked_up(suspend: Callable[[], None]) -> None:
+    async def main(world: World, one: Instance) -> None:
+        async def held(_: Sequence[str]) -> Sequence[str]:
+            return ()
+
+        two = Instance(world)
+        await one.appender.learn_new(["t"], held)
+        suspend()
+        await two.checkpoint(["theirs"])
+        await world.flush_and_purge()
+        await one.append(["mine"], run_id="mine")
+        await check_it_is_there_once(world)
+
+    test(main)
+
+
+def test_a_read_during_which_the_machine_was_suspended_looks_again(suspend: Callable[[], None]) -> None:
+    """The store answered before, the log after: in between an entry went from the one to the other."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await two.checkpoint(["m0"])
+        await world.flush_and_purge()
+        last = world.log.last
+
+        async def suspended(subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+            world.log.last = last  # type: ignore[method-assign]
+            await asyncio.sleep(0.1)  # the store has answered
+            suspend()
+            await two.append(["theirs"])
+            await world.flush_and_purge()
+            return await last(subjects, timeout_s)
+
+        world.log.last = suspended  # type: ignore[method-assign]
+        state = await one.reads.thread("t", Consistency.READ_YOUR_WRITES)
+        assert [decode_message(m) for m in state.messages] == ["m0", "theirs"]
+
+    test(main)
+
+
+def test_a_machine_that_is_not_suspended_has_one_clock() -> None:
+    async def main(_: World, one: Instance) -> None:
+        before = elapsed.now_s()
+        await asyncio.sleep(5)
+        assert 5 <= elapsed.now_s() - before < 6
 
     test(main)

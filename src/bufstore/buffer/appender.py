@@ -22,6 +22,7 @@ from typing import Generic
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
+from bufstore.buffer import elapsed
 from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Row
 from bufstore.buffer.group_commit import GroupCommit
@@ -313,10 +314,9 @@ class Appender(Generic[M]):
         reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
-        now = self._loop.time()
-        self._finder.saw(seq, now)
+        self._finder.saw(seq, self._loop.time())
         # The expectation of "nothing there" may have been met because entries were purged meanwhile.
-        late = not unit.before.seq and self._began(unit) < now - self._log.windows.rely_s / 2
+        late = not unit.before.seq and elapsed.now_s() - unit.before.asked_at > self._log.windows.rely_s / 2
         if lane.stale or late:
             lane.stale = False
             self._tips.drop(lane.thread_id)
@@ -331,9 +331,6 @@ class Appender(Generic[M]):
             seq -= count
         self.appended += len(unit.writes)
         self._advance(lane)
-
-    def _began(self, unit: Unit[M]) -> float:
-        return min(write.deadline for write, _ in unit.writes) - self._config.append_timeout_s
 
     # --- what is rare: lookups, conflicts, lost answers ---------------------------------------------------
 

@@ -45,6 +45,8 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     sources: bytes | None = None
     #: Where a read must have got to see what this tip stands for, when that is not `seq`.
     flushed_seq: int = 0
+    #: Of a thread of which the log shows nothing: when it was asked (`bufstore.buffer.elapsed`).
+    asked_at: float = 0.0
     #: The entry itself (without its payload) when it expected nothing in the log: whether it counts only Postgres' row
     #: tells (`bufstore.buffer.chain.counts`), so `ring` and `sources` are not taken from it.
     first: StoredEntry | None = None
@@ -94,7 +96,7 @@ def tip_of_message(last: StoredMessage) -> Tip[M]:
     )
 
 
-def tip_of_row(row: Row, seen: int, memory: M | None) -> Tip[M]:
+def tip_of_row(row: Row, seen: int, asked_at: float, memory: M | None) -> Tip[M]:
     """The tip of a thread of which the log shows nothing, from what Postgres holds.
 
     The row of a deleted thread may be removed at any time: an entry that asked for its predecessor there would not find
@@ -112,12 +114,13 @@ def tip_of_row(row: Row, seen: int, memory: M | None) -> Tip[M]:
         broken=row.broken_since is not None,
         sources=row.sources,
         flushed_seq=row.flushed_seq,
+        asked_at=asked_at,
     )
 
 
-def tip_unknown(seen: int) -> Tip[M]:
+def tip_unknown(seen: int, asked_at: float) -> Tip[M]:
     """The tip of a thread of which the log shows nothing, and Postgres was not asked."""
-    return Tip(0, 0, Base.UNKNOWN, seen, version=0, ring=b"", memory=None, ring_complete=False)
+    return Tip(0, 0, Base.UNKNOWN, seen, version=0, ring=b"", memory=None, ring_complete=False, asked_at=asked_at)
 
 
 class TipCache(Generic[M]):

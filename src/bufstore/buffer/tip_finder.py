@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, Protocol
 
+from bufstore.buffer import elapsed, sources
 from bufstore.buffer import ring as rings
-from bufstore.buffer import sources
 from bufstore.buffer.chain import Row, counts
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
 from bufstore.buffer.lookups import Lookups
@@ -63,6 +63,8 @@ class TipFinder(Generic[M]):
         self._lookups = Lookups(log, config.append_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
+        #: How long the machine had been suspended when that was last asked for: `saw` does not look at it.
+        self._suspended_s = elapsed.suspended_s()
         #: Threads that were found nowhere, when that was, and what was seen before.
         self._new: dict[str, tuple[float, int]] = {}
 
@@ -80,7 +82,7 @@ class TipFinder(Generic[M]):
         self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
     ) -> None:
         """Find out which of many threads are nowhere, in a few requests. `held`: those of them that Postgres knows."""
-        at, seen = self._loop.time(), await self._seen_lately()
+        at, seen = elapsed.now_s(), await self._seen_lately()
         subjects = {self._subjects.of(t): t for t in thread_ids if self._tips.get(t) is None}
         in_log = await self._log.last(list(subjects), self._timeout_s)
         absent = [thread_id for subject, thread_id in subjects.items() if subject not in in_log]
@@ -91,18 +93,18 @@ class TipFinder(Generic[M]):
     def _as_new(self, thread_id: str) -> Tip[M] | None:
         """The tip of a thread that was found nowhere, a moment ago: too short for anything to be written and purged."""
         at, seen = self._new.pop(thread_id, (float("-inf"), 0))
-        if self._loop.time() - at > min(_NEW_FOR_S, self._seen_for_s):
+        if elapsed.now_s() - at > min(_NEW_FOR_S, self._seen_for_s):
             return None
-        return tip_of_row(Row(), seen, self._writer.nothing())
+        return tip_of_row(Row(), seen, at, self._writer.nothing())
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""
         if (new := self._as_new(thread_id)) is not None:
             return new
-        seen = await self._seen_lately()
+        at, seen = elapsed.now_s(), await self._seen_lately()
         last = await self._lookups.last(self._subjects.of(thread_id))
         if last is None:
-            return tip_unknown(seen)
+            return tip_unknown(seen, at)
         tip: Tip[M] = tip_of_message(last)
         self._tips.put(thread_id, tip)
         return tip
@@ -111,10 +113,10 @@ class TipFinder(Generic[M]):
         """The tip with the thread's content, from Postgres and the tail."""
         if (new := self._as_new(thread_id)) is not None:
             return new
-        seen = await self._seen_lately()
+        at, seen = elapsed.now_s(), await self._seen_lately()
         seq, row, memory, whole = await self._writer.load_base(thread_id)
         if not seq:
-            return tip_of_row(row, seen, memory)
+            return tip_of_row(row, seen, at, memory)
         broken = row.broken_since is not None
         known = row.sources if whole else row.sources or None
         tip = Tip(seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, memory, broken, whole, known)
@@ -125,12 +127,12 @@ class TipFinder(Generic[M]):
         """The tip with all keys and sources that are remembered: of its chain in the log, and what Postgres knows."""
         if (new := self._as_new(thread_id)) is not None:
             return new
-        seen = await self._seen_lately()
+        at, seen = elapsed.now_s(), await self._seen_lately()
         row = await self._load_row(thread_id)
         known = self._tips.get(thread_id)
         tip = await (self.confirm(thread_id, known) if known is not None else self.look_up(thread_id))
         if not tip.seq:
-            return tip_of_row(row, seen, None)
+            return tip_of_row(row, seen, at, None)
         first = tip.first or await self._first_above(thread_id, row.flushed_seq)
         ring, marks = row.ring, row.sources
         if first is not None and counts(first, row, None):
@@ -198,8 +200,9 @@ class TipFinder(Generic[M]):
         Purged is only what was committed a failover window ago, so the log's end at any later moment is one.
         """
         seq, at = self._seen
-        now = self._loop.time()
-        if now - at > self._seen_for_s:
+        now, suspended_s = self._loop.time(), elapsed.suspended_s()
+        if now - at + suspended_s - self._suspended_s > self._seen_for_s:
             seq = await self._log.end(self._timeout_s)
+            self._suspended_s = suspended_s
             self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
         return seq

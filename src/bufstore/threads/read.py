@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from bufstore.buffer import elapsed
 from bufstore.buffer.entry import assemble
 from bufstore.buffer.flush_waiter import FlushWaiter
 from bufstore.buffer.ports import AppendUnknown, HotState, Log
@@ -150,8 +151,8 @@ class ThreadReads:
         subject = self._subjects.of(thread_id)
         loop = asyncio.get_running_loop()
         while True:
-            began = loop.time()
-            deadline = began + self._config.read_timeout_s
+            began = elapsed.now_s()
+            deadline = loop.time() + self._config.read_timeout_s
             asked = None if self.store_down is not None else loop.create_task(self._store.state(thread_id))
             in_log = loop.create_task(self._last(subject))
             try:
@@ -164,8 +165,8 @@ class ThreadReads:
                 state, last = await self._without_store(thread_id, asked, deadline)
             elif last > state.row.flushed_seq:
                 state, last = await self._with_tail(thread_id, state)
-            # A pause in between (of this process, say) may have outlived an entry in the log: look again.
-            if loop.time() - began < self._log.windows.rely_s / 2:
+            # A pause in between (of this process or machine, say) may have outlived an entry in the log: look again.
+            if elapsed.now_s() - began < self._log.windows.rely_s / 2:
                 return state, last
 
     async def _with_tail(self, thread_id: str, state: ThreadState) -> tuple[ThreadState, int]:

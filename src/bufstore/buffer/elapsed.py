@@ -1,0 +1,30 @@
+"""How much time has passed outside of this process, for what others may have done meanwhile.
+
+The clock of an event loop stands still while the machine is suspended; what others flush and purge does not. So a guard
+that says "no more time can have passed than this" adds what the kernel knows of that. Where it tells nothing (other
+systems than Linux; a virtual machine that was stopped without its kernel's knowledge) a suspension is not seen:
+docs/adr/0020.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+if sys.platform == "linux":
+
+    def suspended_s() -> float:
+        """How long the machine has been suspended since it was started, in seconds."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - time.clock_gettime(time.CLOCK_MONOTONIC)
+
+else:
+
+    def suspended_s() -> float:
+        """Nobody tells."""
+        return 0.0
+
+
+def now_s() -> float:
+    """Seconds since some moment; only differences mean something. Needs a running event loop."""
+    return asyncio.get_running_loop().time() + suspended_s()
