@@ -87,7 +87,12 @@ class Flusher:
         """Join the members and begin to flush."""
         await self._hot.on_call(self._on_call)
         self.state.running = True
-        loops = {"lease": self._lease.keep, "flush": self._flush_windows, "retention": self._retention.keep}
+        loops = {
+            "lease": self._lease.keep,
+            "takeover": self._takeover.keep,
+            "flush": self._flush_windows,
+            "retention": self._retention.keep,
+        }
         for name, work in loops.items():
             task = asyncio.create_task(self._supervise(name, work), name=f"bufstore-flusher-{name}")
             self._tasks.append(task)
@@ -100,13 +105,13 @@ class Flusher:
         self._stopping.set()
         self._wake.set()
         self._lease.members_changed()
+        self._takeover.look()
         _, late = await asyncio.wait(self._tasks, timeout=self._config.flush_timeout_s) if self._tasks else ((), ())
         for task in late:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._recaller.aclose()
-        for share in list(self._shares.values()):
-            await self._takeover.drop(share, "closing")
+        await self._takeover.aclose()
         reach(Failpoint.CLOSE_GIVEN_UP)
         with contextlib.suppress(BufstoreError, AppendUnknown):
             await self._hot.leave(self._member)
@@ -185,8 +190,8 @@ class Flusher:
         while True:
             self._wake.clear()
             if not self._stopping.is_set():
-                await self._takeover.adjust()
-            for share in self._shares.values():
+                self._takeover.give_up()
+            for share in list(self._shares.values()):
                 if share.collect():
                     await share.feed.more()
             self._recaller.look()
@@ -212,7 +217,8 @@ class Flusher:
 
     def _clear_trouble(self) -> None:
         if self._takeover.complete and self._log.refused is None:
-            self.state.clear(self._settler.waiting.trouble())
+            waiting, operator = self._settler.trouble()
+            self.state.clear(waiting, stopped=operator)
 
     def _due_in(self) -> float:
         """Seconds until the window must be flushed; at most what keeps lost feeds from going unnoticed."""
@@ -225,6 +231,6 @@ class Flusher:
             self._window_began = now
         size = sum(share.pending_bytes for share in self._shares.values())
         full = count >= self._config.flush_max_entries // 2 or size >= self._config.flush_max_bytes // 2
-        if now - self._asked_at < 1.0 or full or self._stopping.is_set():
+        if now - self._asked_at < 1.0 or full or self._settler.more or self._stopping.is_set():
             return 0
         return min(self._window_began + self._config.flush_interval_s - now, 1.0)

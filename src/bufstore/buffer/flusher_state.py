@@ -34,6 +34,6 @@ class FlusherState:
             _log.log(level, "cannot flush: %s", text, extra={"action": "flush_failed"})
         self.trouble, self.stopped = text, stopped
 
-    def clear(self, waiting: str) -> None:
+    def clear(self, waiting: str, *, stopped: bool = False) -> None:
         """Note that flushing goes on; `waiting` says for whom it does not, if for anybody."""
-        self.trouble, self.stopped = waiting, False
+        self.trouble, self.stopped = waiting, stopped

@@ -5,7 +5,7 @@ Adapters: `bufstore.nats` (log, hot state), `bufstore.postgres.ledger`, `bufstor
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
@@ -373,14 +373,6 @@ class Cursor:
     id: int
 
 
-@dataclass(frozen=True)
-class Move:
-    """A partition's cursor as the owner knows it, and as it shall be after a flush."""
-
-    before: Cursor
-    after: Cursor
-
-
 @dataclass
 class Decision:
     """What one flush transaction writes, decided while the rows are locked."""
@@ -389,20 +381,48 @@ class Decision:
     batch: Sequence[Any] = ()
     rows: Mapping[str, Row] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
+    #: The partitions' cursors as they shall be.
+    cursors: Sequence[Cursor] = ()
 
 
 class NotOwner(Exception):
     """Another owner has taken the partition: everything in memory for it is void."""
 
+    def __init__(self, partition: int, found: object, ours: object) -> None:
+        super().__init__(f"the row of partition {partition} is {found}, not {ours}")
+        self.partition = partition
+
 
 class FlushFailed(Exception):
     """A flush transaction failed and changed nothing (or its outcome is unknown, which a retry finds out)."""
 
-    def __init__(self, message: str, verdict: Verdict, culprits: Mapping[str, str] | None = None) -> None:
+    def __init__(self, message: str, verdict: Verdict, *, cause: str = "", of_batch: bool = True) -> None:
         super().__init__(message)
         self.verdict = verdict
-        #: The threads that are to blame and why, when they were looked for.
-        self.culprits = culprits or {}
+        #: What is the same for all that is refused for the same reason.
+        self.cause = cause or message
+        #: Whether it was the store's write that failed, not one of the buffer's own tables.
+        self.of_batch = of_batch
+
+
+def need_all(threads: Collection[str], rows: Mapping[str, Row]) -> None:
+    """For who has no use for a part of the threads: raise FlushFailed unless there are rows of all."""
+    held = len(set(threads) - rows.keys())
+    if held:
+        raise FlushFailed(f"{held} of {len(threads)} threads are held by others", Verdict.LOCKED)
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """What a flush transaction committed, and which threads it left out, as if they had not been given."""
+
+    decision: Decision
+    #: Their rows are held by somebody else.
+    locked: Set[str] = frozenset()
+    #: The store does not take what was decided for them.
+    refused: Mapping[str, FlushFailed] = field(default_factory=dict)
+    #: Enough were refused before these were looked at.
+    untried: Set[str] = frozenset()
 
 
 class QuarantineFull(Exception):
@@ -498,7 +518,10 @@ class Ledger(Protocol):
         ...
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
-        """Raise the terms: from now on only this owner may commit for these partitions."""
+        """Raise the terms: from now on only this owner may commit for these partitions.
+
+        Waits for nobody: partitions whose rows are held by somebody else are not taken, and left out.
+        """
         ...
 
     async def cursors(self) -> dict[int, Cursor]:
@@ -519,18 +542,19 @@ class Ledger(Protocol):
 
     async def flush(
         self,
-        moves: Sequence[Move],
+        held: Sequence[Cursor],
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
         probe: bool = False,
-    ) -> Decision:
-        """One transaction: check terms and cursors, lock the threads' rows, `decide`, write, commit.
+    ) -> Flushed:
+        """One transaction: check terms and cursors, lock the threads' rows, `decide` on those, write, commit.
 
-        Raises NotOwner when a partition's row is not as `moves` says it was: another owner has taken it, or Postgres
-        has gone back to a state of before; QuarantineFull. `probe`: find the threads that are to blame for a batch
-        that cannot be written (FlushFailed.culprits), if the ledger can. An exception of `decide` rolls back and passes
-        through.
+        A thread whose row is held by somebody else is not waited for: `decide` does not get its row. `probe`: find the
+        threads that are to blame for a batch that cannot be written; `decide` is called again without them.
+
+        Raises NotOwner when a partition's row is not as `held` says: another owner has taken it, or Postgres has gone
+        back to a state of before; QuarantineFull. An exception of `decide` rolls back and passes through.
         """
         ...
 

@@ -102,7 +102,7 @@ class Quarantine:
             try:
                 replay = await self._ledger.parked.replay(thread_id, start, decide)
             except FlushFailed as e:
-                if e.verdict is Verdict.STOP:
+                if e.verdict.needs_operator:
                     raise StoreMisconfigured(str(e)) from e
                 if e.verdict not in (Verdict.POISON, Verdict.SUSPECT) or decide.last is None:
                     raise StoreUnavailable(str(e)) from e

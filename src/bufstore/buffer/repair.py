@@ -28,6 +28,7 @@ from bufstore.buffer.ports import (
     Inapplicable,
     Ledger,
     Log,
+    need_all,
 )
 from bufstore.buffer.salvage import known_up_to, plan_salvage
 from bufstore.buffer.subjects import Subjects
@@ -103,7 +104,9 @@ class Repair:
                 f"{len(alive)} instances still flush, or were killed some seconds ago: stop all of them first"
             )
         # From here on no flusher commits any more, whatever it believes.
-        await self._ledger.take(sorted(await self._ledger.cursors()), _OWNER)
+        partitions = await self._ledger.cursors()
+        if len(await self._ledger.take(sorted(partitions), _OWNER)) < len(partitions):
+            raise StoreUnavailable("somebody holds rows of buffer_partitions: is an instance still flushing?")
         if await self._log.epoch(checked=False) is not None:
             common = await self._log.withdraw(await self._common())
             await self._salvage(self._settle, common)
@@ -219,8 +222,10 @@ class Repair:
         poison: dict[int | None, str],
     ) -> None:
         found: list[Plan] = []
+        names = [thread_id] if thread_id is not None else []
 
         def decide(rows: Mapping[str, Row]) -> Decision:
+            need_all(names, rows)
             row = rows[thread_id] if thread_id is not None else Row()
             ids = {id_ for id_ in poison if id_ is not None}
             planned = plan_salvage(row, items, common=common, settled=settled, poison=ids)
@@ -233,13 +238,13 @@ class Repair:
             return Decision(batch=batch, rows={thread_id: after}, parked=parked)
 
         try:
-            await self._ledger.flush([], [thread_id] if thread_id is not None else [], decide)
+            await self._ledger.flush([], names, decide)
         except Inapplicable as e:
             raise _Refused(str(e)) from e
         except FlushFailed as e:
             if e.verdict in (Verdict.POISON, Verdict.SUSPECT):
                 raise _Refused(str(e)) from e
-            if e.verdict is Verdict.STOP:
+            if e.verdict.needs_operator:
                 raise StoreMisconfigured(str(e)) from e
             raise StoreUnavailable(str(e)) from e
         self._count(found[0])

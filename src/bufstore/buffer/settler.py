@@ -1,7 +1,8 @@
-"""Settling entries: one transaction for all that waits, split when it cannot commit whole.
+"""Settling entries: one transaction for all that waits; of what cannot be committed whole, all that can.
 
-What passes is tried again from memory. What says that one entry is to blame is split: by partition, by thread, by
-entry; so a locked row delays its own thread only, and poison parks alone. See `bufstore.buffer.verdict`.
+What passes is tried again from memory. What is about some threads is found: a locked row delays its own thread only,
+poison parks alone, and the others are committed. See `bufstore.buffer.verdict` for what an error means, and
+`bufstore.buffer.blame` for when nobody's entry is to blame.
 """
 
 from __future__ import annotations
@@ -10,28 +11,29 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
 import msgspec
 
-from bufstore.buffer.chain import Parked, Plan, Row, plan
+from bufstore.buffer.blame import THREADS_MIN, Blame
+from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.deciding import Threads, by_partition, decide_thread, halves
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import (
     AppendUnknown,
     Coalesce,
     Decision,
+    Flushed,
     FlushFailed,
     HotState,
-    Inapplicable,
     Ledger,
     Log,
-    Move,
     NotOwner,
     QuarantineFull,
 )
-from bufstore.buffer.share import Item
+from bufstore.buffer.share import Item, Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.takeover import Takeover
 from bufstore.buffer.verdict import Verdict
@@ -44,8 +46,15 @@ _log = logging.getLogger(__name__)
 
 #: An app's code that raises for a thread is asked this often before the entry is taken for poison: about a minute.
 _SUSPECT_TRIES = 10
-#: A window that Postgres could not commit in time is tried again with half as many entries, down to this.
-_ROOM_MIN = 50
+#: Of the threads that are refused for a reason that is everybody's, or wait for locks of the store's own tables (which
+#: are waited for one by one), so many are tried at a time, and this often; it is the others' turn later.
+_TRIED_AT_ONCE = 8
+_OTHERS_S = 8.0
+_EVERYBODYS_MAX_S = 2.0
+#: An entry that takes too long alone holds everybody up while it is tried.
+_ALONE_MAX_S = 64.0
+#: So many refused threads are enough to tell what is wrong.
+_REFUSED_MAX = 100
 
 
 class Later(Exception):
@@ -67,6 +76,22 @@ class _Gap(Exception):
     def __init__(self, threads: Mapping[str, int]) -> None:
         super().__init__(f"{len(threads)} threads have gaps")
         self.threads = threads
+
+
+@dataclass
+class _Outcome:
+    """Of which threads the store took something, and which were left out."""
+
+    taken: set[str] = field(default_factory=set)
+    locked: set[str] = field(default_factory=set)
+    refused: dict[str | None, FlushFailed] = field(default_factory=dict)
+    untried: set[str | None] = field(default_factory=set)
+
+    def add(self, other: _Outcome) -> None:
+        self.taken |= other.taken
+        self.locked |= other.locked
+        self.refused |= other.refused
+        self.untried |= other.untried
 
 
 class Settler:
@@ -94,34 +119,59 @@ class Settler:
         self._state = state
         self._loop = asyncio.get_running_loop()
         self.waiting = Waiting()
+        self._blame = Blame()
+        #: What is wrong for everybody, as far as was said; and which causes are locks of the store's own tables.
+        self._told: set[str] = set()
+        self._locks: set[str] = set()
+        #: A window that could not be committed is tried again with half as many entries.
         self._room = config.flush_max_entries
+        #: Whether the last window left something out for want of room.
+        self.more = False
+        #: The partitions as they were when the window was gathered.
+        self._window: Mapping[int, Share] = {}
         #: Entries that turned out not to be applicable, and why, until they are parked.
         self._poison: dict[int, str] = {}
-        #: Threads that wait for room in quarantine, and whether that was said.
-        self._unparkable: set[str | None] = set()
         self._quarantine_full = False
+
+    # --- what is flushed when ---------------------------------------------------------------------------------
 
     async def settle_pending(self) -> None:
         """Flush what has arrived, except of threads that have to wait. Raises Later when it cannot be flushed now."""
-        pending = self._pending()
+        pending = self._gather(lambda thread_id: thread_id not in self.waiting)
+        self.more = sum(map(len, pending.values())) >= self._room
         if pending:
             await self._settle(pending)
 
     async def settle_waiting(self) -> None:
-        """Try the threads that had to wait, each in a transaction of its own: it may have to wait again."""
-        due = self.waiting.due(self._loop.time())
-        items: dict[str | None, list[Item]] = {}
-        for share in self._shares.values() if due else ():
-            for item in share.pending.values():
-                if item.thread_id in due:
-                    items.setdefault(item.thread_id, []).append(item)
-        self.waiting.discard(due - items.keys())  # their partition was given up
-        together = {t: items.pop(t) for t in list(items) if t in self._unparkable}
-        self._unparkable.difference_update(due)
-        if together:  # what waits for room in quarantine asks for it once, not a thousand times
-            await self._settle(together)
-        for thread_id, entries in items.items():
-            await self._settle({thread_id: entries})
+        """Try the threads that had to wait, together; whoever fails again waits again, longer."""
+        now = self._loop.time()
+        due = self.waiting.due(now)
+        if not due:
+            return
+        found = self._gather(set(due).__contains__)
+        gone = [t for t in due if t not in found]  # their partition was given up, or there was no room for them
+        if sum(map(len, found.values())) < self._room:
+            self.waiting.discard(gone)
+            self._blame.settled(gone)
+        waiting = [t for t in due if t in found]
+        for thread_id in [t for t in waiting if self.waiting.alone(t)]:
+            waiting.remove(thread_id)
+            await self._settle({thread_id: found[thread_id]})
+        for cause in {self.waiting.cause(t) for t in waiting}:
+            if self._is_everybodys(cause) or cause in self._locks:
+                concerned = [t for t in waiting if self.waiting.cause(t) == cause]
+                waiting = [t for t in waiting if self.waiting.cause(t) != cause]
+                await self._try_some(cause, concerned, found)
+        if waiting:
+            await self._settle({t: found[t] for t in waiting})
+
+    async def _try_some(self, cause: str, concerned: Sequence[str | None], found: Threads) -> None:
+        """Whether it has passed: of some threads, the first entry."""
+        tried, rest = concerned[:_TRIED_AT_ONCE], concerned[_TRIED_AT_ONCE:]
+        self.waiting.postpone(rest, self._loop.time() + _OTHERS_S)
+        await self._settle({t: found[t][:1] for t in tried}, probe=True)
+        if not all(t in self.waiting for t in tried):
+            self.waiting.hurry(cause, self._loop.time())
 
     def ready(self) -> int:
         """How many entries can be settled now: all but those of threads that have to wait."""
@@ -129,13 +179,19 @@ class Settler:
             return sum(len(share.pending) for share in self._shares.values())
         return sum(i.thread_id not in self.waiting for share in self._shares.values() for i in share.pending.values())
 
-    def _pending(self) -> dict[str | None, list[Item]]:
-        """What to flush, by thread, bounded; threads whose row is locked by somebody wait their turn."""
+    def trouble(self) -> tuple[str, bool]:
+        """For whom flushing does not go on, and why; whether an operator has to mend it."""
+        self._told = {cause for cause in self._told & self.waiting.causes().keys() if self._is_everybodys(cause)}
+        return self.waiting.trouble(), bool(self._told)
+
+    def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
+        """What to flush, by thread, bounded."""
         room = self._room
-        found: dict[str | None, list[Item]] = {}
+        found: Threads = {}
+        self._window = dict(self._shares)
         for share in self._shares.values():
             for item in share.pending.values():
-                if item.thread_id in self.waiting:
+                if not wanted(item.thread_id):
                     continue
                 if room <= 0:
                     return found
@@ -143,102 +199,137 @@ class Settler:
                 found.setdefault(item.thread_id, []).append(item)
         return found
 
-    async def _settle(self, threads: MutableMapping[str | None, list[Item]], *, probe: bool = False) -> None:
+    # --- what becomes of it -----------------------------------------------------------------------------------
+
+    async def _settle(self, threads: Threads, *, probe: bool = False) -> None:
         try:
-            await self._commit(threads, probe=probe)
+            outcome = await self._attempt(threads, probe=probe)
         except NotOwner as e:
-            for partition in {self._partition_of(t, items) for t, items in threads.items()}:
-                if partition in self._shares:
-                    await self._takeover.drop(self._shares[partition], f"another owner took it ({e})")
+            if e.partition in self._shares:
+                self._takeover.drop(self._shares[e.partition], f"another owner took it ({e})")
             raise Later from e
         except (StoreUnavailable, StoreMisconfigured) as e:
-            # Maybe it was too much for the time there is.
-            self._room = max(_ROOM_MIN, min(self._room, sum(map(len, threads.values()))) // 2)
+            self._less(threads)
             self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
             raise Later from e
         except _NoRoom as e:
             await self._settle_parkable(threads, e)
+            return
         except FlushFailed as e:
-            what = e.verdict
-            if what in (Verdict.RETRY, Verdict.STOP):
-                self._state.report(e, stopped=what is Verdict.STOP)
-                raise Later from e
-            if e.culprits:
-                await self._settle_culprits(threads, e)
-            elif what is Verdict.POISON and len(threads) > 1 and not probe:
-                await self._settle(threads, probe=True)
-            else:
-                await self._settle_parts(threads, what, e)
+            self._less(threads)
+            if e.verdict is Verdict.SHRINK and self._waits_alone(threads, e):
+                return
+            self._state.report(e, stopped=e.verdict.needs_operator)
+            raise Later from e
         except (BufstoreError, AppendUnknown) as e:
             self._state.report(e, stopped=False)
             raise Later from e
+        now = self._loop.time()
+        for thread_id in outcome.locked:
+            self._wait(thread_id, FlushFailed("somebody else holds its row", Verdict.LOCKED))
+        for refused, error in outcome.refused.items():
+            if refused is not None:
+                if error.verdict is Verdict.LOCKED:
+                    self._locks.add(error.cause)
+                at_least = 1 if error.verdict is Verdict.DENIED else THREADS_MIN
+                self._blame.refused(refused, error.cause, now, at_least=at_least)
+        self._blame.taken(outcome.taken, now)
+        if outcome.refused:
+            await self._settle_refused(threads, outcome.refused)
+        if outcome.untried and not any(self._is_everybodys(e.cause) for e in outcome.refused.values()):
+            self.more = True
 
-    async def _settle_culprits(self, threads: Mapping[str | None, list[Item]], error: FlushFailed) -> None:
-        """Some threads are to blame: the others in one transaction, these halved, all at once, down to the entries."""
-        rest: dict[str | None, list[Item]] = {}
-        first: dict[str | None, list[Item]] = {}
-        second: dict[str | None, list[Item]] = {}
-        for thread_id, items in threads.items():
-            cause = error.culprits.get(thread_id or "")
-            if cause is None:
-                rest[thread_id] = items
+    def _less(self, threads: Threads) -> None:
+        """It may have been too much for the time there is."""
+        self._room = max(1, min(self._room, sum(map(len, threads.values()))) // 2)
+
+    def _waits_alone(self, threads: Threads, error: FlushFailed) -> bool:
+        ((thread_id, items),) = list(threads.items())[:1]
+        if len(threads) > 1 or len(items) > 1 or thread_id is None:
+            return False
+        self._wait(thread_id, error, alone=True, longest_s=_ALONE_MAX_S)
+        return True
+
+    async def _attempt(self, threads: Threads, *, probe: bool = False) -> _Outcome:
+        """Commit what can be committed. Raises FlushFailed for what is not about some of the threads."""
+        try:
+            return await self._commit(threads, probe=probe)
+        except FlushFailed as e:
+            if not e.verdict.of_statement or (e.verdict is Verdict.DENIED and not e.of_batch):
+                raise
+            error = e
+        if not probe and error.of_batch:
+            return await self._attempt(threads, probe=True)
+        # Not found by savepoints: at the commit, or in the buffer's own tables.
+        parts = by_partition(threads, self._partition_of)
+        if len(threads) == 1 or (error.verdict is Verdict.LOCKED and len(parts) == 1):
+            return _Outcome(refused=dict.fromkeys(threads, error))
+        outcome = _Outcome()
+        for part in parts if len(parts) > 1 else halves(threads):
+            if len(outcome.refused) < _REFUSED_MAX:
+                outcome.add(await self._attempt(part, probe=True))
+            else:
+                outcome.untried |= part.keys()
+        return outcome
+
+    async def _settle_refused(self, threads: Threads, refused: Mapping[str | None, FlushFailed]) -> None:
+        """Of these threads the store takes something not: they wait, or the entry to blame is found and parked."""
+        park: Threads = {}
+        first: Threads = {}
+        second: Threads = {}
+        for thread_id, error in refused.items():
+            items = threads[thread_id]
+            if thread_id is None:  # our own tables: nothing of one thread
+                self._state.report(error, stopped=False)
+                raise Later from error
+            if not self._is_poison(thread_id, error):
+                self._wait(thread_id, error)
             elif len(items) > 1:
                 first[thread_id], second[thread_id] = items[: len(items) // 2], items[len(items) // 2 :]
             elif not isinstance(items[0], StoredEntry) or items[0].entry.id in self._poison:
-                await self._settle_parts({thread_id: items}, error.verdict, error)
+                self._wait(thread_id, error)  # parking itself was refused: this is not about the entry
             else:
-                self._poison[items[0].entry.id] = cause
-                rest[thread_id] = items
-        if rest:
-            await self._settle(rest)
+                self._poison[items[0].entry.id] = str(error)
+                park[thread_id] = items
+        if park:
+            await self._settle(park)
         if first:
             await self._settle(first)
             reach(Failpoint.FLUSH_HALF_SETTLED)
             # In order, and only as far as it goes: the second half builds on the first.
-            second = {t: items for t, items in second.items() if t not in self.waiting}
+            second = {t: items for t, items in second.items() if self._is_settled(t, first[t])}
             if second:
                 await self._settle(second)
 
-    async def _settle_parts(
-        self, threads: MutableMapping[str | None, list[Item]], what: Verdict, error: FlushFailed
-    ) -> None:
-        """Commit in smaller parts what cannot be committed whole."""
-        if len(threads) > 1:
-            for part in _split(threads, self._partition_of):
-                await self._settle(part)
-            return
-        ((thread_id, items),) = threads.items()
-        if thread_id is not None and self._has_to_wait(thread_id, what, error):
-            return
-        if what is Verdict.ISOLATE:  # our own tables: nothing of one thread
-            self._state.report(error, stopped=False)
-            raise Later from error
-        if len(items) > 1:
-            # In order, and only as far as it goes: the second half builds on the first.
-            await self._settle({thread_id: items[: len(items) // 2]})
-            if thread_id not in self.waiting:
-                await self._settle({thread_id: items[len(items) // 2 :]})
-        else:
-            item = items[0]
-            if not isinstance(item, StoredEntry) or item.entry.id in self._poison:
-                # Parking itself was refused: this is not about the entry.
-                self._state.report(error, stopped=False)
-                raise Later from error
-            self._poison[item.entry.id] = str(error)
-            await self._settle(threads)
+    def _is_settled(self, thread_id: str | None, items: Sequence[Item]) -> bool:
+        share = self._shares.get(self._partition_of(thread_id, items))
+        if share is None or thread_id in self.waiting:
+            return False
+        return not any(item.seq in share.pending for item in items)
 
-    def _has_to_wait(self, thread_id: str, what: Verdict, error: FlushFailed) -> bool:
-        if what is Verdict.POISON:
+    def _is_poison(self, thread_id: str, error: FlushFailed) -> bool:
+        if error.verdict is Verdict.SUSPECT:
+            if self.waiting.tries(thread_id) < _SUSPECT_TRIES:
+                return False
+        elif error.verdict is not Verdict.POISON:
             return False
-        tries = self.waiting.tries(thread_id)
-        if what is Verdict.SUSPECT and tries >= _SUSPECT_TRIES:
-            return False
-        if not tries:
+        return not self._is_everybodys(error.cause)
+
+    def _is_everybodys(self, cause: str) -> bool:
+        return self._blame.everybodys(cause, self._loop.time())
+
+    def _wait(self, thread_id: str, error: FlushFailed, *, alone: bool = False, longest_s: float | None = None) -> None:
+        everybodys = self._is_everybodys(error.cause)
+        if everybodys and error.cause not in self._told and error.verdict is not Verdict.LOCKED:
+            self._told.add(error.cause)
+            text = "this is refused to all, and nobody's entry is to blame; nothing is parked: %s"
+            _log.error(text, error, extra={"action": "refused_to_all"})
+        elif not everybodys and not self.waiting.tries(thread_id):
             _log.warning("thread %r has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
-        self.waiting.add(thread_id, str(error), self._loop.time())
-        return True
+        longest = {"longest_s": longest_s or _EVERYBODYS_MAX_S} if longest_s or everybodys else {}
+        self.waiting.add(thread_id, str(error), self._loop.time(), cause=error.cause, alone=alone, **longest)
 
-    async def _settle_parkable(self, threads: Mapping[str | None, list[Item]], error: _NoRoom) -> None:
+    async def _settle_parkable(self, threads: Threads, error: _NoRoom) -> None:
         """There is no room in quarantine for all that would have to go there: nothing is dropped, that part waits."""
         room = error.room
         rest = dict(threads)
@@ -247,7 +338,6 @@ class Settler:
                 room -= count
                 continue
             del rest[thread_id]
-            self._unparkable.add(thread_id)
             self.waiting.add(thread_id, str(error), self._loop.time())
         if not self._quarantine_full:
             self._quarantine_full = True
@@ -255,54 +345,72 @@ class Settler:
         if rest:
             await self._settle(rest)
 
-    async def _commit(self, threads: MutableMapping[str | None, list[Item]], *, probe: bool) -> None:
-        """Flush these threads' entries in one transaction; on return they are settled.
+    # --- the transaction --------------------------------------------------------------------------------------
+
+    async def _commit(self, threads: Threads, *, probe: bool) -> _Outcome:
+        """Flush these threads' entries in one transaction; on return they are settled, but for those left out.
 
         Entries that were missing between are added to `threads`: if one of them is to blame it must be found, too.
         """
         complete: set[str] = set()
         parked: list[Parked] = []
+        settled: set[int] = set()
+        shares: list[Share] = []
 
         def decide(rows: Mapping[str, Row]) -> Decision:
             decision = self._decide(threads, complete, rows)
             parked[:] = decision.parked
+            settled.clear()
+            settled.update(i.seq for t, items in threads.items() if t is None or t in rows for i in items)
+            decision.cursors = [share.cursor_after(settled) for share in shares]
             return decision
 
         while True:
-            settled = {item.seq for items in threads.values() for item in items}
-            shares = [share for _, share in sorted(self._shares.items()) if not settled.isdisjoint(share.pending)]
-            moves = [Move(share.cursor, share.cursor_after(settled)) for share in shares]
+            self._leave_lost(threads)
+            if not threads:
+                return _Outcome()
+            seqs = {item.seq for items in threads.values() for item in items}
+            shares[:] = [share for _, share in sorted(self._shares.items()) if not seqs.isdisjoint(share.pending)]
             try:
                 names = sorted(t for t in threads if t is not None)
                 reach(Failpoint.FLUSH_BEFORE)
-                decision = await self._ledger.flush(moves, names, decide, probe=probe)
+                flushed = await self._ledger.flush([share.cursor for share in shares], names, decide, probe=probe)
                 break
             except QuarantineFull as e:
                 raise _NoRoom(e, parked) from e
             except _Gap as gap:
                 for thread_id, after in gap.threads.items():
                     threads[thread_id] = await self._fill(thread_id, after, threads[thread_id])
-                complete |= gap.threads.keys()
+                complete.update(gap.threads)
         # The second line that matters, the commit, is behind us: entries, watermarks and cursor are in Postgres
         # together. Acknowledging before it would lose what a crash rolls back.
         reach(Failpoint.FLUSH_COMMITTED)
+        decision = flushed.decision
         now = self._loop.time()
         self._room = min(2 * self._room, self._config.flush_max_entries)
-        for share, move in zip(shares, moves, strict=True):
-            share.settle(settled, move.after, now)
-        self._count(threads, decision)
+        for share, cursor in zip(shares, decision.cursors, strict=True):
+            share.settle(settled, cursor, now)
+        self._count(threads, flushed, len(settled))
         with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
-            await self._hot.report({move.after.partition: move.after.seq for move in moves})
+            await self._hot.report({cursor.partition: cursor.seq for cursor in decision.cursors})
             for thread_id in {p.item.thread_id for p in decision.parked if p.item.thread_id is not None}:
                 await self._hot.tell_parked(thread_id)
         reach(Failpoint.FLUSH_REPORTED)
         for share in shares:
             await share.feed.ack(share.cursor.seq)
         reach(Failpoint.FLUSH_ACKED)
+        taken = {change.thread_id for change in decision.batch}
+        return _Outcome(
+            taken, set(flushed.locked), dict[str | None, FlushFailed](flushed.refused.items()), set(flushed.untried)
+        )
 
-    def _decide(
-        self, threads: Mapping[str | None, list[Item]], complete: Set[str], rows: Mapping[str, Row]
-    ) -> Decision:
+    def _leave_lost(self, threads: Threads) -> None:
+        """Forget the threads of partitions that were given up since they were gathered: they are not ours to flush."""
+        lost = {p for p, share in self._window.items() if self._shares.get(p) is not share}
+        for thread_id in [t for t, items in threads.items() if self._partition_of(t, items) in lost] if lost else ():
+            del threads[thread_id]
+
+    def _decide(self, threads: Threads, complete: Set[str], rows: Mapping[str, Row]) -> Decision:
         batch = []
         new_rows: dict[str, Row] = {}
         parked: list[Parked] = []
@@ -311,7 +419,9 @@ class Settler:
             if thread_id is None:
                 parked += [Parked(item, item.cause) for item in items if isinstance(item, Malformed)]
                 continue
-            row = rows[thread_id]
+            row = rows.get(thread_id)
+            if row is None:  # left out
+                continue
             todo, change = decide_thread(
                 thread_id, row, items, self._poison, self._coalesce, complete=thread_id in complete
             )
@@ -342,13 +452,17 @@ class Settler:
             return self._subjects.partition(thread_id)
         item = items[0]
         assert isinstance(item, Malformed)
-        return next((p for p, s in self._shares.items() if item.seq in s.pending), -1)
+        return next((p for p, s in self._window.items() if item.seq in s.pending), -1)
 
-    def _count(self, threads: Mapping[str | None, list[Item]], decision: Decision) -> None:
-        self.waiting.discard(threads)
+    def _count(self, threads: Threads, flushed: Flushed, entries: int) -> None:
+        decision = flushed.decision
+        left_out: Iterable[str | None] = {*flushed.locked, *flushed.refused, *flushed.untried}
+        settled = [t for t in threads if t is not None and t not in left_out]
+        self.waiting.discard(settled)
+        self._blame.settled(settled)
         self._quarantine_full = self._quarantine_full and not decision.parked
         self._state.transactions += 1
-        self._state.entries += sum(len(items) for items in threads.values())
+        self._state.entries += entries
         self._state.changes += len(decision.batch)
         self._state.parked += len(decision.parked)
         for parked in decision.parked:
@@ -362,41 +476,3 @@ class Settler:
             )
             if isinstance(item, StoredEntry):
                 self._poison.pop(item.entry.id, None)
-
-
-def decide_thread(
-    thread_id: str,
-    row: Row,
-    items: Sequence[Item],
-    poison: MutableMapping[int, str],
-    coalesce: Coalesce,
-    *,
-    complete: bool,
-) -> tuple[Plan, Any]:
-    """What becomes of a thread's entries (see `chain.plan`), and the one change that equals those that are applied.
-
-    Entries that turn out not to be applicable are added to `poison`, with the cause.
-    """
-    while True:
-        todo = plan(row, items, complete=complete, poison=poison.keys())
-        if todo.gap_before is not None or not todo.apply:
-            return todo, None
-        try:
-            change = coalesce(thread_id, row.version, todo.apply)
-        except Inapplicable as e:
-            poison[e.entry_id] = str(e)
-            continue
-        return msgspec.structs.replace(todo, row=msgspec.structs.replace(todo.row, gone=change.gone)), change
-
-
-def _split(
-    threads: Mapping[str | None, list[Item]], partition_of: Callable[[str | None, Sequence[Item]], int]
-) -> list[dict[str | None, list[Item]]]:
-    """Smaller parts of a window: by partition if there are several, else halves."""
-    parts: dict[int, dict[str | None, list[Item]]] = {}
-    for thread_id, items in threads.items():
-        parts.setdefault(partition_of(thread_id, items), {})[thread_id] = items
-    if len(parts) > 1:
-        return list(parts.values())
-    names = list(threads)
-    return [{t: threads[t] for t in half} for half in (names[: len(names) // 2], names[len(names) // 2 :])]

@@ -2,6 +2,9 @@
 
 Any doubt about a partition ends in the same way: it is given up with all that is in memory, and taken again from the
 cursor in Postgres, with a higher term. So nothing is ever repaired in memory.
+
+Taking is a task of its own, and following each partition another: one whose row somebody holds, or whose consumer the
+server does not make, delays neither the others nor what is flushed meanwhile.
 """
 
 from __future__ import annotations
@@ -9,19 +12,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from bufstore.buffer.entry import entry_id
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import AppendUnknown, Cursor, FlushFailed, Ledger, Log
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
-from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreMisconfigured
+from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
 _TAKE_RETRY_S = 0.5
+#: A row that somebody holds is free again when a flush has ended, or an owner that stopped is thrown out; after so long
+#: it is said who waits.
+_HELD_RETRY_S = 0.1
+_HELD_SAID_S = 2.0
+_LOOK_S = 1.0
+_CLOSE_S = 10.0
 #: Who asks for a flush of what is flushed makes us look into Postgres, but not more often than this.
 _COMPARE_S = 0.5
 #: So many partitions are looked at and followed at the same time.
@@ -61,7 +71,7 @@ async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | N
 
 
 class Takeover:
-    """The partitions of one owner: `shares` holds those it follows, and changes in `adjust` and `drop` only."""
+    """The partitions of one owner: `shares` holds those it follows, and changes here only."""
 
     def __init__(
         self,
@@ -85,6 +95,12 @@ class Takeover:
         self._wanted: frozenset[int] = frozenset()
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
+        #: Partitions whose rows somebody else holds, and since when.
+        self._held: dict[int, float] = {}
+        #: Partitions that are ours in Postgres already, on their way into `shares`.
+        self._following: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         self._compared_at = float("-inf")
         self.shares: dict[int, Share] = {}
@@ -95,37 +111,86 @@ class Takeover:
         return self._wanted.isdisjoint(self._untakeable)
 
     def want(self, partitions: frozenset[int]) -> None:
-        """These are ours from now on; `adjust` sees to it."""
+        """These are ours from now on; `keep` sees to it."""
         if partitions != self._wanted:
             self._wanted = partitions
+            self._changed.set()
             self._wake()
 
-    async def adjust(self) -> None:
-        """Give up what is not ours (any more) or lost, take what is."""
-        given_up = []
+    def look(self) -> None:
+        """Have `keep` look now."""
+        self._changed.set()
+
+    def give_up(self) -> None:
+        """Give up what is not ours (any more) or lost; `keep` takes it again if it is ours."""
         for partition, share in list(self.shares.items()):
             lost = share.feed.lost or share.doubt
             if lost is not None:
-                given_up.append(self.drop(share, lost))
+                self.drop(share, lost)
             elif partition not in self._wanted:
-                given_up.append(self.drop(share, "another member owns it"))
-        await asyncio.gather(*given_up)
-        now = self._loop.time()
-        missing = sorted(p for p in self._wanted - self.shares.keys() if self._untakeable.get(p, 0.0) <= now)
-        if not missing:
-            return
+                self.drop(share, "another member owns it")
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Take what is ours, until `stopping`."""
+        while not stopping.is_set():
+            self._changed.clear()
+            self.give_up()
+            now = self._loop.time()
+            missing = self._wanted - self.shares.keys() - self._following
+            if due := sorted(p for p in missing if self._untakeable.get(p, 0.0) <= now):
+                await self._take(due)
+            soonest = min((self._untakeable.get(p, 0.0) for p in missing), default=now + _LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(max(soonest - self._loop.time(), _HELD_RETRY_S), _LOOK_S)):
+                    await self._changed.wait()
+
+    async def aclose(self) -> None:
+        """Give up everything."""
+        self._wanted = frozenset()
+        await self._ended()
+        for share in list(self.shares.values()):
+            self.drop(share, "closing")
+        await self._ended()
+
+    async def _ended(self) -> None:
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _take(self, partitions: list[int]) -> None:
+        """Raise the terms of those that nobody holds, and begin to follow them."""
         try:
             if not self._prepared:
                 await self._prepare()
                 self._prepared = True
-            cursors = await self._ledger.take(missing, self._member)
+            cursors = await self._ledger.take(partitions, self._member)
         except (BufstoreError, FlushFailed) as e:
-            self._state.report(e, stopped=isinstance(e, (StoreMisconfigured, LogRolledBack)))
-            self._untakeable.update(dict.fromkeys(missing, now + _TAKE_RETRY_S))
+            operator = isinstance(e, (StoreMisconfigured, LogRolledBack))
+            self._state.report(e, stopped=operator or (isinstance(e, FlushFailed) and e.verdict.needs_operator))
+            self._untakeable.update(dict.fromkeys(partitions, self._loop.time() + _TAKE_RETRY_S))
             return
         reach(Failpoint.TAKE_RAISED)
-        # All at once: while a cluster elects its leaders each of them may wait for an answer that does not come.
-        await asyncio.gather(*(self._try_to_follow(cursor) for cursor in cursors))
+        self._note_held(set(partitions) - {cursor.partition for cursor in cursors})
+        for cursor in cursors:
+            self._held.pop(cursor.partition, None)
+            self._following.add(cursor.partition)
+            self._start(self._try_to_follow(cursor))
+
+    def _note_held(self, partitions: set[int]) -> None:
+        now = self._loop.time()
+        for partition in sorted(partitions):
+            since = self._held.setdefault(partition, now)
+            self._untakeable[partition] = now + _HELD_RETRY_S
+            if now - since > _HELD_SAID_S:
+                reason = f"partition {partition} cannot be taken: somebody holds its row in buffer_partitions"
+                self._state.report(StoreUnavailable(reason), stopped=False)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="bufstore-flusher-partition")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _try_to_follow(self, cursor: Cursor) -> None:
         try:
@@ -133,9 +198,15 @@ class Takeover:
                 await self._follow(cursor)
             self._untakeable.pop(cursor.partition, None)
         except (BufstoreError, AppendUnknown) as e:
-            # One partition that cannot be followed delays no other.
             self._state.report(e, stopped=isinstance(e, LogRolledBack))
             self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
+        except Exception as e:
+            self._state.trouble = f"takeover: unexpected {type(e).__name__}"
+            _log.exception("a partition cannot be followed", extra={"action": "flusher_error"})
+            self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
+        finally:
+            self._following.discard(cursor.partition)
+            self._wake()
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log still is the one that the cursor speaks of, and follow it from there."""
@@ -172,10 +243,15 @@ class Takeover:
             with contextlib.suppress(BufstoreError, FlushFailed):
                 await self.compare()
 
-    async def drop(self, share: Share, reason: str) -> None:
+    def drop(self, share: Share, reason: str) -> None:
         """Give the partition up: its memory is void."""
         _log.info("partition %d: %s", share.cursor.partition, reason, extra={"action": "partition_dropped"})
         self.shares.pop(share.cursor.partition, None)
         self._state.partitions = tuple(sorted(self.shares))
         reach(Failpoint.SHARE_DROPPED)
-        await share.feed.close()
+        self._start(self._close(share))
+        self._changed.set()
+
+    async def _close(self, share: Share) -> None:
+        with contextlib.suppress(BufstoreError, AppendUnknown):
+            await share.feed.close()

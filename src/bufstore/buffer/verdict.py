@@ -1,7 +1,8 @@
-"""What a failed flush means: retry, split to find the poison, or stop and say so.
+"""What a failed flush means, by the class of the error (SQLSTATE, appendix A of Postgres' manual).
 
-Only what is known to be permanent for one entry may ever park it; anything not listed is retried. The classes are
-Postgres' own (SQLSTATE, appendix A of its manual).
+What the server says about itself (connection, resources, shutdown) passes or not for all alike: the flush is tried
+again. What it says about a statement is about the rows that it was to write: the threads that are to blame are found,
+and the others go on. Only what is known to be permanent for one entry may ever park it.
 """
 
 from __future__ import annotations
@@ -12,36 +13,66 @@ import enum
 class Verdict(enum.Enum):
     """What to do about an error of a flush."""
 
-    #: Passing: connection, serialization, deadlock, resources. Try again later, as it was.
+    #: Passing: connection, serialization, deadlock, resources. Try again later, with less.
     RETRY = "retry"
-    #: A row that somebody holds. Split, so that it delays only its own thread, and try that one again.
+    #: It was too much for the time or memory that there is. As RETRY; one entry for which it is so alone waits.
+    SHRINK = "shrink"
+    #: A row that somebody holds: its thread waits.
+    LOCKED = "locked"
+    #: A statement was refused, for a reason that may pass or not: its thread waits.
     ISOLATE = "isolate"
-    #: An app's code raised, which may pass or not. As ISOLATE; poison when it does not pass for a while.
+    #: An app's code raised. As ISOLATE; poison when it does not pass for a while.
     SUSPECT = "suspect"
     #: An entry cannot be applied. Split down to it.
     POISON = "poison"
-    #: An operator has to mend it: login, schema, permission, read-only. Say so, keep everything, try again slowly.
+    #: A statement was refused, and an operator has to mend it: schema, permission. As ISOLATE, and say so.
+    DENIED = "denied"
+    #: An operator has to mend it for all: login, read-only. Say so, keep everything, try again slowly.
     STOP = "stop"
+
+    @property
+    def needs_operator(self) -> bool:
+        """Whether it passes only when somebody mends it."""
+        return self in (Verdict.DENIED, Verdict.STOP)
+
+    @property
+    def of_statement(self) -> bool:
+        """Whether it is about some of the threads, which can be told from the others."""
+        return self not in (Verdict.RETRY, Verdict.SHRINK, Verdict.STOP)
 
 
 _BY_STATE = {
-    "55P03": Verdict.ISOLATE,  # lock_timeout
     "25006": Verdict.STOP,  # read-only transaction
+    "25P02": Verdict.ISOLATE,  # an app's code went on after an error
+    "25P03": Verdict.SHRINK,  # idle_in_transaction_session_timeout: we took too long over it
+    "25P04": Verdict.SHRINK,  # transaction_timeout
     "3D000": Verdict.STOP,  # no such database
-    "3F000": Verdict.STOP,  # no such schema
+    "3F000": Verdict.DENIED,  # no such schema
+    "53200": Verdict.SHRINK,  # out of memory
+    "53400": Verdict.SHRINK,  # a configured limit, such as temp_file_limit
+    "55P03": Verdict.LOCKED,  # lock_timeout
+    "57014": Verdict.SHRINK,  # statement_timeout, or our own alarm
     "XX001": Verdict.STOP,  # data corrupted
     "XX002": Verdict.STOP,  # index corrupted
 }
 _BY_CLASS = {
+    "08": Verdict.RETRY,  # connection
     "22": Verdict.POISON,  # data exception
     "23": Verdict.POISON,  # constraint violation
+    "25": Verdict.RETRY,  # state of the transaction
+    "26": Verdict.RETRY,  # a prepared statement that the session does not know
     "28": Verdict.STOP,  # login
-    "42": Verdict.STOP,  # missing table or column, permission
+    "40": Verdict.RETRY,  # serialization failure, deadlock
+    "42": Verdict.DENIED,  # missing table or column, permission, row-level security
+    "53": Verdict.RETRY,  # disk full, too many connections
+    "57": Verdict.RETRY,  # shutdown, crash of another backend
+    "58": Verdict.RETRY,  # input and output
+    "F0": Verdict.RETRY,  # the server's configuration file
 }
 
 
 def verdict(sqlstate: str | None) -> Verdict:
     """The verdict for an error with this SQLSTATE (None: it has none, e.g. a broken connection)."""
-    if sqlstate is None:
+    if not sqlstate:
         return Verdict.RETRY
-    return _BY_STATE.get(sqlstate) or _BY_CLASS.get(sqlstate[:2]) or Verdict.RETRY
+    return _BY_STATE.get(sqlstate) or _BY_CLASS.get(sqlstate[:2]) or Verdict.ISOLATE

@@ -18,6 +18,9 @@ class _Wait:
     pause: float
     tries: int
     reason: str
+    #: The same for all threads that wait for the same thing.
+    cause: str
+    alone: bool
 
 
 class Waiting:
@@ -39,20 +42,49 @@ class Waiting:
         wait = self._waits.get(thread_id)
         return wait.tries if wait is not None else 0
 
-    def add(self, thread_id: str | None, reason: str, now: float) -> None:
-        """Wait, each time longer."""
-        old = self._waits.get(thread_id) or _Wait(0.0, _FIRST_S / 2, 0, "")
-        pause = min(2 * old.pause, _MAX_S)
-        self._waits[thread_id] = _Wait(now + pause, pause, old.tries + 1, reason)
+    def cause(self, thread_id: str | None) -> str:
+        """What it waits for, as it was given to `add`."""
+        return self._waits[thread_id].cause
+
+    def alone(self, thread_id: str | None) -> bool:
+        """Whether it is to be tried in a transaction of its own."""
+        return self._waits[thread_id].alone
+
+    def add(
+        self,
+        thread_id: str | None,
+        reason: str,
+        now: float,
+        *,
+        cause: str = "",
+        alone: bool = False,
+        longest_s: float = _MAX_S,
+    ) -> None:
+        """Wait, each time longer, and behind those that wait already."""
+        old = self._waits.pop(thread_id, None)
+        pause = min(2 * old.pause if old else _FIRST_S, longest_s)
+        self._waits[thread_id] = _Wait(now + pause, pause, old.tries + 1 if old else 1, reason, cause, alone)
+
+    def postpone(self, thread_ids: Iterable[str | None], until: float) -> None:
+        """These wait until then, which counts as no try."""
+        for thread_id in thread_ids:
+            self._waits[thread_id].until = until
+
+    def hurry(self, cause: str, now: float) -> None:
+        """Those who wait for this are due."""
+        for wait in self._waits.values():
+            if wait.cause == cause:
+                wait.until = now
 
     def discard(self, thread_ids: Iterable[str | None]) -> None:
         """These need not wait (any more)."""
-        for thread_id in list(thread_ids):
-            self._waits.pop(thread_id, None)
+        if self._waits:
+            for thread_id in list(thread_ids):
+                self._waits.pop(thread_id, None)
 
-    def due(self, now: float) -> set[str | None]:
-        """Those whose time is over."""
-        return {t for t, wait in self._waits.items() if wait.until <= now and t not in self.absent}
+    def due(self, now: float) -> list[str | None]:
+        """Those whose time is over, in the order in which they were told to wait."""
+        return [t for t, wait in self._waits.items() if wait.until <= now and t not in self.absent]
 
     def until(self, thread_id: str | None) -> float:
         """Until when it has to wait; 0 if it does not."""
@@ -65,6 +97,10 @@ class Waiting:
     def soonest(self, otherwise: float) -> float:
         """When the next one is due."""
         return min((w.until for t, w in self._waits.items() if t not in self.absent), default=otherwise)
+
+    def causes(self) -> Counter[str]:
+        """How many wait for what."""
+        return Counter(w.cause for w in self._waits.values())
 
     def trouble(self) -> str:
         """In words, the commonest reasons first, or nothing."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Cursor, Decision, FlushFailed, Move, NotOwner, QuarantineFull
+from bufstore.buffer.ports import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig
 from bufstore.errors import Rejected
@@ -31,6 +31,8 @@ class MemoryLedger:
         self._rows: dict[str, Row] = {}
         self._cursors: dict[int, Cursor] = {}
         self._epoch: int | None = None
+        #: Threads whose rows somebody else holds: for tests.
+        self.locked: set[str] = set()
         self.parked = MemoryParked(self._rows, target)
 
     async def open(self) -> None:
@@ -68,27 +70,40 @@ class MemoryLedger:
 
     async def flush(
         self,
-        moves: Sequence[Move],
+        held: Sequence[Cursor],
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
         probe: bool = False,
-    ) -> Decision:
-        for move in moves:
-            if self._cursors.get(move.before.partition) != move.before:
-                raise NotOwner(f"partition {move.before.partition}")
-        decision = decide({t: self._rows.get(t, Row()) for t in threads})
+    ) -> Flushed:
+        for cursor in held:
+            if self._cursors.get(cursor.partition) != cursor:
+                raise NotOwner(cursor.partition, self._cursors.get(cursor.partition), cursor)
+        rows = {t: self._rows.get(t, Row()) for t in threads if t not in self.locked}
+        decision = decide(rows)
         room = self._quarantine_max - len(self.parked.entries)
         if len(decision.parked) > room:
             raise QuarantineFull(max(0, room), self._quarantine_max)
-        try:
-            await self._target.apply(None, decision.batch)
-        except Rejected as e:
-            raise FlushFailed(str(e), Verdict.POISON) from e
+        refused: dict[str, FlushFailed] = {}
+        for part in [[change] for change in decision.batch] if probe else [decision.batch]:
+            try:
+                await self._apply(part)
+            except FlushFailed as e:
+                if not probe or not e.verdict.of_statement:
+                    raise
+                refused[part[0].thread_id] = e
+        if refused:
+            decision = decide({t: rows[t] for t in rows.keys() - refused.keys()})
         self._rows |= decision.rows
-        self._cursors |= {move.after.partition: move.after for move in moves}
+        self._cursors |= {cursor.partition: cursor for cursor in decision.cursors}
         self.parked.park(decision.parked)
-        return decision
+        return Flushed(decision, set(threads) - rows.keys(), refused)
+
+    async def _apply(self, batch: Sequence[Any]) -> None:
+        try:
+            await self._target.apply(None, batch)
+        except Rejected as e:
+            raise FlushFailed(str(e), Verdict.POISON, cause=type(e).__name__) from e
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
         found = sorted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -13,6 +14,10 @@ from bufstore.buffer.ports import FlushFailed
 from bufstore.buffer.verdict import Verdict, verdict
 from bufstore.errors import BufstoreError
 
+#: Of a batch that is refused so many threads are told, or as many as in this time; the others are for another one.
+_REFUSED_MAX = 100
+_PROBE_S = 2.0
+
 
 class Applies(Protocol):
     """The part of a store that a flush needs."""
@@ -23,51 +28,60 @@ class Applies(Protocol):
 
 
 @contextmanager
-def flush_errors() -> Iterator[None]:
+def flush_errors(*, of_batch: bool = False) -> Iterator[None]:
     """Raise FlushFailed with its verdict for what Postgres says; a lost connection is mapped at the pool's edge."""
     try:
         yield
     except psycopg.Error as e:
         if e.sqlstate is None:
             raise
-        raise _refusal(e) from e
+        raise _refusal(e, of_batch) from e
 
 
 async def apply_batch(target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
-    """Have the store write the batch."""
+    """Have the store write the batch. Raises FlushFailed."""
     try:
-        await target.apply(connection, batch)
-    except (psycopg.Error, BufstoreError, OSError):
+        with flush_errors(of_batch=True):
+            await target.apply(connection, batch)
+    except (psycopg.Error, BufstoreError, OSError, FlushFailed):
         raise
     except Exception as e:
         # The app's own code: nobody knows what it means, so it may delay only the threads that it fails on.
         raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.SUSPECT) from e
 
 
-async def probe_batch(target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
-    """Have the store write the batch in parts, to find what it refuses: FlushFailed then names the threads.
+async def probe_batch(
+    target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any]
+) -> tuple[dict[str, FlushFailed], set[str]]:
+    """Have the store write the batch in parts, as far as it takes them: what it refuses of which threads.
 
-    Savepoints in one transaction: a transaction of its own for each part would cost a sync of the disk each.
+    And the threads that were not tried any more, because enough were refused. Savepoints in one transaction: a
+    transaction of its own for each part would cost a sync of the disk each. Raises FlushFailed for what is not about
+    a thread.
     """
-    culprits: dict[str, str] = {}
+    refused: dict[str, FlushFailed] = {}
     parts = [list(batch)]
-    while parts:
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _PROBE_S
+    while parts and len(refused) < _REFUSED_MAX and not (refused and loop.time() > until):
         part = parts.pop()
         try:
             async with connection.transaction():
                 await apply_batch(target, connection, part)
-        except psycopg.Error as e:
-            if e.sqlstate is None or verdict(e.sqlstate) is not Verdict.POISON:
+        except FlushFailed as e:
+            if not e.verdict.of_statement:
                 raise
             if len(part) > 1:
                 parts += [part[len(part) // 2 :], part[: len(part) // 2]]
             else:
-                culprits[part[0].thread_id] = str(_refusal(e))
-    if culprits:
-        raise FlushFailed(f"the store refuses {len(culprits)} threads", Verdict.POISON, culprits)
+                refused[part[0].thread_id] = e
+    return refused, {change.thread_id for part in parts for change in part}
 
 
-def _refusal(error: psycopg.Error) -> FlushFailed:
-    assert error.sqlstate is not None
-    text = error.diag.message_primary or type(error).__name__
-    return FlushFailed(f"Postgres says: {text} (SQLSTATE {error.sqlstate})", verdict(error.sqlstate))
+def _refusal(error: psycopg.Error, of_batch: bool) -> FlushFailed:
+    state, diag = error.sqlstate, error.diag
+    assert state is not None
+    text = diag.message_primary or type(error).__name__
+    place = diag.constraint_name or ".".join(n for n in (diag.table_name, diag.column_name) if n)
+    message = f"Postgres says: {text} (SQLSTATE {state})"
+    return FlushFailed(message, verdict(state), cause=f"{state} {place}", of_batch=of_batch)

@@ -9,7 +9,7 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Cursor, Decision, Move, NotOwner
+from bufstore.buffer.ports import Cursor, Decision, Flushed, FlushFailed, NotOwner
 from bufstore.config import BufferConfig
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres import columns
@@ -21,6 +21,8 @@ from bufstore.postgres.quarantine import PostgresParked, row_columns
 _FOLDER = files("bufstore.postgres") / "buffer"
 #: Enough for one flush and the reads of waiters beside it.
 _CONNECTIONS = 3
+#: How long a flush waits for a lock of the store's own tables; in a probe it waits for each of them.
+_LOCK, _PROBE_LOCK = "100ms", "1ms"
 
 
 class PostgresLedger:
@@ -34,13 +36,19 @@ class PostgresLedger:
         schema: str = "bufstore",
         timeout_s: float = 30.0,
         quarantine_max: int = BufferConfig.quarantine_max,
+        lease_s: float = BufferConfig.lease_s,
     ) -> None:
         self.schema = check_schema(schema)
         self._target = target
         self._timeout_s = timeout_s
         self._pool: Pool = new_pool(conninfo, size=_CONNECTIONS)
         self._sql = queries(_FOLDER, schema)
-        self._parked = PostgresParked(self._pool, self.setup, self._sql, target, timeout_s, quarantine_max)
+        #: A process that stops inside a transaction gives its locks back after this: before its lease is over, which
+        #: begins up to a third of it earlier.
+        self._idle_max = f"{round(lease_s * 2000 / 3)}ms"
+        self._parked = PostgresParked(
+            self._pool, self.setup, self._sql, target, timeout_s, quarantine_max, self._idle_max
+        )
         self._ready = False
 
     def __repr__(self) -> str:
@@ -119,68 +127,64 @@ class PostgresLedger:
 
     async def flush(
         self,
-        moves: Sequence[Move],
+        held: Sequence[Cursor],
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
         probe: bool = False,
-    ) -> Decision:
+    ) -> Flushed:
         await self.setup()
+        refused: dict[str, FlushFailed] = {}
+        untried: set[str] = set()
         async with self._pool.lend(self._timeout_s) as connection:
             with flush_errors():
                 async with connection.transaction():
-                    rows = await self._lock(connection, moves, threads)
+                    rows = await self._lock(connection, held, threads, _PROBE_LOCK if probe else _LOCK)
                     reach(Failpoint.FLUSH_LOCKED)
                     decision = decide(rows)
+                    if decision.batch and probe:
+                        refused, untried = await probe_batch(self._target, connection, decision.batch)
+                        if refused or untried:
+                            decision = decide({t: rows[t] for t in rows.keys() - refused.keys() - untried})
                     if decision.parked:
                         await self._parked.park(connection, decision.parked)
                         reach(Failpoint.PARK_WRITTEN)
-                    if decision.batch and probe:
-                        await probe_batch(self._target, connection, decision.batch)
-                    elif decision.batch:
+                    if decision.batch and not probe:
                         await apply_batch(self._target, connection, decision.batch)
                     reach(Failpoint.FLUSH_APPLIED)
-                    await self._advance(connection, moves, decision)
+                    await self._advance(connection, decision)
                     reach(Failpoint.FLUSH_ADVANCED)
-        return decision
+        return Flushed(decision, set(threads) - rows.keys(), refused, untried)
 
     async def _lock(
-        self, connection: AsyncConnection[Any], moves: Sequence[Move], threads: Sequence[str]
+        self, connection: AsyncConnection[Any], held: Sequence[Cursor], threads: Sequence[str], lock_timeout: str
     ) -> dict[str, Row]:
+        """The rows of the threads, but not of those that somebody else holds."""
         # One round trip: the partitions first, so that a fenced owner creates no rows.
         async with connection.pipeline():
-            partitions = columns.ints(move.before.partition for move in moves)
-            held = await self._send(connection, "lock_partitions", partitions)
-            rows = await self._lock_threads(connection, threads)
-        cursors = {row[0]: Cursor(*row[:4]) for row in await held.fetchall()}
-        for move in moves:
-            found = cursors.get(move.before.partition)
-            if found != move.before:
+            partitions = columns.ints(cursor.partition for cursor in held)
+            found = await self._send(connection, "lock_partitions", partitions, self._idle_max, lock_timeout)
+            names = columns.texts(threads)
+            await self._send(connection, "insert_missing", names)
+            rows = await self._send(connection, "lock_threads", names)
+        cursors = {row[0]: Cursor(*row[:4]) for row in await found.fetchall()}
+        for cursor in held:
+            if cursors.get(cursor.partition) != cursor:
                 # A higher term is another owner's; the same term with an older cursor is a Postgres that has failed
                 # over to a copy. Either way the partition is taken again, from where the row says.
-                raise NotOwner(f"the row of partition {move.before.partition} is {found}, not {move.before}")
-        locked = {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
-        while len(locked) < len(threads):  # a tombstone was removed between making the rows and locking them
-            async with connection.pipeline():
-                rows = await self._lock_threads(connection, threads)
-            locked = {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
-        return locked
+                raise NotOwner(cursor.partition, cursors.get(cursor.partition), cursor)
+        return {row[0]: Row(*row[1:]) for row in await rows.fetchall()}
 
-    async def _lock_threads(self, connection: AsyncConnection[Any], threads: Sequence[str]) -> columns.Cursor:
-        names = columns.texts(threads)
-        await self._send(connection, "insert_missing", names)
-        return await self._send(connection, "lock_threads", names)
-
-    async def _advance(self, connection: AsyncConnection[Any], moves: Sequence[Move], decision: Decision) -> None:
+    async def _advance(self, connection: AsyncConnection[Any], decision: Decision) -> None:
         async with connection.pipeline():
             if decision.rows:
                 await self._send(connection, "advance_threads", *row_columns(dict(decision.rows)))
             await self._send(
                 connection,
                 "advance_cursors",
-                columns.ints(move.after.partition for move in moves),
-                columns.longs(move.after.seq for move in moves),
-                columns.longs(move.after.id for move in moves),
+                columns.ints(cursor.partition for cursor in decision.cursors),
+                columns.longs(cursor.seq for cursor in decision.cursors),
+                columns.longs(cursor.id for cursor in decision.cursors),
             )
 
     async def _send(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> columns.Cursor:

@@ -11,12 +11,13 @@ import os
 import re
 import socket
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, Self
 
 import psycopg
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, AsyncPipeline, IsolationLevel
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
@@ -78,10 +79,32 @@ class _Connection(AsyncConnection[TupleRow]):
             failure.reason = "".join(reasons[-1]) if reasons else "connection failed"
             raise
         failure.reason = None
+        # Whatever the role's default is: what waits for a row that another has changed goes on with the changed one.
+        await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
 
     #: When it was last got from the pool.
     lent_at: float = 0.0
+
+    @asynccontextmanager
+    async def pipeline(self) -> AsyncIterator[AsyncPipeline]:
+        """As psycopg's, but without the request to flush that it sends behind the last sync.
+
+        Postgres takes that for the next statement, which ends its `idle_in_transaction_session_timeout`: a process that
+        stops behind a pipeline would hold its locks for ever.
+        """
+        async with super().pipeline() as pipeline:
+            pipeline._exit_gen = partial(_end, pipeline)  # type: ignore[method-assign]
+            yield pipeline
+
+
+def _end(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
+    """Send a sync and fetch all that is still to come."""
+    try:
+        pipeline._enqueue_sync()
+        yield from pipeline._communicate_gen()
+    finally:
+        yield from pipeline._fetch_gen(flush=False)
 
 
 class Pool(AsyncConnectionPool[_Connection]):
@@ -101,6 +124,10 @@ class Pool(AsyncConnectionPool[_Connection]):
         defaults: dict[str, Any] = {
             "connect_timeout": max(2, round(connect_timeout_s)),
             "application_name": "bufstore",
+            # A server whose host is gone says nothing: with the system's defaults that is noticed after two hours.
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
         }
         super().__init__(
             make_conninfo(**(defaults | check_conninfo(conninfo))),

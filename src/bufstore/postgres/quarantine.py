@@ -37,6 +37,7 @@ class PostgresParked:
         target: Applies,
         timeout_s: float,
         limit: int,
+        idle_max: str,
     ) -> None:
         self._pool = pool
         self._setup = setup
@@ -44,6 +45,7 @@ class PostgresParked:
         self._target = target
         self._timeout_s = timeout_s
         self._limit = limit
+        self._idle_max = idle_max
 
     async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
         names = ("seq", "thread_id", "entry_id", "cause", "bytes", "hash", "parked_at", "superseded")
@@ -75,7 +77,7 @@ class PostgresParked:
         async with self._pool.lend(self._timeout_s) as connection:
             with flush_errors():
                 async with connection.transaction():
-                    locked = await self._run(connection, "lock_thread", thread_id)
+                    locked = await self._run(connection, "lock_thread", thread_id, self._idle_max)
                     row = Row(*locked[0][:7]) if locked else Row()
                     found = await self._run(
                         connection, "parked_of_thread", thread_id, start, _REPLAY_ENTRIES, _REPLAY_BYTES
@@ -107,7 +109,7 @@ class PostgresParked:
                 await self._fetch("unpark_nameless", columns.longs([seq]))
                 continue
             async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
-                await self._run(connection, "lock_thread", found.thread_id)
+                await self._run(connection, "lock_thread", found.thread_id, self._idle_max)
                 await self._run(connection, "unpark", columns.longs([seq]))
                 reach(Failpoint.DISCARD_WRITTEN)
                 await self._run(connection, "give_up", found.thread_id, seq)

@@ -16,7 +16,7 @@ import msgspec
 
 from bufstore.buffer import sources
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Decision, FlushFailed
+from bufstore.buffer.ports import Decision, FlushFailed, need_all
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig, LogConfig
@@ -139,6 +139,7 @@ class DirectWriter:
         Raises NeedLog, when nothing was written, for threads that must go the other way; StoreUnavailable.
         """
         written = repeated = 0
+        names, probing = sorted(threads), False
         versions = await self._store.versions(list(threads))
 
         def decide(rows: Mapping[str, Row]) -> Decision:
@@ -147,6 +148,10 @@ class DirectWriter:
             batch: list[Any] = []
             after: dict[str, Row] = {}
             written = repeated = 0
+            if probing and len(rows) < len(names):
+                # The log's checks say of each row what is wrong with it.
+                raise NeedLog(sorted(set(names) - rows.keys()))
+            need_all(names, rows)
             for thread_id, writes in threads.items():
                 row = rows[thread_id]
                 version = row.version if row.applied_id else versions.get(thread_id, 0)
@@ -164,16 +169,14 @@ class DirectWriter:
                 raise NeedLog(need_log)
             return Decision(batch=batch, rows=after)
 
-        names = sorted(threads)
         try:
             try:
                 await self._ledger.flush([], names, decide)
             except FlushFailed as e:
                 if e.verdict is not Verdict.POISON:
                     raise
+                probing = True
                 await self._ledger.flush([], names, decide, probe=True)
         except FlushFailed as e:
-            if e.culprits:  # the log's checks say of each row what is wrong with it
-                raise NeedLog(sorted(e.culprits)) from None
             raise StoreUnavailable(f"Postgres takes no backfill now: {e}") from e
         return written, repeated

@@ -17,7 +17,7 @@ import msgspec
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import StoredMessage, assemble
-from bufstore.buffer.ports import Decision, FlushFailed
+from bufstore.buffer.ports import Decision, FlushFailed, need_all
 from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.errors import ConfigError, MalformedEntry, NoLog, StoreUnavailable
@@ -219,6 +219,7 @@ class _IntoPostgres:
 
         def decide(rows: Mapping[str, Row]) -> Decision:
             nonlocal counts
+            need_all(threads, rows)
             decision, counts = decided(rows, versions, threads)
             if self._dry_run:
                 raise _RollBack

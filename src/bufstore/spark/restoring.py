@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Plan, Row
+from bufstore.buffer.deciding import decide_thread
 from bufstore.buffer.entry import Base, Malformed, StoredEntry
-from bufstore.buffer.settler import decide_thread
 from bufstore.buffer.share import Item
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.payload import decode_payload

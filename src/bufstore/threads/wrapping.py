@@ -32,10 +32,10 @@ def ledger_for(store: WrappableStore, postgres: str | None, schema: str, config:
     bound = config.quarantine_max
     if isinstance(store, PostgresThreadStore):
         dsn = postgres or str(store.pool.conninfo)
-        return PostgresLedger(dsn, store, schema=store.schema, quarantine_max=bound)
+        return PostgresLedger(dsn, store, schema=store.schema, quarantine_max=bound, lease_s=config.lease_s)
     if postgres is not None:
         check_wrappable(store)
-        return PostgresLedger(postgres, store, schema=schema, quarantine_max=bound)
+        return PostgresLedger(postgres, store, schema=schema, quarantine_max=bound, lease_s=config.lease_s)
     if isinstance(store, MemoryThreadStore):
         return store.ledger(bound)
     raise ConfigError("give `postgres`: the database of your store, where the buffer keeps its watermarks")

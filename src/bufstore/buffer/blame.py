@@ -1,0 +1,69 @@
+"""Whether what the store refuses is the fault of the entries, or of something that is the same for all.
+
+A new NOT NULL column refuses every thread; a value that a column does not take refuses its own thread. What was refused
+for one reason is compared with what the store took since: while more threads are refused than others are taken, no
+entry is to blame. Without I/O and without a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+#: Fewer threads than this may be refused for one reason by chance.
+THREADS_MIN = 3
+#: What the store took longer ago says nothing about how it is now.
+_FRESH_S = 300.0
+
+
+@dataclass
+class _Case:
+    """One reason for which threads are refused."""
+
+    refused: set[str] = field(default_factory=set)
+    #: Threads of which the store took something since the first refusal, and when; no more than are needed.
+    taken: dict[str, float] = field(default_factory=dict)
+    most: int = 0
+    at_least: int = THREADS_MIN
+    last: float = 0.0
+
+
+class Blame:
+    """What is refused and what is taken, by reason."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, _Case] = {}
+
+    def refused(self, thread_id: str, cause: str, now: float, *, at_least: int = THREADS_MIN) -> None:
+        """The store refuses the thread's entries for this reason, which may be everybody's from so many threads on."""
+        case = self._cases.setdefault(cause, _Case())
+        case.refused.add(thread_id)
+        case.at_least = at_least
+        case.most, case.last = max(case.most, len(case.refused)), now
+
+    def taken(self, thread_ids: Iterable[str], now: float) -> None:
+        """The store has taken entries of these threads."""
+        if not self._cases:
+            return
+        thread_ids = list(thread_ids)
+        for cause, case in list(self._cases.items()):
+            for thread_id in thread_ids:
+                if thread_id in case.taken or len(case.taken) < case.most:
+                    case.taken[thread_id] = now
+            if not case.refused and now - case.last > _FRESH_S:
+                del self._cases[cause]
+
+    def settled(self, thread_ids: Iterable[str | None]) -> None:
+        """Of these threads nothing is refused any more: it was taken or parked, or is another owner's."""
+        if self._cases:
+            gone = set(thread_ids)
+            for case in self._cases.values():
+                case.refused -= gone
+
+    def everybodys(self, cause: str, now: float) -> bool:
+        """Whether this is refused to more threads than the store took others since, and to enough of them."""
+        case = self._cases.get(cause)
+        if case is None or len(case.refused) < case.at_least:
+            return False
+        case.taken = {t: at for t, at in case.taken.items() if now - at <= _FRESH_S}
+        return len(case.refused) > len(case.taken)

@@ -1,0 +1,314 @@
+"""What fails in a flush delays its own thread or partition only, and what fails for all parks nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from bufstore.buffer.blame import THREADS_MIN
+from bufstore.buffer.chain import Row
+from bufstore.buffer.ports import Cursor, Decision, FlushFailed
+from bufstore.buffer.verdict import Verdict, verdict
+from bufstore.errors import StoreUnavailable
+from unit.test_flusher import SUBJECTS, Bench, bench, failing, other_partition
+
+GOOD = [f"good{n}" for n in range(20)]
+ABOUT_A_STATEMENT = ("P0001", "54000", "44000", "21000", "38001", "XX000", "42501", "42P01", "99999", "25P02", "55P03")
+
+
+def refused(state: str) -> FlushFailed:
+    return FlushFailed(f"Postgres says no (SQLSTATE {state})", verdict(state), cause=state)
+
+
+async def write(it: Bench, thread_ids: Sequence[str], message: str = "m") -> None:
+    for thread_id in thread_ids:
+        await it.writer.append([message], thread_id)
+
+
+def poisonous(change: Any) -> bool:
+    return b"\xa6poison" in change.messages
+
+
+def state_of(it: Bench) -> Any:
+    assert it.flusher is not None
+    return it.flusher.state
+
+
+def transactions(it: Bench) -> list[int]:
+    """How many threads each transaction is asked to flush, from now on."""
+    flush, asked = it.ledger.flush, list[int]()
+
+    async def counted(
+        held: Sequence[Cursor],
+        threads: Sequence[str],
+        decide: Callable[[Mapping[str, Row]], Decision],
+        *,
+        probe: bool = False,
+    ) -> Any:
+        asked.append(len(threads))
+        return await flush(held, threads, decide, probe=probe)
+
+    it.ledger.flush = counted  # type: ignore[method-assign]
+    return asked
+
+
+# --- what is about one thread -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sqlstate", ABOUT_A_STATEMENT)
+def test_what_the_server_says_of_a_statement_delays_its_own_thread_only(sqlstate: str) -> None:
+    async def main(it: Bench) -> None:
+        bad = True
+        failing(it, lambda c: refused(sqlstate) if bad and c.thread_id == "t" else None)
+        await write(it, ["t", *GOOD])
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=2.0)
+        await asyncio.sleep(1)
+        assert sqlstate in state_of(it).trouble
+        assert not state_of(it).stopped, "the others go on"
+        assert not it.ledger.parked.entries
+        bad = False
+        assert await it.flushed("t", within_s=20.0)
+        assert await it.stored() == ["m"]
+
+    bench(main)
+
+
+def test_rows_that_are_held_cost_the_others_nothing() -> None:
+    """Who holds what is known from one statement; those who wait are tried together."""
+
+    async def main(it: Bench) -> None:
+        held = [f"held{n}" for n in range(200)]
+        it.ledger.locked.update(held)
+        asked = transactions(it)
+        await write(it, [*held, *GOOD])
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=2.0)
+        assert asked == [220] or asked[:2] == [220, 200]
+        await asyncio.sleep(20)
+        assert len(asked) < 15, "together, and each time later"
+        await it.writer.append(["more"], GOOD[0])
+        assert await it.flushed(GOOD[0], within_s=1.0)
+        it.ledger.locked.clear()
+        assert await it.flushed(*held, within_s=10.0)
+        assert not it.ledger.parked.entries
+
+    bench(main)
+
+
+# --- what is too much -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sqlstate", ["57014", "53200", "25P04", "25P03", "40001"])
+def test_a_window_that_is_too_much_for_its_time_shrinks(sqlstate: str) -> None:
+    async def main(it: Bench) -> None:
+        apply, sizes = it.world.store.apply, list[int]()
+
+        async def limited(connection: object, batch: Sequence[Any]) -> None:
+            sizes.append(len(batch))
+            if len(batch) > 30:
+                raise refused(sqlstate)
+            await apply(connection, batch)
+
+        it.world.store.apply = limited  # type: ignore[method-assign]
+        threads = [f"t{n}" for n in range(400)]
+        await write(it, threads)
+        await it.start()
+        assert await it.flushed(*threads, within_s=60.0)
+        assert max(sizes) == 400
+
+    bench(main)
+
+
+def test_an_entry_that_is_too_much_alone_delays_its_own_thread_only() -> None:
+    async def main(it: Bench) -> None:
+        bad = True
+        failing(it, lambda c: refused("57014") if bad and c.thread_id == "t" else None)
+        await write(it, ["t", *GOOD])
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=30.0)
+        assert "57014" in state_of(it).trouble
+        bad = False
+        assert await it.flushed("t", within_s=70.0)
+
+    bench(main)
+
+
+# --- what is everybody's ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sqlstate", ["23502", "P0001", "42P01"])
+def test_what_is_refused_to_all_parks_nothing_and_mends_by_itself(sqlstate: str) -> None:
+    """A new NOT NULL column, a trigger that always raises, a table that is gone."""
+
+    async def main(it: Bench) -> None:
+        bad = True
+        failing(it, lambda c: refused(sqlstate) if bad else None)
+        threads = [f"t{n}" for n in range(500)]
+        await write(it, threads)
+        await it.start()
+        for n in range(30):
+            await asyncio.sleep(1)
+            await it.writer.append(["later"], f"new{n}")
+        assert not it.ledger.parked.entries
+        assert sqlstate in state_of(it).trouble
+        assert state_of(it).stopped
+        bad = False
+        assert await it.flushed(*threads, *(f"new{n}" for n in range(30)), within_s=10.0)
+        await asyncio.sleep(1)
+        assert (state_of(it).trouble, state_of(it).stopped) == ("", False)
+        assert not it.ledger.parked.entries
+
+    bench(main)
+
+
+def test_code_of_an_app_that_raises_for_all_parks_nothing() -> None:
+    async def main(it: Bench) -> None:
+        bad = True
+        error = FlushFailed("the store's apply() raised KeyError", Verdict.SUSPECT)
+        failing(it, lambda c: error if bad else None)
+        await write(it, GOOD)
+        await it.start()
+        await asyncio.sleep(600)
+        assert not it.ledger.parked.entries
+        assert state_of(it).stopped
+        bad = False
+        assert await it.flushed(*GOOD, within_s=10.0)
+
+    bench(main)
+
+
+def test_few_threads_of_poison_are_parked_though_there_is_nothing_else() -> None:
+    async def main(it: Bench) -> None:
+        failing(it, lambda c: refused("23514") if poisonous(c) else None)
+        few = [f"t{n}" for n in range(THREADS_MIN - 1)]
+        await write(it, few, "poison")
+        await it.start()
+        assert await it.flushed(*few, within_s=2.0)
+        assert len(it.ledger.parked.entries) == len(few)
+
+    bench(main)
+
+
+def test_many_threads_of_poison_and_nothing_else_wait_for_others_that_are_taken() -> None:
+    """It could be everybody's, until the store takes more of others."""
+
+    async def main(it: Bench) -> None:
+        failing(it, lambda c: refused("23514") if poisonous(c) else None)
+        many = [f"t{n}" for n in range(10)]
+        await write(it, many, "poison")
+        await it.start()
+        await asyncio.sleep(60)
+        assert not it.ledger.parked.entries
+        await write(it, GOOD)
+        assert await it.flushed(*GOOD, within_s=2.0)
+        assert await it.flushed(*many, within_s=10.0)
+        assert len(it.ledger.parked.entries) == 10
+        await asyncio.sleep(1)
+        assert state_of(it).trouble == ""
+
+    bench(main)
+
+
+def test_poison_behind_good_entries_of_its_own_threads_is_known_for_what_it_is() -> None:
+    async def main(it: Bench) -> None:
+        failing(it, lambda c: refused("23514") if poisonous(c) else None)
+        threads = [f"t{n}" for n in range(40)]
+        for message in ("good", "poison", "behind it"):
+            await write(it, threads, message)
+        await it.start()
+        assert await it.flushed(*threads, within_s=60.0)
+        assert len(it.ledger.parked.entries) == 80
+        assert await it.stored("t7") == ["good"]
+
+    bench(main)
+
+
+def test_a_storm_of_poison_among_more_good_threads_is_parked_at_once() -> None:
+    async def main(it: Bench) -> None:
+        failing(it, lambda c: refused("23514") if poisonous(c) else None)
+        bad = [f"t{n}" for n in range(15)]
+        await write(it, bad, "poison")
+        await write(it, GOOD)
+        await it.start()
+        assert await it.flushed(*bad, *GOOD, within_s=2.0)
+        assert len(it.ledger.parked.entries) == 15
+
+    bench(main)
+
+
+# --- taking partitions ------------------------------------------------------------------------------------------
+
+
+def test_taking_a_partition_takes_no_time_of_the_others() -> None:
+    """Postgres hangs when it is asked for a partition, again and again: what is owned is flushed as ever."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        other = other_partition("t")
+        await write(it, ["t", other])
+        assert await it.flushed("t", other)
+        lost = it.flusher._shares[SUBJECTS.partition("t")]  # type: ignore[union-attr]
+
+        async def hangs(partitions: Sequence[int], owner: str) -> list[Cursor]:
+            await asyncio.sleep(30)
+            raise StoreUnavailable("no answer in time")
+
+        take, it.ledger.take = it.ledger.take, hangs  # type: ignore[method-assign]
+        lost.doubt = "the test says so"
+        for n in range(100):
+            await it.writer.append([n], other)
+            assert await it.flushed(other, within_s=1.0)
+        it.ledger.take = take  # type: ignore[method-assign]
+        await it.writer.append(["x"], "t")
+        assert await it.flushed("t", within_s=60.0)
+
+    bench(main)
+
+
+def test_a_partition_whose_consumer_is_slow_to_be_made_delays_no_other() -> None:
+    async def main(it: Bench) -> None:
+        slow, other = SUBJECTS.partition("t"), other_partition("t")
+        feed = it.log.feed
+
+        async def sometimes_slow(partition: int, *arguments: Any) -> Any:
+            if partition == slow:
+                await asyncio.sleep(6)
+                raise StoreUnavailable("its leader is away")
+            return await feed(partition, *arguments)
+
+        it.log.feed = sometimes_slow  # type: ignore[method-assign]
+        await it.start()
+        await write(it, ["t", other])
+        for n in range(60):
+            await it.writer.append([n], other)
+            assert await it.flushed(other, within_s=1.0)
+        it.log.feed = feed  # type: ignore[method-assign]
+        assert await it.flushed("t", within_s=20.0)
+
+    bench(main)
+
+
+def test_a_partition_whose_row_is_held_is_taken_when_it_is_free_and_said_so_meanwhile() -> None:
+    async def main(it: Bench) -> None:
+        take, held = it.ledger.take, {SUBJECTS.partition("t")}
+
+        async def without_held(partitions: Sequence[int], owner: str) -> list[Cursor]:
+            return await take([p for p in partitions if p not in held], owner)
+
+        it.ledger.take = without_held  # type: ignore[method-assign]
+        other = other_partition("t")
+        await write(it, ["t", other])
+        await it.start()
+        assert await it.flushed(other, within_s=2.0)
+        await asyncio.sleep(5)
+        assert f"partition {SUBJECTS.partition('t')} " in state_of(it).trouble
+        held.clear()
+        assert await it.flushed("t", within_s=1.0)
+        await asyncio.sleep(2)
+        assert state_of(it).trouble == ""
+
+    bench(main)
