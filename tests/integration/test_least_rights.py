@@ -121,12 +121,21 @@ async def test_setup_makes_what_an_app_then_needs_no_rights_for(site: Site) -> N
     assert (again.json["log_made"], again.json["migrated"]) == (False, {"buffer": [], "threads": []})
     shown = await site.cli("setup", postgres=site.owner)
     assert (shown.code, shown.out.count("up to date")) == (0, 2), shown
+    other = await site.cli("setup", "--failover-window", 90, "--archive", postgres=site.owner)
+    assert (other.code, "failover_window_s" in other.err or "archive" in other.err) == (2, True), other
     drift = await site.cli("setup", "--partitions", 4, postgres=site.owner)
     assert (drift.code, "partitions" in drift.err) == (2, True), drift
     thread_id = fresh()
     async with site.store(Role.FLUSHER) as store:
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.force_flush(thread_id)
+
+
+async def test_setup_does_not_wait_for_servers_that_are_away(site: Site) -> None:
+    async with asyncio.timeout(40):
+        for way in ((), ("--sql",), ("--own-store",)):
+            away = await site.cli("setup", *way, "--json", postgres="postgresql://u:p@127.0.0.1:1/x")
+            assert (away.code, away.json["error"]) == (2, "StoreUnavailable"), away
 
 
 async def test_a_log_that_only_an_operator_may_make_is_said_so(site: Site) -> None:

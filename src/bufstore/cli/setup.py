@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import click
 import msgspec
+from psycopg import AsyncConnection
 
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.output import show_json
@@ -17,6 +19,7 @@ from bufstore.postgres import owning
 from bufstore.postgres.migrate import check_schema
 from bufstore.threads.buffered import BufferedThreadStore
 
+_CONNECT_S = 5.0
 #: Of all migrations together: one may rewrite a table.
 _TIMEOUT_S = 3600.0
 
@@ -55,6 +58,10 @@ class Report(msgspec.Struct, kw_only=True):
 @click.option("--replicas", type=int, help="LogConfig.replicas of a new log. [default: 1]")
 @click.option("--max-bytes", type=int, help="LogConfig.max_bytes of a new log. [default: 2147483648]")
 @click.option("--subject", help="LogConfig.subject of a new log. [default: thread]")
+@click.option(
+    "--failover-window", "failover_window_s", type=float, help="LogConfig.failover_window_s of a new log. [default: 60]"
+)
+@click.option("--archive", is_flag=True, default=None, help="LogConfig.archive of a new log.")
 @connects(nats_needed=False)  # fmt: skip
 def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: bool, **log: Any) -> None:
     """Make or migrate tables, stream and bucket, with an owner's rights, so that apps need none.
@@ -88,30 +95,41 @@ def _sql(options: Options, rooms: Sequence[str], roles: Sequence[str], schema: s
 
 
 async def _missing(target: Target, rooms: Sequence[str], roles: Sequence[str]) -> str:
-    async with target.plain(pool_size=1) as plain, plain.pool.lend(_TIMEOUT_S) as connection:
+    async with _owner(target) as connection:
         schema = target.schema
         there = await owning.has_schema(connection, schema)
         return owning.script(schema, await owning.missing(connection, schema, rooms), roles, new_schema=not there)
 
 
 async def _setup(target: Target, rooms: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None) -> Report:
-    async with target.plain(pool_size=1) as plain, plain.pool.lend(_TIMEOUT_S) as connection:
+    # Before anything is made: either side may be away.
+    found = await target.find_log() if log is not None else None
+    async with _owner(target) as connection:
         migrated = await owning.make_tables(connection, target.schema, rooms)
         async with connection.transaction():
             for role in roles:
                 for statement in owning.grants(target.schema, role):
                     await connection.execute(statement)
-    made = None if log is None else await _make_log(target, log)
+    if log is not None:
+        await _make_log(target, found or LogConfig(stream=target.stream, bucket=target.bucket), log)
+    made = None if log is None else found is None
     return Report(schema=target.schema, migrated=migrated, granted=roles, log_made=made, log=target.stream)
 
 
-async def _make_log(target: Target, wanted: dict[str, Any]) -> bool:
-    """As the first start of an app would; whether there was none. Raises ConfigDrift."""
-    found = await target.find_log()
-    log = replace(found or LogConfig(stream=target.stream, bucket=target.bucket), **wanted)
-    config = BufferConfig(log=log, flusher=False)
+@asynccontextmanager
+async def _owner(target: Target) -> AsyncIterator[AsyncConnection[Any]]:
+    async with target.plain(pool_size=1) as plain:
+        async with plain.pool.lend(_CONNECT_S):
+            pass  # a Postgres that is away is told at once, whatever time a migration may take
+        async with plain.pool.lend(_TIMEOUT_S) as connection:
+            yield connection
+
+
+async def _make_log(target: Target, found: LogConfig, wanted: dict[str, Any]) -> None:
+    """As the first start of an app would. Raises ConfigDrift."""
+    config = BufferConfig.fitting(replace(found, **wanted), flusher=False)
     async with await BufferedThreadStore.open(target.plain(pool_size=2), nats=target.nats, config=config):
-        return found is None
+        pass
 
 
 def _show(report: Report) -> None:
