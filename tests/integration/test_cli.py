@@ -408,15 +408,42 @@ async def test_status_shows_lag_and_flushes_nothing(deploy: Callable[..., Deploy
             assert [p["cursor"] for p in found["partitions"]] == [0, 0, 0]
             assert {p["owner"] for p in found["partitions"]} == {None}
             assert 0 < found["log_bytes"] < found["log_bytes_max"] == deployment.log.max_bytes
+            assert (found["log_bytes_unflushed"], found["log_full_in_s"]) == (found["log_bytes"], None)
+            assert (found["can_write"], found["can_read"], found["flushing"]) == (True, True, False)
+            assert "no flusher" in found["flush_trouble"]
         async with deployment.store():
             await store.force_flush_all()
             found = await status_of(deployment)
             (member,) = found["members"]
-            assert found["lag"] == 0
+            assert (found["lag"], found["log_bytes_unflushed"], found["flushing"]) == (0, 0, True)
             assert [(p["owner"], p["lag"]) for p in found["partitions"]] == [(member, 0)] * 3
             result = await asyncio.to_thread(bufstore_cli, "status", **where(deployment))
             assert result.code == 0
             assert all(word in result.out for word in (deployment.log.stream, member, "quarantined entries: 0"))
+
+
+async def test_status_and_doctor_say_when_the_log_will_be_full(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        threads = [fresh() for _ in range(200)]
+        await asyncio.gather(*(store.checkpoint(t, [said(1)], run_of(t)) for t in threads))
+
+        async def write_on() -> None:
+            while True:
+                await store.checkpoint(thread := fresh(), [said(1)], run_of(thread))
+                await asyncio.sleep(0.05)
+
+        writing = asyncio.create_task(write_on())
+        try:
+            found = await status_of(deployment)
+            assert found["log_full_in_s"] > 0
+            shown = await asyncio.to_thread(bufstore_cli, "status", **where(deployment))
+            assert " at this rate" in shown.out
+            result = await asyncio.to_thread(bufstore_cli, "doctor", "--json", **where(deployment))
+            (check,) = (c for c in result.json["checks"] if c["what"] == "headroom of the log")
+            assert (check["level"], "not flushed, full in" in check["found"]) == ("warning", True), check
+        finally:
+            writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
 
 def test_status_without_postgres_shows_the_log(own_servers: Servers) -> None:
@@ -427,6 +454,8 @@ def test_status_without_postgres_shows_the_log(own_servers: Servers) -> None:
     assert result.code == 2, result
     assert (result.json["ok"], result.json["lag"], result.json["quarantined"]) == (False, None, None)
     assert result.json["postgres_trouble"]
+    assert [result.json[can] for can in ("can_write", "can_read", "flushing")] == [True, False, False]
+    assert result.json["read_trouble"].startswith("Postgres: ")
     assert max(p["end"] for p in result.json["partitions"]) > 0
 
 

@@ -240,13 +240,16 @@ async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) ->
     async with deployment.store(**short) as store:
         own_servers.postgres.stop()
         thread_id, kept = fresh(), 0
-        with pytest.raises(LogFull):
+        with pytest.raises(LogFull, match=r"holds \d+ of 1048576 bytes, about \d+ of them not flushed; slow down"):
             for n in range(200):
                 await store.checkpoint_append(thread_id, [said(n, 20_000)], run_of(thread_id)) if n else (
                     await store.checkpoint(thread_id, [said(0, 20_000)], run_of(thread_id))
                 )
                 kept += 1
         assert kept > 30
+        health = await store.health()
+        assert (health.can_write, health.can_read, health.flushing) == (False, False, False)
+        assert "full" in health.write_trouble
         assert len(await store.load_messages(thread_id) or []) == kept
         own_servers.postgres.start()
 

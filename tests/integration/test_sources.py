@@ -148,9 +148,9 @@ async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(
     await deployment.change(failover_window_s=60.0)
     async with deployment.store(flusher=False) as one, deployment.store(flusher=False) as other:
         await other.checkpoint_append("logged", ["before"], run_of("logged"))
-        before = (await one.statistics()).nats_sent
+        before = one._link.traffic[0]
         await one.bulk.learn_new([*kinds, *(f"n{i}" for i in range(200))])
-        assert (await one.statistics()).nats_sent - before < 5, "a few requests for all of them"
+        assert one._link.traffic[0] - before < 4, "a few requests for all of them"
         await other.checkpoint_append("raced", ["before"], run_of("raced"))
         for t in kinds:
             await one.checkpoint_append(t, ["after"], run_of(t), source=SourceMark("q", 1))

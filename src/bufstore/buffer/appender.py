@@ -37,6 +37,7 @@ from bufstore.config import BufferConfig
 from bufstore.errors import (
     BufstoreError,
     Closed,
+    LogFull,
     LogUnavailable,
     OutcomeUnknown,
     StoreUnavailable,
@@ -48,6 +49,8 @@ _log = logging.getLogger(__name__)
 
 #: Longest pause between two tries while the log is away: a write that comes when it is back waits for it.
 _PAUSE_MAX_S = 0.2
+#: So long a log that refused a write for its bytes is taken for full.
+_FULL_FOR_S = 10.0
 
 
 class Appender(Generic[M]):
@@ -60,6 +63,7 @@ class Appender(Generic[M]):
         config: BufferConfig,
         writer: Writer[M],
         load_row: Callable[[str], Awaitable[Row]],
+        explain: Callable[[LogFull], Awaitable[LogFull]] | None = None,
     ) -> None:
         self._log = log
         self._subjects = subjects
@@ -76,6 +80,9 @@ class Appender(Generic[M]):
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._loop = asyncio.get_running_loop()
+        self._explain = explain
+        #: When the log was full last, and how many entries had been appended then.
+        self._full = (float("-inf"), 0)
         self.appended = 0
         self.conflicts = 0
 
@@ -149,6 +156,8 @@ class Appender(Generic[M]):
             return await write.done
         except (TimeoutError, AppendUnknown) as e:
             raise self._without_answer(thread_id, key, write, e) from None
+        except LogFull as e:
+            raise await self._explained(e) from None
         finally:
             del self._outstanding[write]
 
@@ -189,7 +198,17 @@ class Appender(Generic[M]):
             else:
                 error = error or found
         assert error is None or isinstance(error, Exception)
-        return receipts, error
+        return receipts, await self._explained(error) if isinstance(error, LogFull) else error
+
+    @property
+    def refused(self) -> bool:
+        """Whether the log was full when it was last written to, not long ago."""
+        at, appended = self._full
+        return appended == self.appended and self._loop.time() - at < _FULL_FOR_S
+
+    async def _explained(self, error: LogFull) -> LogFull:
+        self._full = self._loop.time(), self.appended
+        return error if self._explain is None else await self._explain(error)
 
     def _enter(self, thread_id: str, writes: Sequence[Write[M]]) -> None:
         """Queue writes that have one deadline."""

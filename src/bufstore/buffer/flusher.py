@@ -128,6 +128,10 @@ class Flusher:
         """Its name among the members."""
         return self._member
 
+    def cursors(self) -> dict[int, int]:
+        """Up to where the partitions it holds are flushed."""
+        return {partition: share.cursor.seq for partition, share in self._shares.items()}
+
     def owns(self, partition: int) -> bool:
         """Whether this flusher holds the partition."""
         return partition in self._shares

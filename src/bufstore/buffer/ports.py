@@ -141,6 +141,19 @@ class Feed(Protocol):
         ...
 
 
+class Held(NamedTuple):
+    """What a log holds at one moment, roughly: it may be written to meanwhile."""
+
+    #: Bytes it holds, and may hold.
+    bytes: int
+    limit: int
+    #: How many messages that are, and how many of them stand above the positions that were asked about.
+    messages: int
+    above: int
+    #: The last position.
+    end: int
+
+
 class Generations(Protocol):
     """The log as something that is made, looked at and taken out of service, one generation (epoch) at a time.
 
@@ -221,6 +234,10 @@ class Log(Stream, Generations, Protocol):
 
     async def fill(self) -> tuple[int, int]:
         """Bytes the log holds, and may hold."""
+        ...
+
+    async def held(self, positions: Mapping[int, int]) -> Held:
+        """What the log holds, and above a position in each partition; of partitions left out, all."""
         ...
 
     async def purge(self, partition: int, below: int) -> None:

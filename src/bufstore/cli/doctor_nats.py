@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
@@ -10,9 +11,11 @@ from typing import Any
 from rich.filesize import decimal
 
 from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.room import Room, Rooms
 from bufstore.buffer.subjects import Subjects
 from bufstore.cli.connect import Target
 from bufstore.cli.diagnosis import Check, Level, Notes
+from bufstore.cli.output import lasting
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift
 from bufstore.nats import hooks
@@ -28,7 +31,7 @@ _TIMEOUT_S = 2.0
 #: No subject ever has this last sequence.
 _IMPOSSIBLE = (1 << 62) + 1
 _FULL = 0.95
-#: From here on flushed entries are removed earlier than `retain_after_flush_s`.
+#: Above this, what is flushed has given way as far as it may: the rest is not flushed, or may be needed again.
 _PRESSED = 0.7
 
 
@@ -75,7 +78,7 @@ async def _look(
     assert config is not None
     _drift(notes, "log", lambda: check_stream(config, info["config"]))
     _copies(notes, info)
-    _headroom(notes, info)
+    await _headroom(notes, stream, hot, config)
     bucket = await _bucket(notes, stream, config)
     await _permissions(notes, connection, stream, target.nats.api, config, bucket=bucket)
     await _flushers(notes, hot)
@@ -126,11 +129,29 @@ def _copies(notes: Notes, info: dict[str, Any]) -> None:
         notes.say("persist mode", Level.WARNING, "async", "a crash loses acknowledged entries: recreate the stream")
 
 
-def _headroom(notes: Notes, info: dict[str, Any]) -> None:
-    used, limit = int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
-    found = f"{decimal(used)} of {decimal(limit)} ({used / limit:.0%})"
-    advice = "see why the flusher lags (`bufstore status`), or raise LogConfig.max_bytes: a full log refuses writes"
-    notes.require("headroom of the log", used < _PRESSED * limit, found, advice)
+async def _headroom(notes: Notes, stream: NatsStream, hot: NatsHotState, config: LogConfig) -> None:
+    subjects = Subjects(config.subject, config.partitions)
+
+    async def look() -> Room:
+        progress = await hot.progress()
+        positions = {subjects.of_partition(p): progress.get(p, 0) for p in range(subjects.partitions)}
+        held = await stream.held_above(positions, _TIMEOUT_S)
+        return Room(asyncio.get_running_loop().time(), held)
+
+    try:
+        room, full_in_s = await Rooms(look).measured()
+    except BufstoreError as e:
+        notes.say("headroom of the log", Level.UNKNOWN, str(e))
+        return
+    part = room.held.bytes / room.held.limit
+    used = f"{decimal(room.held.bytes)} of {decimal(room.held.limit)} ({part:.0%})"
+    full = "" if full_in_s is None else f", full in {lasting(full_in_s)} at this rate"
+    notes.require(
+        "headroom of the log",
+        part < _PRESSED and full_in_s is None,
+        f"{used}, about {decimal(room.unflushed)} not flushed{full}",
+        "see why the flusher lags (`bufstore status`), or raise LogConfig.max_bytes: a full log refuses writes",
+    )
 
 
 async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig) -> bool:

@@ -12,6 +12,7 @@ from bufstore.buffer.lease import living
 from bufstore.buffer.membership import owners
 from bufstore.buffer.ports import Cursor
 from bufstore.buffer.quarantine import Quarantine
+from bufstore.buffer.room import Rooms, look
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verify import Verifier
 from bufstore.cli.connect import Target
@@ -22,6 +23,7 @@ from bufstore.nats.hot import NatsHotState
 from bufstore.nats.log import NatsLog
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.health import asked, health_of, is_full
 
 _TIMEOUT_S = 5.0
 
@@ -51,6 +53,17 @@ class Status(msgspec.Struct, kw_only=True):
     stream: str
     log_bytes: int
     log_bytes_max: int
+    #: About how many of the bytes are not flushed.
+    log_bytes_unflushed: int
+    #: In how many seconds, at least, the log is full at the present rate; None: what is not flushed does not grow.
+    log_full_in_s: float | None
+    #: As in `Health`, for a process with these settings; the troubles say why not.
+    can_write: bool
+    write_trouble: str
+    can_read: bool
+    read_trouble: str
+    flushing: bool
+    flush_trouble: str
     #: Largest lag of a partition.
     lag: int | None
     #: Entries in quarantine.
@@ -89,7 +102,6 @@ class Inspection:
     async def status(self) -> Status:
         """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
         subjects = Subjects(self._config.subject, self._config.partitions)
-        used, limit = await self._log.fill()
         members = sorted(await self._hot.members())
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
@@ -98,14 +110,26 @@ class Inspection:
             cursors, quarantined = await self._ledger.cursors(), await self._ledger.quarantined()
         except BufstoreError as e:
             trouble = str(e)
+        flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
+        room, full_in_s = await Rooms(lambda: look(self._log, self._hot, flushed)).measured()
+        nats_trouble, full = await asked(is_full(self._log))
+        health = health_of(log=nats_trouble, store=trouble, flusher="", full=full or "", flushers=bool(members))
         owner = owners(members, subjects.partitions)
         partitions = [_partition(p, end, cursors, owner.get(p)) for p, end in enumerate(ends)]
         return Status(
             ok=not trouble,
             postgres_trouble=trouble,
             stream=self._config.stream,
-            log_bytes=used,
-            log_bytes_max=limit,
+            log_bytes=room.held.bytes,
+            log_bytes_max=room.held.limit,
+            log_bytes_unflushed=room.unflushed,
+            log_full_in_s=full_in_s,
+            can_write=health.can_write,
+            write_trouble=health.write_trouble,
+            can_read=health.can_read,
+            read_trouble=health.read_trouble,
+            flushing=health.flushing,
+            flush_trouble=health.flush_trouble,
             lag=max(p.lag or 0 for p in partitions) if cursors is not None else None,
             quarantined=quarantined,
             members=members,

@@ -29,5 +29,13 @@ def show_json(report: object) -> None:
     click.echo(msgspec.json.encode(report))
 
 
+def lasting(seconds: float) -> str:
+    """A time in the largest unit that fits, roughly."""
+    for unit, size in (("days", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def _counts(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.inspection import Status, inspecting
-from bufstore.cli.output import show_json
+from bufstore.cli.output import lasting, show_json
 from bufstore.cli.running import EXIT_UNUSABLE, run
 
 
@@ -46,6 +46,14 @@ def _show(found: Status) -> None:
     console = Console(highlight=False)
     used = f"{decimal(found.log_bytes)} of {decimal(found.log_bytes_max)}"
     console.print(f"log {found.stream}: {used} ({found.log_bytes / found.log_bytes_max:.1%})", markup=False)
+    full = "" if found.log_full_in_s is None else f", full in {lasting(found.log_full_in_s)} at this rate"
+    console.print(f"not flushed: about {decimal(found.log_bytes_unflushed)}{full}", markup=False)
+    for what, trouble in (
+        ("checkpoints", found.write_trouble),
+        ("reads", found.read_trouble),
+        ("flushing", found.flush_trouble),
+    ):
+        console.print(f"{what}: {trouble or 'ok'}", markup=False)
     console.print(f"Postgres: {found.postgres_trouble or 'ok'}", markup=False)
     console.print(f"flushers: {', '.join(found.members) or 'none alive'}", markup=False)
     console.print(f"quarantined entries: {_shown(found.quarantined)}", markup=False)

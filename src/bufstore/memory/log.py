@@ -10,11 +10,11 @@ import asyncio
 import dataclasses
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
@@ -52,7 +52,7 @@ class MemoryStream:
             seen.add(message.subject)
         size = sum(_size(m.subject, m.header, m.body) for m in messages)
         if self.bytes + size > self.config.max_bytes:
-            raise LogFull(f"the log holds {self.bytes} bytes and may hold {self.config.max_bytes}")
+            raise LogFull("the log is full")
         for message in messages:
             self.end += 1
             stored = StoredMessage(message.subject, self.end, message.header, message.body)
@@ -323,6 +323,14 @@ class MemoryLog:
     async def fill(self) -> tuple[int, int]:
         stream = await self._turn()
         return stream.bytes, stream.config.max_bytes
+
+    async def held(self, positions: Mapping[int, int]) -> Held:
+        stream = await self._turn()
+        above = (
+            len(list(stream.after(self._subjects.of_partition(p), positions.get(p, 0))))
+            for p in range(self._subjects.partitions)
+        )
+        return Held(stream.bytes, stream.config.max_bytes, len(stream.messages), sum(above), stream.end)
 
     async def purge(self, partition: int, below: int) -> None:
         (await self._turn()).purge(self._subjects.of_partition(partition), below)

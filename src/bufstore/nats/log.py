@@ -10,7 +10,7 @@ from typing import Any
 from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import AppendUnknown, BegunBatch, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BegunBatch, Held, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
@@ -196,6 +196,10 @@ class NatsLog(NatsStream):
     async def fill(self) -> tuple[int, int]:
         info = await self._look()
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
+
+    async def held(self, positions: Mapping[int, int]) -> Held:
+        partitions = range(self._config.log.partitions)
+        return await self.held_above({self._subjects.of_partition(p): positions.get(p, 0) for p in partitions}, 5.0)
 
     async def subjects(self, filter_: str, offset: int) -> list[str]:
         info = await self.api(

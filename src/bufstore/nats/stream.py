@@ -6,14 +6,14 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import nats.errors
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
+from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.nats import frames
 from bufstore.nats.connection import Connection, ListeningClient
@@ -152,6 +152,18 @@ class NatsStream:
         asked = Outgoing(f"{self._api}.STREAM.PURGE.{self._name}", json.dumps({"filter": unused}).encode())
         # As a write: who leads nobody does not answer, and then the connection to it is given up.
         self._result(await self._connection.write([asked], None, timeout_s))
+
+    async def held_above(self, positions: Mapping[str, int], timeout_s: float) -> Held:
+        """What the stream holds, and above the position of each of these filters."""
+        counts = await asyncio.gather(*(self._count_above(f, seq, timeout_s) for f, seq in positions.items()))
+        info = await self.api(f"STREAM.INFO.{self._name}", timeout_s=timeout_s)
+        state, limit = info["state"], int(info["config"]["max_bytes"])
+        return Held(int(state["bytes"]), limit, int(state["messages"]), sum(counts), int(state["last_seq"]))
+
+    async def _count_above(self, filter_: str, seq: int, timeout_s: float) -> int:
+        # The server counts what is behind the one message that is asked for.
+        found, behind = await self._get({"seq": seq + 1, "next_by_subj": filter_, "batch": 1}, timeout_s)
+        return len(found) + behind
 
     async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
         """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""

@@ -20,13 +20,13 @@ from bufstore.buffer.appender import Appender
 from bufstore.buffer.audit import Verification
 from bufstore.buffer.flush_waiter import FlushWaiter
 from bufstore.buffer.flusher import Flusher
-from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import Ledger, Link
 from bufstore.buffer.quarantine import Quarantine
+from bufstore.buffer.room import Rooms, look
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verify import Verifier
 from bufstore.config import BufferConfig, NatsConfig
-from bufstore.errors import BufstoreError, ConfigError, LogRolledBack
+from bufstore.errors import BufstoreError, ConfigError
 from bufstore.memory.server import MemoryNats
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
@@ -36,7 +36,7 @@ from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.bulk import BulkWriter
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.erasing import Erasure, ThreadEraser
-from bufstore.threads.health import Health, Statistics
+from bufstore.threads.health import Health, Statistics, Vitals
 from bufstore.threads.lineage import Children
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.memory import MessageMemory
@@ -105,7 +105,12 @@ class BufferedThreadStore:
             self._log, self._hot, self._subjects, reader_for(store, ledger), self._waiter, config, own_seq=self._own_seq
         )
         self._writer = ThreadWriter(self._reads, ledger, self._hot, config)
-        self._appender = Appender[MessageMemory](self._log, self._subjects, config, self._writer, self._writer.row)
+        flushed = self._flusher.cursors if self._flusher is not None else dict[int, int]
+        self._rooms = Rooms(lambda: look(self._log, self._hot, flushed()))
+        self._appender = Appender[MessageMemory](
+            self._log, self._subjects, config, self._writer, self._writer.row, self._rooms.explain
+        )
+        self._vitals = Vitals(link, ledger, self._rooms, self._appender, self._flusher)
         self._lists = BufferedLists(store, ledger, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
         self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
@@ -198,6 +203,7 @@ class BufferedThreadStore:
                 stack.push_async_callback(self._store.aclose)
             stack.push_async_callback(self._ledger.aclose)
             stack.push_async_callback(self._link.aclose)
+            stack.push_async_callback(self._rooms.aclose)
             stack.push_async_callback(self._appender.aclose)
             stack.push_async_callback(self._reads.aclose)
             if self._flusher is not None:
@@ -461,34 +467,15 @@ class BufferedThreadStore:
         await self._reads.force_flush_all(timeout_s or self._config.flush_timeout_s)
 
     async def statistics(self) -> Statistics:
-        """Counters and fill. Raises LogUnavailable."""
-        used, limit = await self._log.fill()
-        sent, received = self._link.traffic
-        return Statistics(
-            appended=self._appender.appended,
-            conflicts=self._appender.conflicts,
-            flusher=self._flusher.state if self._flusher is not None else FlusherState(),
-            log_bytes=used,
-            log_bytes_max=limit,
-            nats_sent=sent,
-            nats_received=received,
-        )
+        """Counters, fill, and how long the log has room. Raises LogUnavailable."""
+        return await self._vitals.statistics()
 
     async def health(self) -> Health:
-        """What is wrong at this moment; asks NATS and Postgres, waits for neither longer than two seconds."""
+        """What can be done at this moment, and what is wrong.
 
-        async def trouble(call: Any) -> str:
-            try:
-                async with asyncio.timeout(2):
-                    await call
-            except (TimeoutError, BufstoreError) as e:
-                return str(e) or type(e).__name__
-            return ""
-
-        log, store = await asyncio.gather(trouble(self._log.fill()), trouble(self._ledger.cursors()))
-        if self._log.refused is not None:
-            log = str(LogRolledBack(self._log.refused))
-        return Health(log=log, store=store, flusher=self._flusher.state.trouble if self._flusher else "")
+        Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
+        """
+        return await self._vitals.health()
 
     async def quarantined(self) -> int:
         """How many entries wait in quarantine. Raises StoreUnavailable."""

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import Any
 
+from bufstore.buffer.appender import Appender
+from bufstore.buffer.flusher import Flusher
 from bufstore.buffer.flusher_state import FlusherState
+from bufstore.buffer.ports import AppendUnknown, Ledger, Link, Log
+from bufstore.buffer.room import Rooms
+from bufstore.errors import BufstoreError, LogRolledBack
+
+_TIMEOUT_S = 2.0
+#: With less than this part of the log free, it is taken for full before it refuses a write.
+_FREE_MIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -16,6 +28,11 @@ class Statistics:
     flusher: FlusherState
     log_bytes: int
     log_bytes_max: int
+    #: About how many of the bytes are not flushed.
+    log_bytes_unflushed: int
+    #: In how many seconds, at least, the log is full when what is not flushed grows on as it did since an earlier call
+    #: (of up to two minutes ago); None when it does not grow, and in the first call.
+    log_full_in_s: float | None
     #: Messages sent to and received from NATS.
     nats_sent: int
     nats_received: int
@@ -23,13 +40,125 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Health:
-    """Whether this process can write, read and flush; empty strings mean yes."""
+    """What this process can do, and what is wrong; empty strings mean nothing is.
 
+    A readiness probe asks `can_write`, and `can_read` if the app cannot serve without reads of everything. A liveness
+    probe asks none of these: what they tell passes by itself or needs an operator, and no restart mends it.
+    """
+
+    #: Of the parts: NATS, Postgres, this process's flusher.
     log: str
     store: str
     flusher: str
+    #: Why checkpoints are not taken, not everything can be read, and nothing is flushed.
+    write_trouble: str
+    read_trouble: str
+    flush_trouble: str
+
+    @property
+    def can_write(self) -> bool:
+        """Whether the log takes checkpoints; Postgres may be away."""
+        return not self.write_trouble
+
+    @property
+    def can_read(self) -> bool:
+        """Whether every thread can be read, at every level; `read_trouble` says what can be read if not."""
+        return not self.read_trouble
+
+    @property
+    def flushing(self) -> bool:
+        """Whether what is acknowledged gets into Postgres, by this process or by others."""
+        return not self.flush_trouble
 
     @property
     def ok(self) -> bool:
         """True when nothing is wrong."""
-        return not (self.log or self.store or self.flusher)
+        return not (self.log or self.store or self.flusher or self.write_trouble or self.flush_trouble)
+
+
+def health_of(*, log: str, store: str, flusher: str, full: str = "", flushers: bool = True) -> Health:
+    """What follows from what is wrong with the parts. `full`: of the log; `flushers`: whether any is alive."""
+    read = ""
+    if log:
+        read = f"NATS: {log}; what is flushed can be read with Consistency.EVENTUAL"
+    elif store:
+        read = f"Postgres: {store}; threads whose last snapshot is in the log can be read"
+    flush = flusher
+    if log or store:
+        flush = f"NATS: {log}" if log else f"Postgres: {store}"
+    elif not flushers:
+        flush = "no flusher is alive: what is acknowledged waits in the log"
+    return Health(
+        log=log,
+        store=store,
+        flusher=flusher,
+        write_trouble=f"NATS: {log}" if log else full,
+        read_trouble=read,
+        flush_trouble=flush,
+    )
+
+
+class Vitals:
+    """Looks at the parts of one buffered store."""
+
+    def __init__(
+        self, link: Link, ledger: Ledger, rooms: Rooms, appender: Appender[Any], flusher: Flusher | None
+    ) -> None:
+        self._link = link
+        self._ledger = ledger
+        self._rooms = rooms
+        self._appender = appender
+        self._flusher = flusher
+
+    async def statistics(self) -> Statistics:
+        """See `BufferedThreadStore.statistics`."""
+        room, full_in_s = await self._rooms.now()
+        sent, received = self._link.traffic
+        return Statistics(
+            appended=self._appender.appended,
+            conflicts=self._appender.conflicts,
+            flusher=self._flusher.state if self._flusher is not None else FlusherState(),
+            log_bytes=room.held.bytes,
+            log_bytes_max=room.held.limit,
+            log_bytes_unflushed=room.unflushed,
+            log_full_in_s=full_in_s,
+            nats_sent=sent,
+            nats_received=received,
+        )
+
+    async def health(self) -> Health:
+        """See `BufferedThreadStore.health`."""
+        (log, full), (store, _), (_, members) = await asyncio.gather(
+            asked(is_full(self._link.log)), asked(self._ledger.cursors()), asked(self._link.hot.members())
+        )
+        if self._link.log.refused is not None:
+            log = str(LogRolledBack(self._link.log.refused))
+        if not full and self._appender.refused:
+            full = "the log is full: it has just refused a write"
+        return health_of(
+            log=log,
+            store=store,
+            flusher=self._flusher.state.trouble if self._flusher is not None else "",
+            full=full or "",
+            flushers=self._flusher is not None or bool(members),
+        )
+
+
+async def is_full(log: Log) -> str:
+    """Why the log takes no entries; empty if it does. Raises LogUnavailable, AppendUnknown."""
+    # A leader that the others have left would answer as if all were well. Who waits less long than this gives up the
+    # question, not the connection.
+    await log.prove_leader(2 * _TIMEOUT_S)
+    used, limit = await log.fill()
+    return "" if used <= (1 - _FREE_MIN) * limit else f"the log is full: {used} of {limit} bytes"
+
+
+async def asked(question: Awaitable[Any]) -> tuple[str, Any]:
+    """What is wrong with whom is asked, and the answer; in two seconds at most."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return "", await question
+    except TimeoutError:
+        return f"no answer in {_TIMEOUT_S:g} s", None
+    except (BufstoreError, AppendUnknown) as e:
+        return str(e) or type(e).__name__, None
