@@ -41,6 +41,7 @@ async def test_servers_that_are_fine_and_a_sync_that_cannot_be_seen(deployment: 
         assert "--nats-sys" in sync["advice"]
         assert checks.keys() >= {
             "NATS version",
+            "NATS client",
             "NATS permissions",
             "NATS headroom of the log",
             "NATS replicas",

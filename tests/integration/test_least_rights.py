@@ -24,7 +24,7 @@ from bufstore import (
     StoreMisconfigured,
 )
 from bufstore.embedded import Servers
-from bufstore.nats.permissions import Role
+from bufstore.nats.permissions import Role, permissions
 from bufstore.testing import CHECKS
 from cluster import three_servers
 from conftest import Deployment
@@ -35,12 +35,8 @@ from integration.test_setup import NatsByHand
 
 
 def rights(deployment: Deployment, role: Role) -> str:
-    """What the command prints, for a user of this name."""
-    log = deployment.log
-    names = ("--stream", log.stream, "--bucket", log.bucket, "--subject", log.subject, "--replicas", log.replicas)
-    printed = bufstore_cli("permissions", role.value, *names)
-    assert printed.code == 0, printed
-    return f"{{ user: {role.value}, password: {role.value}\n{printed.out} }}"
+    """A user of the role's name, with what `bufstore permissions` prints for it (tests/unit/test_permissions.py)."""
+    return f"{{ user: {role.value}, password: {role.value}\n{permissions(role, deployment.log).config()} }}"
 
 
 @dataclass

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+from click.testing import CliRunner
+
 from bufstore import LogConfig
+from bufstore.cli.app import app as command_line
 from bufstore.nats.permissions import Role, permissions
 
 _LOG = LogConfig(stream="S", bucket="b", subject="words")
@@ -23,3 +29,14 @@ def test_only_this_log_is_meant_and_an_app_can_remove_nothing() -> None:
             assert ours & set(subject.split(".")), subject
     removing = ("PURGE", "DELETE", "UPDATE", "CREATE")
     assert not [s for s in permissions(Role.APP, _LOG).publish if any(verb in s for verb in removing)]
+
+
+@pytest.mark.parametrize("role", Role)
+def test_the_command_prints_just_these(role: Role) -> None:
+    names = ("--stream", "S", "--bucket", "b", "--subject", "words", "--replicas", "3", "--api-prefix", "$JS.hub.API")
+    wanted = permissions(role, LogConfig(stream="S", bucket="b", subject="words", replicas=3), "$JS.hub.API")
+    printed = CliRunner().invoke(command_line, ["permissions", role.value, *names])
+    assert (printed.exit_code, printed.output) == (0, wanted.config() + "\n")
+    as_json = CliRunner().invoke(command_line, ["permissions", role.value, *names, "--json"])
+    assert json.loads(as_json.output) == {"publish": wanted.publish, "subscribe": wanted.subscribe}
+    assert CliRunner().invoke(command_line, ["permissions", role.value, "--stream", "a b"]).exit_code == 2
