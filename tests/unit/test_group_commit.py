@@ -375,3 +375,46 @@ def test_what_lingers_when_all_is_closed_learns_of_it() -> None:
         assert isinstance((await outcomes([lingering]))[0], Closed)
 
     run(main())
+
+
+class SlowForLarge(FakeLog):
+    """What is large takes a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = self.most = 0
+
+    async def _send(self, kind: str, messages: Sequence[Outgoing]) -> int:
+        if sum(len(m.body) for m in messages) > 4 << 20:
+            self.large += 1
+            self.most = max(self.most, self.large)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.large -= 1
+        return await super()._send(kind, messages)
+
+
+def test_what_is_large_goes_beside_the_groups_one_at_a_time() -> None:
+    async def main() -> None:
+        log = SlowForLarge()
+        group = started(log)
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        large = [group.submit(unit(f"l{n}", 0, *["x" * (1 << 20)] * 5)) for n in range(3)]
+        large[1].cancel()  # taken back before it was sent
+        for n in range(20):
+            await group.submit(unit(f"s{n}", 0, "small"))
+        assert loop.time() - began < 1, "a small write waited for a large one"
+        first, taken_back, second = await outcomes(large)
+        assert (first, second) == (25, 30)
+        assert isinstance(taken_back, asyncio.CancelledError)
+        assert log.most == 1
+        assert 119 < loop.time() - began < 121
+        last = [group.submit(unit(f"m{n}", 0, *["x" * (1 << 20)] * 5)) for n in range(2)]
+        await asyncio.sleep(1)
+        await group.aclose()
+        sent, waiting = await outcomes(last)
+        assert isinstance(sent, AppendUnknown)
+        assert isinstance(waiting, Closed)
+
+    run(main())

@@ -13,6 +13,8 @@ Writers that read before they write again come too late for that, and would end 
 half a group each. For them a group may *linger* (as Postgres' ``commit_delay`` has it): until as many wait as there are
 writers, for a share of the time that the last group took at most.
 
+What is large goes beside all that, by itself (`_LARGE_BYTES`).
+
 A *unit* is what must be stored as neighbours or not at all (one thread's entries, the chunks of an entry). Units of
 different writers share a batch; when the server rejects it, it names no culprit: the units whose subject has moved
 are found with one read and fail with Conflict, the others go out again, in a batch of their own. A unit is never split.
@@ -38,6 +40,8 @@ _log = logging.getLogger(__name__)
 #: The server's limit for an atomic batch.
 BATCH_MESSAGES_MAX = 1000
 _BATCH_BYTES_MAX = 16 << 20
+#: A unit of more than this goes alone, beside the groups: on a slow link they would wait for it.
+_LARGE_BYTES = 4 << 20
 #: From this many waiting units on, two groups are made of them.
 _SPLIT_FROM = 96
 #: So much smaller than the last group, what waits goes together with what its writers write next.
@@ -98,6 +102,9 @@ class GroupCommit:
         self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
         self._shapes = Shapes()
         self._waiting: deque[Unit] = deque()
+        #: Large ones, one at a time.
+        self._large: deque[Unit] = deque()
+        self._large_task: asyncio.Task[None] | None = None
         #: On their way; more than one only while what is left of a group goes out again.
         self._tasks: set[asyncio.Task[None]] = set()
         #: The group that the next one waits for.
@@ -122,6 +129,7 @@ class GroupCommit:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._look_soon()
+            self._send_large()
 
     async def aclose(self) -> None:
         """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
@@ -131,7 +139,9 @@ class GroupCommit:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        waiting, self._waiting = self._waiting, deque()
+        waiting = [*self._waiting, *self._large]
+        self._waiting.clear()
+        self._large.clear()
         _end(waiting, Closed("the store was closed before the entry was sent"))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
@@ -148,6 +158,10 @@ class GroupCommit:
         """Queue a unit, which is told how it ended, later: see `submit`."""
         if self._closed:
             asyncio.get_running_loop().call_soon(_end, [unit], Closed("the store is closed"))
+            return
+        if _is_large(unit):
+            self._large.append(unit)
+            self._send_large()
             return
         self._waiting.append(unit)
         if self._ahead is None and not self._lingers():
@@ -202,6 +216,19 @@ class GroupCommit:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def _send_large(self) -> None:
+        while self._large and self._large_task is None and self._loop is not None and not self._closed:
+            unit = self._large.popleft()
+            if not unit.given_up:
+                self._large_task = self._loop.create_task(self._guarded([unit], large=True), name="bufstore-large")
+                self._tasks.add(self._large_task)
+                self._large_task.add_done_callback(self._large_sent)
+
+    def _large_sent(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._large_task = None
+        self._send_large()
+
     def _go_on(self, group: list[Unit]) -> None:
         """Nothing need wait for `group` any more: send what waits."""
         if self._ahead is not group:
@@ -218,9 +245,9 @@ class GroupCommit:
         else:
             self._send(self._take(alone=False))
 
-    async def _guarded(self, group: list[Unit]) -> None:
+    async def _guarded(self, group: list[Unit], *, large: bool = False) -> None:
         try:
-            await self._store(group)
+            await (self._store_one(group[0]) if large else self._store(group))
         except asyncio.CancelledError:
             _end(group, AppendUnknown("the store was closed while the entry was on its way"))
             raise
@@ -362,6 +389,13 @@ class GroupCommit:
             else:
                 rest.append(unit)
         return rest
+
+
+def _is_large(unit: Unit) -> bool:
+    messages = unit.messages
+    if len(messages) == 1:
+        return len(messages[0].body) > _LARGE_BYTES
+    return sum(len(message.body) for message in messages) > _LARGE_BYTES
 
 
 def _about(message: Outgoing) -> str:

@@ -29,6 +29,7 @@ from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.nats import frames, hooks
 from bufstore.nats.credentials import read_credentials
 from bufstore.nats.headers import status_of
+from bufstore.nats.pace import Pace, Watch
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Connection:
         self._inbox = ""
         self._tokens = itertools.count()
         self._answers: dict[str, _Question] = {}
+        self._pace = Pace()
         self._on_forbidden: list[Callable[[str, ConfigError], None]] = []
         self._forbidden: set[str] = set()
         self._on_lost: list[Callable[[], None]] = []
@@ -167,16 +169,21 @@ class Connection:
         """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
 
         Without an answer the connection is thrown away, so that nothing waiting in its buffers arrives after somebody
-        has looked. A batch that was begun on an earlier connection is lost with that: all of it is sent again.
+        has looked; but not while bytes of a large write leave (`bufstore.nats.pace`). A batch that was begun on an
+        earlier connection is lost with that: all of it is sent again.
         """
         client = self.client()
         id_ = batch.id if batch is not None else ""
         begun = batch is not None and batch.client is client
         try:
             subjects = [m.subject for m in messages]
-            return await self._answer(
-                subjects, lambda reply: frames.send(client, messages, id_, reply, begun=begun), timeout_s
-            )
+            watch = Watch(self._pace, client)
+
+            async def send(reply: str) -> None:
+                await frames.send(client, messages, id_, reply, begun=begun, moved=watch.moved)
+                watch.sent()
+
+            return await self._answer(subjects, send, timeout_s, paced=True)
         except AppendUnknown:
             self._drop(client, "a write got no answer")
             raise
@@ -202,8 +209,12 @@ class Connection:
         error: Exception = AppendUnknown("given up")
         try:
             client = self.client()
-            async with asyncio.timeout(timeout_s):
-                await frames.send_each(client, messages, [f"{self._inbox}.{token}" for token in tokens])
+            async with asyncio.timeout(timeout_s) as limit:
+                self._pace.limits[tokens[0]] = limit, timeout_s
+                watch = Watch(self._pace, client)
+                replies = [f"{self._inbox}.{token}" for token in tokens]
+                await frames.send_each(client, messages, replies, watch.moved)
+                watch.sent()
                 await all_ended
         except LogUnavailable as e:
             error = e
@@ -216,6 +227,7 @@ class Connection:
             error = AppendUnknown(f"the connection failed: {_text(e)}")
             self._drop(client, "a write failed")
         finally:
+            self._pace.limits.pop(tokens[0], None)
             for token in tokens:
                 self._end(token, error)
 
@@ -230,12 +242,20 @@ class Connection:
         ended(number, outcome)
 
     async def _answer(
-        self, subjects: Sequence[str], send: Callable[[str], Awaitable[None]], timeout_s: float, *, again: bool = False
+        self,
+        subjects: Sequence[str],
+        send: Callable[[str], Awaitable[None]],
+        timeout_s: float,
+        *,
+        again: bool = False,
+        paced: bool = False,
     ) -> bytes:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         token = self._ask(subjects, partial(_settle, answer))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
+                if paced:
+                    self._pace.limits[token] = limit, timeout_s
                 await send(f"{self._inbox}.{token}")
                 pause = AGAIN_S
                 while again and not (await asyncio.wait([answer], timeout=pause))[0]:
@@ -250,6 +270,8 @@ class Connection:
             raise AppendUnknown(f"the connection failed: {_text(e)}") from None
         finally:
             self._answers.pop(token, None)
+            if paced:
+                self._pace.limits.pop(token, None)
 
     def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
         # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
@@ -391,6 +413,7 @@ class Connection:
 
     async def _discard(self) -> None:
         client, self._client = self._client, None
+        self._pace.lost()
         lost = f"the connection was lost before NATS answered: {self._reason}"
         for token in list(self._answers):
             self._end(token, AppendUnknown(lost))
@@ -450,6 +473,10 @@ class ListeningClient(Client):
             # Anybody may send anything to an inbox: it must not end the task that reads. What was ours is missed, and
             # whoever waits for it notices.
             _log.warning("a message that is none: %s", type(e).__name__, extra={"action": "nats_message"})
+
+    def heard(self) -> None:
+        """What was sent is on its way: an answer to a PING behind it need not be here yet."""
+        self._pings_outstanding = 0
 
     def _remove_sub(self, sid: int, *limit: int) -> None:
         # Unsubscribed. What is on its way still comes, and is dropped like that of any unknown subscription.

@@ -7,7 +7,9 @@ with any other the public path does the same, slower (tests run both).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 
 import nats.errors
@@ -26,6 +28,15 @@ _ALL = slice(None)
 #: What encloses the lines of the headers.
 _FRAME = len("NATS/1.0\r\n" + "\r\n")
 
+#: More than this is sent in parts, as far as it is of several messages.
+_PART_BYTES = 1 << 20
+_LOOK_S = 0.5
+
+
+def _unwatched(size: int) -> None:
+    pass
+
+
 #: Whether `send` writes frames of its own.
 supported = version("nats-py").startswith(CHECKED_VERSIONS)
 
@@ -36,11 +47,20 @@ def prepare(client: Client) -> None:
         client._transport._io_writer.transport.set_write_buffer_limits(0)
 
 
-async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: str, *, begun: bool = False) -> None:
+async def send(
+    client: Client,
+    messages: Sequence[Outgoing],
+    batch: str,
+    reply: str,
+    *,
+    begun: bool = False,
+    moved: Callable[[int], None] = _unwatched,
+) -> None:
     """Send the messages, several as the atomic batch `batch`; the answer to the last goes to `reply`.
 
-    `begun`: the first of them is sent already. Raises nats.errors.OutboundBufferLimitError when the client is not
-    connected: nothing was sent then, or a batch without its end, which the server never stores.
+    `begun`: the first of them is sent already. `moved` is called while much of it leaves: see `_write_parts`. Raises
+    nats.errors.OutboundBufferLimitError when the client is not connected: nothing was sent then, or a batch without
+    its end, which the server never stores.
     """
     last = len(messages)
     if supported:
@@ -53,7 +73,14 @@ async def send(client: Client, messages: Sequence[Outgoing], batch: str, reply: 
             failpoints.reach(failpoints.Failpoint.BATCH_HALF_SENT)
             await _write(client, framed(messages, batch, reply, slice(half, last)), last - half)
         else:
-            await _write(client, framed(messages, batch, reply, slice(int(begun), last)), last - begun)
+            data = framed(messages, batch, reply, slice(int(begun), last))
+            if len(data) <= _PART_BYTES:
+                await _write(client, data, last - begun)
+            else:
+                parts = _parts(messages, int(begun))
+                await _write_parts(
+                    client, ((framed(messages, batch, reply, p), p.stop - p.start) for p in parts), moved
+                )
         return
     for number, message in enumerate(messages, 1):
         headers = dict(_headers(message, batch if last > 1 else "", number, number == last))
@@ -89,12 +116,56 @@ async def post(client: Client, subject: str, payload: bytes, reply: str) -> None
         await _write(client, framed([Outgoing(subject, payload)], "", reply), 1)
 
 
-async def send_each(client: Client, messages: Sequence[Outgoing], replies: Sequence[str]) -> None:
+async def send_each(
+    client: Client, messages: Sequence[Outgoing], replies: Sequence[str], moved: Callable[[int], None] = _unwatched
+) -> None:
     """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`."""
     if not client.is_connected:
         raise nats.errors.OutboundBufferLimitError
-    data = b"".join([framed([message], "", reply) for message, reply in zip(messages, replies, strict=True)])
-    await _write(client, data, len(messages))
+    frames = [framed([message], "", reply) for message, reply in zip(messages, replies, strict=True)]
+    data = b"".join(frames)
+    if len(data) <= _PART_BYTES:
+        await _write(client, data, len(messages))
+    else:
+        parts = _parts(messages, 0)
+        await _write_parts(client, ((b"".join(frames[p]), p.stop - p.start) for p in parts), moved)
+
+
+def _parts(messages: Sequence[Outgoing], start: int) -> Iterator[slice]:
+    """Neighbours that are sent at once."""
+    size = 0
+    for number in range(start, len(messages)):
+        size += len(messages[number].body)
+        if size >= _PART_BYTES or number + 1 == len(messages):
+            yield slice(start, number + 1)
+            start, size = number + 1, 0
+
+
+async def _write_parts(client: Client, parts: Iterable[tuple[bytes, int]], moved: Callable[[int], None]) -> None:
+    """Send one part after another, each when the one before has left: what others send meanwhile goes in between.
+
+    `moved` is called with the number of bytes that have left since the last call.
+    """
+    for data, messages in parts:
+        if not client.is_connected:
+            raise nats.errors.OutboundBufferLimitError
+        await _write(client, data, messages)
+        left = len(data)
+        while (waiting := _unsent(client)) and client.is_connected:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await client._transport.drain()  # type: ignore[union-attr]
+            if (gone := min(waiting - _unsent(client), left)) > 0:
+                left -= gone
+                moved(gone)
+        moved(left)
+
+
+def _unsent(client: Client) -> int:
+    """Bytes that wait in this process for the socket to take them."""
+    transport = client._transport
+    writer = transport._io_writer if type(transport) is TcpTransport else None
+    return writer.transport.get_write_buffer_size() if writer is not None else 0
 
 
 async def _write(client: Client, data: bytes, messages: int, *, flushed: bool = False) -> None:

@@ -1,0 +1,81 @@
+"""How long answers are waited for while a large write is on its way.
+
+A write that gets no answer in time costs the connection: with it goes what may still wait in its buffers. On a slow
+link that time may be over before the bytes have left. So as long as bytes of a large write leave, the connection is
+alive, and whoever waits for the answer to a write on it waits anew; callers have deadlines of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+#: So much may be on its way where nobody sees it: in buffers of the system, here and at the other end.
+_UNSEEN_BYTES = 8 << 20
+#: A link is not expected to be slower than this, in bytes a second; where it is, large writes have to be smaller.
+_SLOWEST = 1 << 20
+#: Buffers on the way make room in steps: for so long nothing may move although all is well.
+_STEP_S = _UNSEEN_BYTES / _SLOWEST
+_LOOK_S = 1.0
+
+
+class _Client(Protocol):
+    def heard(self) -> None: ...
+
+
+class Pace:
+    """Of the writes on one connection."""
+
+    def __init__(self) -> None:
+        #: By token: who waits for an answer, until when, and how long without anything that moves.
+        self.limits: dict[str, tuple[asyncio.Timeout, float]] = {}
+        self._alive_until = 0.0
+        self._keeper: asyncio.TimerHandle | None = None
+
+    def moved(self, client: _Client, patience_s: float = _STEP_S) -> None:
+        """Bytes of a large write have left: wait anew, and so much longer."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._alive_until = max(self._alive_until, now + patience_s)
+        if self._keeper is None:
+            self._keep(client, loop)
+        for limit, timeout_s in self.limits.values():
+            until = now + timeout_s + patience_s
+            if not limit.expired() and (limit.when() or 0.0) < until:
+                limit.reschedule(until)
+
+    def _keep(self, client: _Client, loop: asyncio.AbstractEventLoop) -> None:
+        """Until then a client that hears nothing is not taken for dead."""
+        client.heard()
+        again = loop.time() < self._alive_until
+        self._keeper = loop.call_later(_LOOK_S, self._keep, client, loop) if again else None
+
+    def lost(self) -> None:
+        """The connection is gone."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+        self._keeper, self._alive_until = None, 0.0
+
+
+class Watch:
+    """How one write leaves."""
+
+    def __init__(self, pace: Pace, client: _Client) -> None:
+        self._pace = pace
+        self._client = client
+        self._size = 0
+        self._began = 0.0
+
+    def moved(self, size: int) -> None:
+        """So many bytes of a large write have left."""
+        now = asyncio.get_running_loop().time()
+        self._began = self._began or now
+        self._size += size
+        self._pace.moved(self._client)
+
+    def sent(self) -> None:
+        """All of it has left."""
+        if self._size:
+            seconds = asyncio.get_running_loop().time() - self._began
+            unseen = min(self._size, _UNSEEN_BYTES)  # takes as long as the rest did
+            self._pace.moved(self._client, max(unseen * seconds / self._size, _STEP_S))

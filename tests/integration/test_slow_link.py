@@ -1,0 +1,64 @@
+"""A link that is slow, and an entry that takes long to pass it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import pytest
+
+from bufstore import LogUnavailable, OutcomeUnknown
+from bufstore.testing.fault_proxy import FaultProxy
+from conftest import Deployment
+from helpers import eventually, fresh, run_of
+
+
+async def test_a_large_entry_on_a_slow_link_costs_nobody_the_connection(deployment: Deployment) -> None:
+    """It takes several times what a write may take; other threads' writes go in between."""
+    server = deployment.servers.nats
+    size, bytes_per_s, timeout_s = 20 << 20, 2 << 20, 5.0
+    async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy:
+        url = server.url.replace(f":{server.port}", f":{proxy.port}")
+        async with deployment.store(nats=url, append_timeout_s=timeout_s, flusher=False) as store:
+            small, large, stop = [fresh("small") for _ in range(4)], fresh("large"), asyncio.Event()
+            for thread_id in small:
+                await store.checkpoint(thread_id, [], run_of(thread_id))
+            client = store._link.connection.client()
+            proxy.to_server.bytes_per_s = bytes_per_s
+            written = dict.fromkeys(small, 0)
+            longest = 0.0
+
+            async def write(thread_id: str) -> None:
+                nonlocal longest
+                while not stop.is_set():
+                    began = time.monotonic()
+                    with suppress(OutcomeUnknown, LogUnavailable):
+                        await store.checkpoint_append(thread_id, ["small"], run_of(thread_id))
+                        written[thread_id] += 1
+                    longest = max(longest, time.monotonic() - began)
+
+            writing = [asyncio.create_task(write(t)) for t in small]
+            message = {"content": "x" * size, "id": "big"}
+            with pytest.raises(OutcomeUnknown) as unknown:  # in its own time, and it goes on
+                await store.checkpoint(large, [message], run_of(large))
+
+            async def stored() -> bool:
+                try:
+                    receipt = await store.checkpoint(
+                        large, [message], run_of(large), idempotency_key=unknown.value.token
+                    )
+                except (OutcomeUnknown, LogUnavailable):
+                    return False
+                return receipt.repeated
+
+            await eventually(stored, 60)
+            assert store._link.connection.client() is client, "the connection that all share was thrown away"
+            stop.set()
+            await asyncio.gather(*writing)
+            proxy.to_server.heal()
+            assert all(written.values()), "nothing went in between"
+            assert longest < 2 * timeout_s, "a write did not end in its own time"
+            async with deployment.store() as flusher:
+                await flusher.force_flush_all(timeout_s=60)
+                assert await flusher.load_messages(large) == [message]
