@@ -138,8 +138,11 @@ class FaultyLog(MemoryLog):
                 with contextlib.suppress(Conflict):
                     stream.store(messages)
                 raise AppendUnknown("no answer")
-            case "late" | "very late":
+            case "late" | "very late" | "held up":
                 self._be_late(stream, messages, (0.05, 0.5, 3, 12, 45) if fault == "late" else (60,))
+                if fault == "held up":  # and nothing else gets through before the caller has given up
+                    now = asyncio.get_running_loop().time()
+                    self._weather.log_away_until = now + self._config.append_timeout_s + 0.5
                 raise AppendUnknown("no answer")
             case "slow":
                 await asyncio.sleep(2)

@@ -12,6 +12,9 @@ from store_model.poison import Poison
 from store_model.reads import Reads
 from store_model.world import CONFIG, SUBJECTS, THREADS, Violation
 
+#: Threads of one partition.
+_NEIGHBOURS = [(a, b) for a in THREADS for b in THREADS if a != b and SUBJECTS.partition(a) == SUBJECTS.partition(b)]
+
 
 class Steps(Reads, Poison):
     """Everything that can be done to a world: each public coroutine is a step, called by its name."""
@@ -84,6 +87,36 @@ class Steps(Reads, Poison):
         self.fault("very late")
         await self._make(chance, self._call(chance, chance.choice(THREADS)))
         await asyncio.sleep(chance.choice((0, 20, 55)))
+
+    async def be_overtaken(self, chance: random.Random) -> None:
+        """A write is held up until others' entries of the thread are flushed and purged; it lands, and is repeated."""
+        if not self.world.weather.late_after_purge:
+            return
+        thread_id, beside = chance.choice(_NEIGHBOURS)
+
+        async def go_on() -> None:
+            """The entry at a cursor stays in the log: so the partition gets one more."""
+            await self._make(chance, self._checkpoint(chance, beside))
+            await asyncio.sleep(chance.choice((20, 45, 50)))
+
+        await go_on()
+        self.fault("held up", 100)
+        self.world.weather.log.append("held up")
+        held = chance.choice((self._checkpoint, self._checkpoint_append))(chance, thread_id)
+        instance = self._instance(chance)
+        await self.witness.make(instance, held)
+        await asyncio.sleep(1)
+        for _ in range(chance.choice((0, 1, 1, 2))):
+            await self._make(chance, self._call(chance, thread_id))
+        await go_on()
+        await asyncio.sleep(max(0.0, self.world.weather.late_until - self.world.loop.time()) + chance.choice((0, 1)))
+        for _ in range(chance.choice((0, 0, 1))):
+            await self._make(chance, self._call(chance, thread_id))
+        for one in chance.sample((instance, *self.world.instances), chance.choice((1, 2))):
+            self.witness.audit()
+            if held.outcome == "unknown" and held.key is not None and not held.entries:
+                await self.witness.make(one, held)
+        await self._make(chance, self._call(chance, thread_id))
 
     async def store_faults(self, chance: random.Random) -> None:
         """The next calls of Postgres fail, before or after they took effect."""

@@ -67,6 +67,7 @@ class Store(RuleBasedStateMachine):
                 "log_outage",
                 "lose_feed",
                 "come_late",
+                "be_overtaken",
                 "other_owner",
                 "lose_hot_state",
                 "fail_over",
