@@ -12,6 +12,7 @@ from typing import Any
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.ports import AppendUnknown, Conflict, FlushFailed, Link, Outgoing
+from bufstore.buffer.target import Target
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import AlreadyExists, LogFull, LogUnavailable, StoreUnavailable
@@ -84,8 +85,10 @@ class Weather:
 class ArchivingStream(MemoryStream):
     """A stream that shows everything it ever took to the archive."""
 
-    def __init__(self, config: LogConfig, archive: list[StoredMessage], epoch: int = 0) -> None:
-        super().__init__(config, epoch)
+    def __init__(
+        self, config: LogConfig, archive: list[StoredMessage], epoch: int = 0, target: Target | None = None
+    ) -> None:
+        super().__init__(config, epoch, target)
         self._archive = archive
 
     def store(self, messages: Sequence[Outgoing]) -> int:
@@ -111,9 +114,9 @@ class FaultyLog(MemoryLog):
         super().__init__(streams, config, message_bytes_max)
         self._weather = weather
 
-    async def create(self, epoch: int) -> None:
+    async def create(self, epoch: int, target: Target) -> None:
         name = self._config.log.stream
-        self._streams.setdefault(name, ArchivingStream(self._config.log, self._weather.archive, epoch))
+        self._streams.setdefault(name, ArchivingStream(self._config.log, self._weather.archive, epoch, target))
 
     async def _turn(self) -> MemoryStream:
         await self._weather.at_nats()

@@ -12,7 +12,15 @@ from bufstore import BufstoreError, ConfigError
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import LogFull, LogUnavailable
-from bufstore.nats.errors import ApiError, ConsumerMissing, MessageMissing, StreamMissing, SubjectFull, to_error
+from bufstore.nats.errors import (
+    ApiError,
+    ConsumerMissing,
+    MessageMissing,
+    StreamMissing,
+    StreamTaken,
+    SubjectFull,
+    to_error,
+)
 from bufstore.tokens import Form, Policy, TokensConfig
 from bufstore.tokens.fence import Register
 from bufstore.tokens.model import Fence, decode, encode, first_token
@@ -95,7 +103,7 @@ def test_the_tokens_of_a_stream_made_later_are_larger() -> None:
         (10009, "no leader", LogUnavailable),
         (10052, "invalid configuration", ConfigError),
         (10054, "message size exceeds maximum allowed", ConfigError),
-        (10058, "stream name already in use", ConfigError),
+        (10058, "stream name already in use", StreamTaken),
         (10065, "subjects overlap", ConfigError),
         (10076, "JetStream not enabled", ConfigError),
         (10039, "JetStream not enabled for account", ConfigError),

@@ -15,6 +15,7 @@ import msgspec
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import StoredEntry, StoredMessage
 from bufstore.buffer.replay import ParkedEntry, ReplayPlan
+from bufstore.buffer.target import Target
 from bufstore.buffer.verdict import Verdict
 from bufstore.buffer.windows import Windows
 
@@ -168,8 +169,20 @@ class Generations(Protocol):
         """The first sequence that is (or will be) in the log, and the last."""
         ...
 
-    async def create(self, epoch: int) -> None:
-        """Create the stream as generation `epoch`; a no-op if another process was faster."""
+    async def create(self, epoch: int, target: Target) -> None:
+        """Create the stream as generation `epoch`, to be flushed there; a no-op if another process was faster."""
+        ...
+
+    @property
+    def target(self) -> Target | None:
+        """Where the log is flushed to, as it said when `epoch` looked; None: it does not say."""
+        ...
+
+    async def set_target(self, target: Target) -> None:
+        """Make a log of before say where it is flushed to, and all else that a new one says.
+
+        Raises LogUnavailable, also when somebody changed it at the same time.
+        """
         ...
 
     async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
@@ -532,6 +545,14 @@ class Ledger(Protocol):
 
     async def set_epoch(self, epoch: int) -> None:
         """Remember the generation of the stream before it is created."""
+        ...
+
+    async def target(self) -> Target | None:
+        """Where the log is flushed to: here, by this name; None: not put down yet."""
+        ...
+
+    async def claim(self, epoch: int, target: Target) -> Target:
+        """Put it down, unless it is, and remember the generation of the stream as `set_epoch`; what stands there."""
         ...
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:

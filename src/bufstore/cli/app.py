@@ -10,6 +10,7 @@ from bufstore.cli.doctor import doctor
 from bufstore.cli.erase import erase
 from bufstore.cli.flush import flush
 from bufstore.cli.importing import import_
+from bufstore.cli.log import log
 from bufstore.cli.permissions import permissions
 from bufstore.cli.quarantine import quarantine
 from bufstore.cli.repair import repair
@@ -30,5 +31,7 @@ def app() -> None:
     """
 
 
-for command in (demo, import_, status, flush, erase, quarantine, verify, doctor, repair, spark, setup, permissions):
+for command in (
+    demo, import_, status, flush, erase, quarantine, verify, doctor, log, repair, spark, setup, permissions,
+):  # fmt: skip
     app.add_command(command)

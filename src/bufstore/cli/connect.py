@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
+from bufstore.buffer.target import check_flushable
 from bufstore.cli.certificates import tls_context
 from bufstore.cli.running import configure_logs, reporting_errors
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
@@ -24,6 +25,7 @@ from bufstore.postgres.migrate import check_schema
 from bufstore.postgres.pool import check_conninfo
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.protocol import kind_of
 
 if TYPE_CHECKING:
     from bufstore.embedded import Servers
@@ -82,7 +84,7 @@ class Target:
 
         `create`: make a log if there is none; else that is a ConfigError.
         """
-        log = await self.find_log()
+        log = await self.find_log(applies=True)
         if log is None:
             if not create:
                 raise ConfigError(f"there is no log {self.stream!r} on this server yet; the first write makes it")
@@ -99,9 +101,18 @@ class Target:
         conninfo = make_conninfo(self.postgres, application_name=self.session)
         return PostgresThreadStore(conninfo, schema=self.schema, pool_size=pool_size)
 
-    async def find_log(self) -> LogConfig | None:
-        """The configuration of the log as it stands on the server; None if there is no log."""
-        return await find_log(self.nats, self.stream, self.bucket, self.session)
+    async def find_log(self, *, applies: bool = False) -> LogConfig | None:
+        """The configuration of the log as it stands on the server; None if there is no log.
+
+        `applies`: something of it is going to be written into a PostgresThreadStore. Raises ConfigDrift when it does
+        not belong there.
+        """
+        found = await find_log(self.nats, self.stream, self.bucket, self.session)
+        if found is None:
+            return None
+        if applies:
+            check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
+        return found.config
 
 
 @dataclass(frozen=True)

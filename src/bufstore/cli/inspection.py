@@ -14,6 +14,7 @@ from bufstore.buffer.ports import Cursor
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.room import Rooms, look
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.target import check_same
 from bufstore.buffer.verify import Verifier
 from bufstore.cli.connect import Target
 from bufstore.config import BufferConfig, LogConfig
@@ -22,8 +23,10 @@ from bufstore.nats.connection import Connection
 from bufstore.nats.hot import NatsHotState
 from bufstore.nats.log import NatsLog
 from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.health import asked, health_of, is_full
+from bufstore.threads.protocol import kind_of
 
 _TIMEOUT_S = 5.0
 
@@ -90,7 +93,9 @@ class Inspection:
         """The self-check. Raises LogUnavailable, StoreUnavailable."""
         subjects = Subjects(self._config.subject, self._config.partitions)
         await self._log.epoch()  # so that it knows where this generation of the stream begins
-        own = await self._ledger.has_threads()
+        # Of an app's own store tables of ours in the same schema say nothing.
+        named = self._log.target
+        own = (named is None or named.kind == kind_of(PostgresThreadStore)) and await self._ledger.has_threads()
         return await Verifier(
             self._log, self._hot, self._ledger, subjects, self._ledger.versions if own else None
         ).run()
@@ -148,9 +153,12 @@ def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, owner: 
 
 
 @asynccontextmanager
-async def inspecting(target: Target) -> AsyncIterator[Inspection]:
-    """Look at the buffer of `target`. Raises ConfigError when it has none, LogUnavailable."""
-    config = await target.find_log()
+async def inspecting(target: Target, *, applies: bool = False) -> AsyncIterator[Inspection]:
+    """Look at the buffer of `target`. Raises ConfigError when it has none, LogUnavailable.
+
+    `applies`: to write something into a PostgresThreadStore. Raises ConfigDrift when the log is not flushed into that.
+    """
+    config = await target.find_log(applies=applies)
     if config is None:
         raise ConfigError(f"there is no log {target.stream!r} on this server yet: the first write makes it")
     connection = Connection(target.nats, target.session)
@@ -161,6 +169,9 @@ async def inspecting(target: Target) -> AsyncIterator[Inspection]:
     await connection.open()
     try:
         await ledger.open()
+        if applies:
+            await log.epoch(checked=False)
+            check_same(target.stream, log.target, await ledger.target())
         yield Inspection(log, hot, ledger, config)
     finally:
         await ledger.aclose()

@@ -152,7 +152,7 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
     name = thread if thread is not None else what if id_ is None else None
 
     async def work(target: Target) -> list[Replayed]:
-        async with _quarantine(target) as it:
+        async with _quarantine(target, applies=True) as it:
             if id_ is not None:
                 return list(await it.replay(id_))
             if name is not None:
@@ -205,8 +205,8 @@ def discard(options: Options, ids: Sequence[int]) -> None:
 
 
 @asynccontextmanager
-async def _quarantine(target: Target) -> AsyncIterator[Quarantine]:
-    async with inspecting(target) as inspection:
+async def _quarantine(target: Target, *, applies: bool = False) -> AsyncIterator[Quarantine]:
+    async with inspecting(target, applies=applies) as inspection:
         yield inspection.quarantine()
 
 

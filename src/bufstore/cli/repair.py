@@ -9,6 +9,7 @@ from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.output import show_json
 from bufstore.cli.running import EXIT_WRONG, run
 from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import ConfigDrift
 from bufstore.threads.repairing import repair as repair_log
 
 
@@ -23,24 +24,30 @@ def repair(options: Options, apply: bool) -> None:
     Exit code 1 without --apply when there is something to repair.
     """
     with options.target() as target:
-        found = run(_repair(target, apply))
+        found, how = run(_repair(target, apply))
     if options.as_json:
         show_json(found)
     else:
-        for line in _lines(found):
+        for line in _lines(found, how):
             click.echo(line)
     if found.reason is not None and not found.done:
         raise click.exceptions.Exit(EXIT_WRONG)
 
 
-async def _repair(target: Target, apply: bool) -> Repaired:
-    log = await target.find_log() or LogConfig(stream=target.stream, bucket=target.bucket)
-    return await repair_log(
+async def _repair(target: Target, apply: bool) -> tuple[Repaired, str]:
+    """What was found, and how to mend it."""
+    log = await target.find_log(applies=apply) or LogConfig(stream=target.stream, bucket=target.bucket)
+    found = await repair_log(
         target.plain(pool_size=4), nats=target.nats, schema=target.schema, config=BufferConfig.fitting(log), apply=apply
     )
+    try:
+        await target.find_log(applies=True)
+    except ConfigDrift as e:
+        return found, f"bufstore.repair(…, apply=True) in a process that has the store, because {e}"
+    return found, "bufstore repair --apply"
 
 
-def _lines(found: Repaired) -> list[str]:
+def _lines(found: Repaired, how: str) -> list[str]:
     if found.reason is None:
         return ["log and Postgres fit together: there is nothing to repair"]
     lines = [f"found: {found.reason}"]
@@ -52,7 +59,7 @@ def _lines(found: Repaired) -> list[str]:
         lines.append(f"the log shows {found.threads} threads; Postgres lacks {found.applied + found.parked} entries:")
         lines.append(f"  {found.applied} would be applied, {found.parked} fit nowhere and would go to quarantine")
         lines.append(f"then the stream would be removed, and the next start would create generation {found.epoch}")
-        lines.append("nothing was changed; stop all instances, then: bufstore repair --apply")
+        lines.append("nothing was changed; stop all instances, then: " + how)
     return lines
 
 

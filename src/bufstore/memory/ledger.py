@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.ports import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
+from bufstore.buffer.target import Target
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig
 from bufstore.errors import Rejected
@@ -33,6 +34,7 @@ class MemoryLedger:
         self._epoch: int | None = None
         #: Threads whose rows somebody else holds: for tests.
         self.locked: set[str] = set()
+        self._named: Target | None = None
         self.parked = MemoryParked(self._rows, target)
 
     async def open(self) -> None:
@@ -49,6 +51,14 @@ class MemoryLedger:
 
     async def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
+
+    async def target(self) -> Target | None:
+        return self._named
+
+    async def claim(self, epoch: int, target: Target) -> Target:
+        self._epoch = max(self._epoch or 0, epoch)
+        self._named = self._named or target
+        return self._named
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         for p in partitions:

@@ -16,6 +16,7 @@ from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
@@ -24,8 +25,9 @@ from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, Log
 class MemoryStream:
     """The messages of one stream, for all who write and read it."""
 
-    def __init__(self, config: LogConfig, epoch: int = 0) -> None:
+    def __init__(self, config: LogConfig, epoch: int = 0, target: Target | None = None) -> None:
         self.config = config
+        self.target = target
         self.epoch = epoch
         self.windows = Windows.of(config)
         #: What it remembers while it is out of service.
@@ -274,8 +276,17 @@ class MemoryLog:
     async def set_windows(self, windows: Windows) -> None:
         (await self._turn()).windows = windows
 
-    async def create(self, epoch: int) -> None:
-        self._streams.setdefault(self._config.log.stream, MemoryStream(self._config.log, epoch))
+    async def create(self, epoch: int, target: Target) -> None:
+        self._streams.setdefault(self._config.log.stream, MemoryStream(self._config.log, epoch, target))
+
+    @property
+    def target(self) -> Target | None:
+        stream = self._streams.get(self._config.log.stream)
+        return stream.target if stream is not None else None
+
+    async def set_target(self, target: Target) -> None:
+        stream = await self._turn()
+        stream.target = stream.target or target
 
     async def bounds(self) -> tuple[int, int]:
         stream = await self._turn()

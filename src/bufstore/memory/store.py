@@ -55,6 +55,9 @@ _REMEMBERED_KEYS = 16
 class MemoryThreadStore:
     """A `ThreadRunStore` that forgets everything with the process. Holds encoded bytes, never the caller's objects."""
 
+    #: See `WrappableStore`.
+    store_kind = "bufstore.memory"
+
     def __init__(self) -> None:
         self._threads: dict[str, Thread] = {}
         self._messages: dict[str, list[bytes]] = {}

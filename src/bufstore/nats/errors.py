@@ -25,6 +25,10 @@ class StreamMissing(LogUnavailable):
     """The stream or bucket does not exist (any more)."""
 
 
+class StreamTaken(ConfigError):
+    """There is a stream of this name, with other settings."""
+
+
 class ConsumerMissing(LogUnavailable):
     """The consumer does not exist (any more)."""
 
@@ -72,7 +76,7 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10043: lambda e: MessageMissing(e.description),
     10057: lambda e: MessageMissing(e.description),  # deleting what is not there
     10052: lambda e: ConfigError(f"the server takes no such stream: {e.description}"),
-    10058: lambda e: ConfigError(f"a stream of this name has other settings: {e.description}"),
+    10058: lambda e: StreamTaken(f"a stream of this name has other settings: {e.description}"),
     10065: lambda e: ConfigError(f"another stream listens on these subjects: {e.description}"),
     10098: lambda e: ConfigError(f"a work queue needs explicit acks: {e.description}"),
     10099: lambda e: ConfigError(f"the work queue has another consumer: {e.description}"),

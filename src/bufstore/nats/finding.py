@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from bufstore.buffer.target import Target
 from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import ConfigError
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
-from bufstore.nats.setup import WITHDRAWN, check_bucket, windows_of
+from bufstore.nats.setup import WITHDRAWN, check_bucket, target_of, windows_of
 from bufstore.nats.stream import NatsStream
 
 
-async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> LogConfig | None:
-    """The configuration of the log; None if there is none. `name`: by which NATS knows the connection.
+class FoundLog(NamedTuple):
+    """A log as it stands on the server."""
+
+    config: LogConfig
+    #: Where it is flushed to; None: it does not say.
+    target: Target | None
+
+
+async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> FoundLog | None:
+    """The log; None if there is none. `name`: by which NATS knows the connection.
 
     So nobody has to repeat the operator's numbers of partitions and replicas. Raises ConfigError for a stream that
     bufstore has not made, LogUnavailable.
@@ -26,7 +35,8 @@ async def find_log(nats: NatsConfig, stream: str, bucket: str, name: str) -> Log
         return None
     finally:
         await connection.aclose()
-    return log_config(found["config"], bucket)
+    metadata = found["config"].get("metadata") or {}
+    return FoundLog(log_config(found["config"], bucket), target_of(metadata))
 
 
 def log_config(found: dict[str, Any], bucket: str | None = None) -> LogConfig:

@@ -12,19 +12,22 @@ from nats.aio.client import Client
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import AppendUnknown, BegunBatch, Held, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.nats.connection import Connection
-from bufstore.nats.errors import ConsumerMissing, MessageMissing, StreamMissing
+from bufstore.nats.errors import ConsumerMissing, MessageMissing, StreamMissing, StreamTaken
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
     check_stream,
     epoch_of,
+    metadata_of,
     out_of_service,
     stream_config,
+    target_of,
     windows_of,
     with_windows,
     withdrawn,
@@ -49,6 +52,7 @@ class NatsLog(NatsStream):
         self._vouch: Callable[[], Awaitable[str | None]] | None = None
         self._generation_start = 1
         self._windows = Windows.of(config.log)
+        self._target: Target | None = None
         connection.on_connect(self._check_end)
 
     async def epoch(self, *, checked: bool = True) -> int | None:
@@ -64,7 +68,8 @@ class NatsLog(NatsStream):
 
     async def _look(self, timeout_s: float = 5.0) -> dict[str, Any]:
         info = await self.api(f"STREAM.INFO.{self._config.log.stream}", timeout_s=timeout_s)
-        self._windows = windows_of(self._config.log, info["config"].get("metadata") or {})
+        metadata = info["config"].get("metadata") or {}
+        self._windows, self._target = windows_of(self._config.log, metadata), target_of(metadata)
         return info
 
     @property
@@ -77,6 +82,15 @@ class NatsLog(NatsStream):
 
     async def set_windows(self, windows: Windows) -> None:
         await self._say(lambda metadata: with_windows(metadata, windows))
+
+    @property
+    def target(self) -> Target | None:
+        return self._target
+
+    async def set_target(self, target: Target) -> None:
+        said = metadata_of(self._config.log, await self.epoch(checked=False) or 0, target)
+        # Another process may have been faster.
+        await self._say(lambda metadata: dict(metadata) if target_of(metadata) is not None else said | dict(metadata))
 
     async def _say(self, change: Callable[[Mapping[str, str]], dict[str, str]]) -> None:
         """Change the stream's metadata. Whoever changes it at the same time may win: then LogUnavailable is raised."""
@@ -92,10 +106,11 @@ class NatsLog(NatsStream):
         first = int(info["state"]["first_seq"]) or int(info["config"].get("first_seq", 1))
         return first, int(info["state"]["last_seq"])
 
-    async def create(self, epoch: int) -> None:
-        wanted = stream_config(self._config.log, epoch)
+    async def create(self, epoch: int, target: Target) -> None:
+        wanted = stream_config(self._config.log, epoch, target)
         try:
-            await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
+            with contextlib.suppress(StreamTaken):  # with other settings: whoever looks next says which
+                await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
         except LogFull as e:
             raise ConfigError(
                 f"stream {self._config.log.stream} cannot be created with LogConfig.max_bytes = "

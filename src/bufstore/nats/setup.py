@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigDrift, ConfigError, LogRolledBack
@@ -22,6 +23,7 @@ EPOCHS_MAX = 1 << 22
 WITHDRAWN = "-withdrawn"
 
 _OURS = "bufstore."
+_TARGET = ("domain", "store", "target")
 
 
 def epoch_of(found: Mapping[str, Any]) -> int:
@@ -47,6 +49,19 @@ def windows_of(config: LogConfig, metadata: Mapping[str, Any]) -> Windows:
     )
 
 
+def target_of(metadata: Mapping[str, Any]) -> Target | None:
+    """Where an existing log says that it is flushed to."""
+    if _OURS + "target" not in metadata:
+        return None
+    return Target(*(metadata.get(_OURS + name, "") for name in _TARGET))
+
+
+def with_target(metadata: Mapping[str, Any], target: Target) -> dict[str, str]:
+    """The metadata of a log that says this of where it is flushed to."""
+    said = (target.domain, target.store, target.id)
+    return dict(metadata) | {_OURS + name: value for name, value in zip(_TARGET, said, strict=True)}
+
+
 def with_windows(metadata: Mapping[str, Any], windows: Windows) -> dict[str, str]:
     """The metadata of a log that says this of its windows."""
     said = msgspec.structs.asdict(windows)
@@ -69,13 +84,14 @@ def withdrawn(
     return {**found, "subjects": subjects, "metadata": metadata}, kept
 
 
-def metadata_of(config: LogConfig, epoch: int) -> dict[str, str]:
+def metadata_of(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, str]:
     """What a new log says of itself."""
     said = {"partitions": str(config.partitions), "epoch": str(epoch), "bucket": config.bucket}
-    return with_windows({_OURS + name: value for name, value in said.items()}, Windows.of(config))
+    metadata = with_windows({_OURS + name: value for name, value in said.items()}, Windows.of(config))
+    return with_target(metadata, target) if target is not None else metadata
 
 
-def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
+def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, Any]:
     """The log: nothing ages out of it, nothing is dropped from it, and what is too much is refused.
 
     Raises ConfigError for an epoch whose positions would not fit into 62 bits.
@@ -95,7 +111,7 @@ def stream_config(config: LogConfig, epoch: int) -> dict[str, Any]:
         "allow_atomic": True,
         "first_seq": first_position(epoch),
         **_common(config),
-        "metadata": metadata_of(config, epoch),
+        "metadata": metadata_of(config, epoch, target),
     }
 
 

@@ -10,6 +10,7 @@ from psycopg import AsyncConnection
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.ports import Cursor, Decision, Flushed, FlushFailed, NotOwner
+from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres import columns
@@ -73,6 +74,13 @@ class PostgresLedger:
 
     async def set_epoch(self, epoch: int) -> None:
         await self._fetch("set_epoch", epoch)
+
+    async def target(self) -> Target | None:
+        rows = await self._fetch("target")
+        return Target(*rows[0]) if rows else None
+
+    async def claim(self, epoch: int, target: Target) -> Target:
+        return Target(*(await self._fetch("claim", epoch, target.domain, target.store, target.id))[0])
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         rows = await self._fetch("take", columns.ints(sorted(partitions)), owner)

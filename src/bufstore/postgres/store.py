@@ -76,6 +76,9 @@ class PostgresThreadStore:
     (login, missing tables, read-only) and Closed.
     """
 
+    #: See `WrappableStore`.
+    store_kind = "bufstore.postgres"
+
     def __init__(
         self,
         conninfo: str = "",

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from bufstore.buffer.target import check_flushable
 from bufstore.config import LogConfig, NatsConfig, Secretive, as_nats_config
 from bufstore.errors import ConfigError, NoLog
-from bufstore.nats.finding import find_log
+from bufstore.nats.finding import FoundLog, find_log
 from bufstore.postgres.migrate import check_schema
+from bufstore.postgres.store import PostgresThreadStore
+from bufstore.threads.protocol import kind_of
 from bufstore.types import check_id
 
 
@@ -42,7 +45,16 @@ class Deployment(Secretive):
         return self.nats
 
     async def find_log(self) -> LogConfig:
-        """The log as it stands on the server. Raises NoLog when there is none, LogUnavailable."""
+        """The log as it stands on the server, to write into it or a PostgresThreadStore behind it.
+
+        Raises NoLog when there is none, ConfigDrift when it is flushed into another kind of store, LogUnavailable.
+        """
+        found = await self.look()
+        check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
+        return found.config
+
+    async def look(self) -> FoundLog:
+        """The log as it stands on the server, and where it is flushed to. Raises NoLog, LogUnavailable."""
         found = await find_log(self.server, self.stream, self.bucket, "bufstore-spark")
         if found is None:
             raise NoLog(self.stream)

@@ -20,6 +20,7 @@ from bufstore.buffer.entry import StoredMessage, assemble
 from bufstore.buffer.ports import Decision, FlushFailed, need_all
 from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.target import Target, check_kind, check_same
 from bufstore.errors import ConfigError, MalformedEntry, NoLog, StoreUnavailable
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
@@ -29,6 +30,7 @@ from bufstore.spark.jobs import described
 from bufstore.spark.restore_log import IntoLog
 from bufstore.spark.restoring import Counts, applicable
 from bufstore.spark.worker import in_task, loop
+from bufstore.threads.protocol import kind_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,6 +38,10 @@ if TYPE_CHECKING:
 
 _OUTCOME = "threads bigint, applied bigint, present bigint, refused bigint, reasons array<string>"
 Into = Literal["postgres", "log"]
+_OTHER_STORE = (
+    "A restore into Postgres writes bufstore's own tables. Restore into the log (into='log'): a process that has the "
+    "store flushes it from there."
+)
 #: Entries of one transaction.
 _AT_ONCE = 5000
 
@@ -101,8 +107,11 @@ async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: In
         epoch = epoch_after(
             manifests, found.created if found is not None else None, found.epoch if found is not None else 0
         )
+    named = (await deployment.look()).target if found is not None else None
+    if into == "postgres":
+        check_kind(f"stream {deployment.stream}", named, kind_of(PostgresThreadStore), _OTHER_STORE)
     async with _restoring(deployment, into, dry_run=dry_run) as restoring:
-        await restoring.setup(epoch)
+        await restoring.setup(epoch, named)
 
 
 def _restoring(deployment: Deployment, into: Into, *, dry_run: bool) -> _IntoPostgres | IntoLog:
@@ -194,6 +203,7 @@ class _IntoPostgres:
     def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
         self._store = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=1)
         self._ledger = PostgresLedger(deployment.postgres, self._store, schema=deployment.schema)
+        self._stream = deployment.stream
         self._dry_run = dry_run
 
     async def __aenter__(self) -> _IntoPostgres:
@@ -205,11 +215,17 @@ class _IntoPostgres:
         await self._ledger.aclose()
         await self._store.aclose()
 
-    async def setup(self, epoch: int) -> None:
-        """Make the tables; remember which generation of the log they belong to."""
+    async def setup(self, epoch: int, named: Target | None) -> None:
+        """Make the tables; remember which generation of the log they belong to, and which log, if there is one.
+
+        `named`: where that says it is flushed to. A database that is brought back takes the place of that one.
+        """
         await self._store.setup()
         await self._ledger.setup()
-        if not self._dry_run:
+        check_same(self._stream, named, await self._ledger.target())
+        if not self._dry_run and named is not None:
+            await self._ledger.claim(epoch, named)
+        elif not self._dry_run:
             await self._ledger.set_epoch(epoch)
 
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> Counts:

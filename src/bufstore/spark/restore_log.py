@@ -23,6 +23,7 @@ from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
 from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.nats.link import NatsLink
@@ -30,6 +31,7 @@ from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import Deployment
 from bufstore.spark.restoring import Counts, applicable
+from bufstore.threads.protocol import kind_of
 
 _TIMEOUT_S = 30.0
 _UNIT_BYTES = 4 << 20
@@ -95,7 +97,9 @@ class IntoLog:
         self._ledger = PostgresLedger(deployment.postgres, self._store, schema=deployment.schema)
 
     async def __aenter__(self) -> IntoLog:
-        log = await self._deployment.find_log()
+        log, named = await self._deployment.look()
+        # Of an app's own store, only its row of a thread is known.
+        self._ours = named is None or named.kind == kind_of(PostgresThreadStore)
         self._subjects = Subjects(log.subject, log.partitions)
         self._link = NatsLink(self._deployment.server, BufferConfig.fitting(log), "bufstore-restore")
         await self._link.open()
@@ -112,8 +116,12 @@ class IntoLog:
         await self._ledger.aclose()
         await self._link.aclose()
 
-    async def setup(self, epoch: int) -> None:
+    async def setup(self, epoch: int, named: Target | None) -> None:
         """Raise ConfigError unless Postgres and the log (whose generation is `epoch`) go together."""
+        noted = await self._ledger.target()
+        check_same(self._deployment.stream, named, noted)
+        if named is not None and noted is None:
+            check_proof(self._deployment.stream, named, proven=False)
         known = await self._ledger.epoch()
         if known is not None and known != epoch:
             raise ConfigError(
@@ -127,7 +135,7 @@ class IntoLog:
         last = {names[s]: m for s, m in (await self._link.log.last(list(names), _TIMEOUT_S)).items()}
         end = 1 + await self._link.log.end(_TIMEOUT_S)
         rows = await self._ledger.rows(list(threads))
-        versions = await self._store.versions(list(threads))
+        versions = await self._store.versions(list(threads)) if self._ours else {}
         counts = Counts(threads=len(threads))
 
         async def one(thread_id: str, items: Sequence[Item]) -> None:

@@ -8,17 +8,22 @@ from bufstore.buffer.ports import Ledger, Log
 from bufstore.buffer.salvage import reason_to_repair
 from bufstore.buffer.subjects import first_position
 from bufstore.buffer.takeover import mismatch, proven
+from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, is_proven
 from bufstore.config import BufferConfig
-from bufstore.errors import LogRolledBack, StoreUnavailable
+from bufstore.errors import LogRolledBack, NoLog, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.store import PostgresThreadStore
-from bufstore.threads.protocol import WrappableStore
+from bufstore.threads.protocol import WrappableStore, kind_of
+
+#: A log's metadata has no compare-and-set: who writes into it at the same time has done so by then.
+_OTHERS_S = 1.0
 
 
 async def prepare_log(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
     """Make sure that the log exists and that it is the one that Postgres speaks of."""
     epoch = await log.epoch()
     if epoch is not None:
+        check_kind(f"stream {config.log.stream}", log.target, kind_of(store))
         config.check_fits(log.windows.rely_s)  # while the log's window is changed, that may be less than is configured
     try:
         # A Postgres that hangs must not hold up an app that can do without it.
@@ -40,19 +45,73 @@ async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config:
     await ledger.setup()
     if isinstance(store, PostgresThreadStore):
         await store.setup()
+    await meet(log, ledger, config.log.stream, kind_of(store))
+
+
+async def meet(log: Log, ledger: Ledger, stream: str, ours: Kind) -> None:
+    """Make sure that log and ledger belong together and say so; create the log if it is missing.
+
+    Raises ConfigDrift, LogRolledBack.
+    """
     epoch, known = await log.epoch(), await ledger.epoch()
-    reason = await compare(log, ledger, config.log.stream, epoch, known)
+    named, noted = log.target if epoch is not None else None, await ledger.target()
+    check_kind(f"stream {stream}", named, ours)
+    check_kind(f"the database of stream {stream}", noted, ours)
+    check_same(stream, named, noted)
+    if known is None and named is not None:
+        check_proof(stream, named, proven=False)
+    reason = await compare(log, ledger, stream, epoch, known)
     if reason is not None:
         log.refuse(reason)
         raise LogRolledBack(reason)
+    if named is not None and noted is not None:
+        return
     if epoch is None:
-        await ledger.set_epoch(known or 0)
+        target = await ledger.claim(known or 0, Target.new(ours))
         reach(Failpoint.EPOCH_SET)
-        await log.create(known or 0)
+        await log.create(known or 0, target)
         reach(Failpoint.STREAM_CREATED)
-        await log.epoch()
-    elif known is None:
-        await ledger.set_epoch(epoch)
+    else:
+        check_proof(stream, named, proven=await proven_by_ledger(log, ledger, epoch))
+        target = await ledger.claim(epoch, named or Target.new(ours))
+        if named is None:
+            await log.set_target(target)
+            await asyncio.sleep(_OTHERS_S)
+    await log.epoch()
+    # Others may have done the same with another database, or another store.
+    check_kind(f"stream {stream}", log.target, ours)
+    check_kind(f"the database of stream {stream}", target, ours)
+    check_same(stream, log.target, target)
+
+
+async def adopt(log: Log, ledger: Ledger, stream: str, ours: Kind) -> Target:
+    """Make a log and a ledger of which one says nothing say that they belong together: somebody knows that they do.
+
+    Raises ConfigDrift when they say something else, NoLog.
+    """
+    await ledger.setup()
+    epoch, noted = await log.epoch(checked=False), await ledger.target()
+    if epoch is None:
+        raise NoLog(stream)
+    for named in (log.target, noted):
+        check_kind(f"stream {stream}", named, ours)
+    check_same(stream, log.target, noted)
+    target = await ledger.claim(epoch, log.target or Target.new(ours))
+    if log.target is None:
+        await log.set_target(target)
+    return target
+
+
+async def proven_by_ledger(log: Log, ledger: Ledger, epoch: int) -> bool:
+    """Whether what the ledger has shows that it belongs to the log, which was compared with it: see `is_proven`."""
+    cursors = (await ledger.cursors()).values()
+    _, end = await log.bounds()
+    return is_proven(
+        known=await ledger.epoch() is not None,
+        flushed=any(c.id and c.seq >= log.generation_start for c in cursors),
+        log_begun=end >= first_position(epoch),
+        log_named=log.target is not None,
+    )
 
 
 async def apart(log: Log, ledger: Ledger, config: BufferConfig) -> str | None:

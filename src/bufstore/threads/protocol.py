@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from bufstore.buffer.target import Kind
+from bufstore.errors import ConfigError
 from bufstore.threads.lineage import Children
 from bufstore.threads.model import NO_METADATA, Checkpoint, Run, Thread, ThreadChange, ThreadMetadata
 from bufstore.threads.queries import (
@@ -21,6 +25,12 @@ from bufstore.threads.queries import (
     ThreadQuery,
 )
 from bufstore.types import Message, Receipt
+
+#: What the entries of these logs mean.
+DOMAIN = "threads"
+#: Of an app's own store that declares none.
+_OWN = "app"
+_KIND = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ThreadReader(Protocol):
@@ -172,6 +182,11 @@ class WrappableStore(Protocol):
     A store that is `Queryable` too is expected to apply all of a `ThreadChange`. With any other, only checkpoints are
     written; edits (metadata, state, runs or messages on their own, deletions) raise ConfigError: an `apply` that
     was written for checkpoints would leave them out without a word.
+
+    The log keeps the kind of store that it is flushed into, so that nothing else is ever flushed from it. An app's own
+    store is of kind "app", whatever its class is called and wherever it stands. One that must be told apart from
+    another of the same app declares a name that it keeps: ``store_kind = "tickets"`` on its class. So must a subclass
+    of PostgresThreadStore whose `apply` writes more than that does; else what comes with bufstore would do its work.
     """
 
     async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
@@ -188,3 +203,13 @@ class WrappableStore(Protocol):
         the thread as the batches before left it. Errors pass through: a database error of class 22 or 23 marks
         the entry as poison, what the table of `bufstore.buffer.verdict` does not know is tried again.
         """
+
+
+def kind_of(store: object) -> Kind:
+    """What this store can be the target of: see `WrappableStore`. Raises ConfigError for a name that cannot be one."""
+    # Not getattr alone: a store that hands everything on to the one in it would take its name for its own.
+    declared = inspect.getattr_static(store, "store_kind", None) is not None
+    name: object = store.store_kind if declared else _OWN  # type: ignore[attr-defined]
+    if not isinstance(name, str) or not _KIND.fullmatch(name):
+        raise ConfigError(f"{type(store).__name__}.store_kind must be 1 to 64 of A-Z a-z 0-9 _ - .")
+    return Kind(DOMAIN, name)

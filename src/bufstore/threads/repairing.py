@@ -9,13 +9,14 @@ from dataclasses import replace
 from bufstore.buffer.ports import Ledger, Log
 from bufstore.buffer.repair import Repair, Repaired
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.target import check_kind, check_same
 from bufstore.config import BufferConfig, NatsConfig
 from bufstore.errors import LogRolledBack
 from bufstore.memory.server import MemoryNats
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.coalesce import coalesce
-from bufstore.threads.preparing import compare
-from bufstore.threads.protocol import WrappableStore
+from bufstore.threads.preparing import compare, proven_by_ledger
+from bufstore.threads.protocol import WrappableStore, kind_of
 from bufstore.threads.wrapping import ledger_for, link_for
 
 
@@ -35,7 +36,8 @@ async def repair(
     log still has and Postgres lacks is applied, or goes to quarantine if it fits nowhere; then the stream is removed,
     and the next start creates a new one. It may be repeated. Where nothing is wrong nothing is done.
 
-    Raises LogUnavailable, StoreUnavailable, StoreMisconfigured, ConfigError.
+    Raises LogUnavailable, StoreUnavailable, StoreMisconfigured, ConfigError (ConfigDrift: the log belongs to another
+    database, or with `apply` to another kind of store).
     """
     # What goes to quarantine here is bounded by the log, and has nowhere else to wait.
     config = replace(config or BufferConfig(), quarantine_max=sys.maxsize)
@@ -46,11 +48,15 @@ async def repair(
     try:
         await ledger.open()
         await ledger.setup()
-        if ours is not None:
-            await ours.open()
-            await ours.setup()
+        reason = await _reason(link.log, ledger, config.log.stream)
+        if apply:
+            for named in (link.log.target, await ledger.target()):
+                check_kind(f"stream {config.log.stream}", named, kind_of(store))
+            if ours is not None:
+                await ours.open()
+                await ours.setup()
         subjects = Subjects(config.log.subject, config.log.partitions)
-        it = Repair(link.log, link.hot, ledger, coalesce, subjects, await _reason(link.log, ledger, config.log.stream))
+        it = Repair(link.log, link.hot, ledger, coalesce, subjects, reason)
         return await (it.carry_out() if apply else it.look())
     finally:
         if ours is not None:
@@ -60,9 +66,16 @@ async def repair(
 
 
 async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:
-    """Why a store would not open here; None when it would."""
+    """Why a store would not open here; None when it would. Raises ConfigDrift for a log of another database."""
+    noted, withdrawn = await ledger.target(), None
+    epoch: int | None = 0
     try:
         epoch = await log.epoch()
     except LogRolledBack as e:
-        return e.reason
-    return await compare(log, ledger, stream, epoch, await ledger.epoch())
+        withdrawn = e.reason
+    named = log.target if epoch is not None else None
+    check_same(stream, named, noted)
+    reason = withdrawn or await compare(log, ledger, stream, epoch, await ledger.epoch())
+    if reason is None and named is not None and noted is None and not await proven_by_ledger(log, ledger, epoch or 0):
+        return f"stream {stream} is flushed into another database ({named.id}), and this one has flushed nothing of it"
+    return reason

@@ -1,0 +1,133 @@
+"""`bufstore log`: what a log says of itself, and changing it while processes run."""
+
+from __future__ import annotations
+
+import click
+import msgspec
+
+from bufstore.buffer.target import Kind
+from bufstore.buffer.windows import Windows
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.output import show
+from bufstore.cli.running import Finite, run
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import NoLog
+from bufstore.nats.finding import find_log
+from bufstore.nats.link import NatsLink
+from bufstore.postgres.ledger import PostgresLedger
+from bufstore.threads.changing import change_log
+from bufstore.threads.preparing import adopt as adopt_log
+from bufstore.threads.protocol import DOMAIN
+
+_TIMEOUT_S = 5.0
+
+
+class Shown(msgspec.Struct, kw_only=True):
+    """The fields of ``bufstore log … --json``."""
+
+    stream: str
+    bucket: str
+    #: What it is flushed into, and the id of the database; None: it does not say.
+    store: str | None
+    database: str | None
+    failover_window_s: float
+    archive: bool
+    #: What they are to become, while that is changed.
+    next_failover_window_s: float | None
+    next_archive: bool | None
+
+
+@click.group("log")
+def log() -> None:
+    """What the log says of itself: where it is flushed to, its failover window, and whether it is archived.
+
+    Flushers and writers go by it. `set` begins a change, `settle` ends it once every process has been restarted with
+    the new LogConfig; in between both configurations may open the log, and nothing is at risk.
+    """
+
+
+@log.command("show")
+@connects()
+def show_(options: Options) -> None:
+    """Show it."""
+    with options.target() as target:
+        _show(options, target, run(change_log(nats=target.nats, stream=target.stream)), "log")
+
+
+@log.command("set")
+@click.option("--failover-window", type=Finite(min=0.001), metavar="SECONDS", help="The new failover_window_s.")
+@click.option("--archive/--no-archive", default=None, help="Whether nothing leaves the log before it is archived.")
+@connects()
+def set_(options: Options, failover_window: float | None, archive: bool | None) -> None:
+    """Begin a change, or take back one that is under way by setting what is.
+
+    From now on flushers keep the larger window, and processes that start rely on the smaller.
+    """
+    if failover_window is None and archive is None:
+        raise click.UsageError("Set what? Give --failover-window, --archive or --no-archive.")
+    with options.target() as target:
+        change = change_log(nats=target.nats, stream=target.stream, failover_window_s=failover_window, archive=archive)
+        windows = run(change)
+        _show(options, target, windows, "log, changing" if windows.changing else "log")
+    if windows.changing and not options.as_json:
+        click.echo(
+            "Restart every process with LogConfig("
+            f"failover_window_s={windows.next_failover_window_s:g}, archive={windows.next_archive}), "
+            "then: bufstore log settle"
+        )
+
+
+@log.command("settle")
+@connects()
+def settle(options: Options) -> None:
+    """End a change, when every process that has the log open was started after it began."""
+    with options.target() as target:
+        _show(options, target, run(change_log(nats=target.nats, stream=target.stream, settle=True)), "log")
+
+
+@log.command("adopt")
+@click.option(
+    "--store",
+    default="bufstore.postgres",
+    show_default=True,
+    metavar="KIND",
+    help="What it is flushed into: that, 'app' for an app's own store, or the name that the store declares.",
+)
+@connects()
+def adopt(options: Options, store: str) -> None:
+    """Make a log of an earlier release say that it is flushed into this Postgres and schema.
+
+    An app that opens it does that by itself; it is only needed where none can. One that says another place is refused.
+    """
+    with options.target() as target:
+        _show(options, target, run(_adopt(target, Kind(DOMAIN, store))), "log")
+
+
+async def _adopt(target: Target, kind: Kind) -> Windows:
+    config = await target.find_log()
+    if config is None:
+        raise NoLog(target.stream)
+    link = NatsLink(target.nats, BufferConfig.fitting(config), target.session)
+    store = target.plain(pool_size=1)
+    ledger = PostgresLedger(str(store.pool.conninfo), store, schema=target.schema, timeout_s=_TIMEOUT_S)
+    await link.open()
+    try:
+        await ledger.open()
+        await adopt_log(link.log, ledger, target.stream, kind)
+        return link.log.windows
+    finally:
+        await ledger.aclose()
+        await link.aclose()
+
+
+def _show(options: Options, target: Target, windows: Windows, title: str) -> None:
+    found = run(find_log(target.nats, target.stream, target.bucket, target.session))
+    config, named = found if found is not None else (LogConfig(stream=target.stream, bucket=target.bucket), None)
+    shown = Shown(
+        stream=target.stream,
+        bucket=config.bucket,
+        store=named.store if named is not None else None,
+        database=named.id if named is not None else None,
+        **msgspec.structs.asdict(windows),
+    )
+    show(shown, as_json=options.as_json, title=title)

@@ -1,0 +1,1 @@
+SELECT domain, store, target FROM {schema}.buffer_log WHERE target IS NOT NULL

@@ -1,0 +1,143 @@
+"""Commands and instances on a log that is flushed elsewhere, or does not say where: refused, and nothing is touched."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+from bufstore import BufferedThreadStore, ConfigDrift, PostgresThreadStore
+from conftest import Deployment
+from helpdesk_store import TABLES, HelpdeskStore
+from helpers import fresh, query, run_of, said
+from integration.test_cli import bufstore_cli, lines_of, where
+
+
+async def cli(deployment: Deployment, *arguments: object, **environment: str) -> Any:
+    return await asyncio.to_thread(bufstore_cli, *arguments, **where(deployment) | environment)
+
+
+async def says(deployment: Deployment, store: BufferedThreadStore) -> dict[str, str]:
+    """What the stream says of itself."""
+    found = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+    return {n: v for n, v in found["config"]["metadata"].items() if n.startswith("bufstore.")}
+
+
+async def forget(deployment: Deployment) -> None:
+    """Log and database as an earlier release made them: they do not say that they belong together."""
+    async with deployment.store(flusher=False) as store:
+        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        old = {n: v for n, v in info["config"]["metadata"].items() if n in ("bufstore.partitions", "bufstore.epoch")}
+        await store._log.api(f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": old})
+    await query(
+        deployment.servers.postgres.dsn,
+        f"UPDATE {deployment.name}.buffer_log SET domain = NULL, store = NULL, target = NULL",
+    )
+
+
+async def test_no_command_flushes_what_belongs_into_an_apps_own_store(deployment: Deployment) -> None:
+    dsn, thread_id = deployment.servers.postgres.dsn, fresh()
+    tables = fresh("app")
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(tables)))
+    dsn = make_conninfo(dsn, options=f"-csearch_path={tables}")
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        await connection.execute(TABLES)
+    async with HelpdeskStore(dsn) as mine:
+        own = {"inner": mine, "postgres": dsn, "schema": deployment.name}
+        async with deployment.store(flusher=False, **own) as store:
+            await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        file = lines_of([(fresh(), [1])])
+        for command in (["flush", "--all"], ["quarantine", "replay", "--all"], ["repair", "--apply"], ["import", "-"]):
+            refused = await asyncio.to_thread(bufstore_cli, *command, stdin=file, **where(deployment))
+            assert (refused.code, "in a process that has it" in refused.err) == (2, True), refused
+        for command in (["status"], ["verify"], ["repair"], ["quarantine", "list"]):
+            looked = await cli(deployment, *command)
+            assert looked.code == 0, looked
+        made = "SELECT count(*) FROM pg_tables WHERE schemaname = %s AND tablename = 'threads'"
+        assert await query(dsn, made, deployment.name) == [(0,)]
+        assert await mine.load_checkpoint(thread_id) is None
+        async with deployment.store(**own) as store:
+            await store.force_flush_all()
+        found = await mine.load_checkpoint(thread_id)
+        assert found is not None
+        assert found.messages == [said(0)]
+
+
+async def test_a_command_with_another_schema_is_refused(deployment: Deployment) -> None:
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+    refused = await cli(deployment, "flush", "--all", BUFSTORE_SCHEMA=fresh("empty"))
+    assert (refused.code, "database is" in refused.err) == (2, True), refused
+    assert (await cli(deployment, "flush", "--all")).code == 0
+
+
+async def test_of_two_databases_that_begin_on_one_log_at_once_one_gets_it(deployment: Deployment) -> None:
+    schemas = [deployment.name, fresh("second")]
+    stores = [PostgresThreadStore(deployment.servers.postgres.dsn, schema=s, pool_size=2) for s in schemas]
+    for store in stores:  # the tables are there, so that they meet at the log
+        async with store:
+            await store.setup()
+    stores = [PostgresThreadStore(deployment.servers.postgres.dsn, schema=s, pool_size=2) for s in schemas]
+    opening = (
+        BufferedThreadStore.open(s, nats=deployment.servers.nats.url, config=deployment.config()) for s in stores
+    )
+    ended = await asyncio.gather(*opening, return_exceptions=True)
+    (winner,) = [e for e in ended if isinstance(e, BufferedThreadStore)]
+    (refused,) = [e for e in ended if isinstance(e, ConfigDrift)]
+    assert refused.field == "database"
+    assert (await says(deployment, winner))["bufstore.target"] in str(refused)
+    await winner.aclose()
+
+
+async def test_a_log_of_an_earlier_release_is_named_by_its_app_or_by_an_operator(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush("t")
+    await forget(deployment)
+    elsewhere = Deployment(deployment.servers)
+    elsewhere.log = deployment.log
+    with pytest.raises(ConfigDrift, match="has flushed none of them"):
+        async with elsewhere.store():
+            pass
+    async with deployment.store() as store:
+        said_now = await says(deployment, store)
+        rows = await query(deployment.servers.postgres.dsn, f"SELECT target FROM {deployment.name}.buffer_log")
+        assert rows == [(said_now["bufstore.target"],)]
+        assert (said_now["bufstore.store"], said_now["bufstore.bucket"]) == ("bufstore.postgres", deployment.log.bucket)
+    await forget(deployment)
+    refused = await cli(deployment, "flush", "--all")
+    assert (refused.code, "bufstore log adopt" in refused.err) == (2, True), refused
+    adopted = await cli(deployment, "log", "adopt", "--json")
+    assert (adopted.code, adopted.json["store"]) == (0, "bufstore.postgres"), adopted
+    assert (await cli(deployment, "log", "adopt", "--store", "app")).code == 2, "it says something else by now"
+    assert (await cli(deployment, "flush", "--all")).code == 0
+
+
+async def test_windows_are_changed_from_the_command_line_and_both_may_open_meanwhile(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        begun = await cli(deployment, "log", "set", "--failover-window", 30, "--archive")
+        assert (begun.code, "LogConfig(failover_window_s=30, archive=True)" in begun.out) == (0, True), begun
+        await store._log.fill()
+        windows = store._log.windows
+        assert (windows.keep_s, windows.rely_s, windows.archives) == (60.0, 30.0, True)
+    changed = Deployment(deployment.servers)
+    changed.name = deployment.name
+    changed.log = dataclasses.replace(deployment.log, failover_window_s=30.0, archive=True)
+    for one in (deployment, changed):
+        async with one.store(flusher=False):
+            pass
+    settled = await cli(deployment, "log", "settle", "--json")
+    assert (settled.json["failover_window_s"], settled.json["archive"]) == (30.0, True), settled
+    assert (await cli(deployment, "log", "settle")).code == 2, "there is nothing to settle"
+    assert (await cli(deployment, "log", "show", "--json")).json == settled.json
+    async with changed.store(flusher=False):
+        pass
+    with pytest.raises(ConfigDrift, match="failover_window_s"):
+        async with deployment.store():
+            pass
