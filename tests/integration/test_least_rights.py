@@ -117,6 +117,10 @@ async def test_setup_makes_what_an_app_then_needs_no_rights_for(site: Site) -> N
     assert (again.json["log_made"], again.json["migrated"]) == (False, {"buffer": [], "threads": []})
     shown = await site.cli("setup", postgres=site.owner)
     assert (shown.code, shown.out.count("up to date")) == (0, 2), shown
+    itself = await site.cli("setup", "--grant", f"owner_{site.deployment.name}", postgres=site.owner)
+    assert (itself.code, "needs no grant" in itself.err) == (2, True), itself
+    nobody = await site.cli("setup", "--grant", "nobody at all", postgres=site.owner)
+    assert (nobody.code, "does not exist" in nobody.err) == (2, True), nobody
     other = await site.cli("setup", "--failover-window", 90, "--archive", postgres=site.owner)
     assert (other.code, "failover_window_s" in other.err or "archive" in other.err) == (2, True), other
     drift = await site.cli("setup", "--partitions", 4, postgres=site.owner)

@@ -95,7 +95,7 @@ def _sql(options: Options, rooms: Sequence[str], roles: Sequence[str], schema: s
 
 
 async def _missing(target: Target, rooms: Sequence[str], roles: Sequence[str]) -> str:
-    async with _owner(target) as connection:
+    async with _owner(target, roles) as connection:
         schema = target.schema
         there = await owning.has_schema(connection, schema)
         return owning.script(schema, await owning.missing(connection, schema, rooms), roles, new_schema=not there)
@@ -104,7 +104,7 @@ async def _missing(target: Target, rooms: Sequence[str], roles: Sequence[str]) -
 async def _setup(target: Target, rooms: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None) -> Report:
     # Before anything is made: either side may be away.
     found = await target.find_log() if log is not None else None
-    async with _owner(target) as connection:
+    async with _owner(target, roles) as connection:
         migrated = await owning.make_tables(connection, target.schema, rooms)
         async with connection.transaction():
             for role in roles:
@@ -117,10 +117,11 @@ async def _setup(target: Target, rooms: Sequence[str], roles: Sequence[str], log
 
 
 @asynccontextmanager
-async def _owner(target: Target) -> AsyncIterator[AsyncConnection[Any]]:
+async def _owner(target: Target, roles: Sequence[str]) -> AsyncIterator[AsyncConnection[Any]]:
     async with target.plain(pool_size=1) as plain:
-        async with plain.pool.lend(_CONNECT_S):
-            pass  # a Postgres that is away is told at once, whatever time a migration may take
+        async with plain.pool.lend(_CONNECT_S) as connection:  # a migration may take longer
+            for role in roles:
+                await owning.check_grantee(connection, role)
         async with plain.pool.lend(_TIMEOUT_S) as connection:
             yield connection
 

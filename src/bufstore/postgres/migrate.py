@@ -106,9 +106,8 @@ async def _migrate_at_once(
 ) -> list[int]:
     """One try, in one transaction."""
     async with connection.transaction():
-        await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_MIGRATION_LOCK])
-        # While a change of a table waits for whoever reads it, everybody else waits behind the change.
-        await connection.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(_LOCK_S * 1000)}ms"])
+        for statement in waiting():
+            await connection.execute(statement)
         missing = await _missing(connection, schema, room, migrations)
         if missing:
             await _prepare(connection, schema)
@@ -184,6 +183,15 @@ async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
     for statement in preparing(schema):
         await connection.execute(statement)
+
+
+def waiting() -> list[sql.Composed]:
+    """What a transaction that migrates begins with: one at a time, and short waits for locks."""
+    return [
+        sql.SQL("SELECT pg_advisory_xact_lock({})").format(_MIGRATION_LOCK),
+        # While a change of a table waits for whoever reads it, everybody else waits behind the change.
+        sql.SQL("SET LOCAL lock_timeout = {}").format(f"{round(_LOCK_S * 1000)}ms"),
+    ]
 
 
 def preparing(schema: str) -> list[sql.Composed]:

@@ -9,7 +9,16 @@ from typing import Any, LiteralString
 
 from psycopg import AsyncConnection, sql
 
-from bufstore.postgres.migrate import applied_migrations, check_schema, migrate, migrations_of, preparing, recording
+from bufstore.errors import ConfigError
+from bufstore.postgres.migrate import (
+    applied_migrations,
+    check_schema,
+    migrate,
+    migrations_of,
+    preparing,
+    recording,
+    waiting,
+)
 
 #: The rooms of tables that a buffered PostgresThreadStore needs. An app with a store of its own needs the first.
 ROOMS = ("buffer", "threads")
@@ -42,6 +51,7 @@ def script(schema: str, versions: Mapping[str, Sequence[int]], roles: Sequence[s
     check_schema(schema)
     parts: list[str] = []
     if any(versions.values()):
+        parts += [_text(statement) for statement in waiting()]
         if new_schema:
             parts.append(_text(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema))))
         parts += [_text(statement) for statement in preparing(schema)]
@@ -69,6 +79,12 @@ def grants(schema: str, role: str) -> list[sql.Composed]:
         "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}",
     ]
     return [sql.SQL(statement).format(**names) for statement in statements]
+
+
+async def check_grantee(connection: AsyncConnection[Any], role: str) -> None:
+    """Raise ConfigError for the role that is connected: it owns the tables, and `grants` would take rights from it."""
+    if (await (await connection.execute("SELECT current_user = %s", [role])).fetchone()) == (True,):
+        raise ConfigError(f"role {role!r} is the one that owns the tables: it needs no grant; name the app's role")
 
 
 def folder_of(room: str) -> Traversable:
