@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from bufstore import BufferConfig, BufferedThreadStore, InvalidRecord, MemoryThreadStore, Run, SourceMark
+from bufstore import (
+    BufferConfig,
+    BufferedThreadStore,
+    Consistency,
+    InvalidRecord,
+    MemoryThreadStore,
+    OutcomeUnknown,
+    Run,
+    SourceMark,
+)
+from bufstore.buffer.ports import AppendUnknown, Outgoing
 from bufstore.memory import MemoryNats
 from conftest import Deployment
 from helpers import eventually
@@ -162,3 +172,53 @@ async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(
         held = {t: await store.load_messages(t) for t in kinds}
     with_before = {t: ["before", "after"] for t in ("logged", "flushed", "raced")}
     assert held == with_before | {"new": ["after"], "deleted": ["after"]}
+
+
+@pytest.mark.parametrize("flushed", [False, True], ids=["before the flush", "after the flush"])
+@pytest.mark.parametrize("how", ["token", "source"])
+async def test_a_repeat_of_what_landed_too_late_is_written(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch, how: str, flushed: bool
+) -> None:
+    """Others' entries were flushed and purged before it landed: the flush passes over it."""
+    source = SourceMark("q", 1) if how == "source" else None
+    async with (
+        opened() as flusher,
+        opened(flusher=False, append_timeout_s=1.0) as one,
+        opened(flusher=False) as two,
+    ):
+        partition = flusher._subjects.partition("t")
+        beside = next(t for n in range(99) if flusher._subjects.partition(t := f"o{n}") == partition)
+
+        async def leave_the_log() -> None:
+            await flusher.checkpoint_append(beside, [0], run_of(beside))  # the entry at a cursor stays
+            await flusher.force_flush_all()
+            await flusher._log.purge(partition, await flusher._log.end(5))
+
+        await flusher.checkpoint("t", ["m0"], run_of("t"))
+        await leave_the_log()
+        sent: list[Outgoing] = []
+
+        async def held_up(message: Outgoing, timeout_s: float) -> int:
+            sent.append(message)
+            raise AppendUnknown("no answer")
+
+        publish = one._log.publish
+        monkeypatch.setattr(one._log, "publish", held_up)
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.checkpoint_append("t", ["mine"], run_of("t"), source=source)
+        monkeypatch.undo()
+        await flusher.checkpoint_append("t", ["theirs"], run_of("t"))
+        await leave_the_log()
+        await publish(sent[0], 5)
+        if flushed:
+            await flusher.force_flush_all()
+        key = unknown.value.token if source is None else None
+        receipts = [
+            await store.checkpoint_append("t", ["mine"], run_of("t"), idempotency_key=key, source=source)
+            for store in (two, one, flusher)
+        ]
+        assert [r.repeated for r in receipts] == [False, True, True]
+        assert await two.load_messages("t", consistency=Consistency.STRONG) == ["m0", "theirs", "mine"]
+        assert await flusher.quarantined() == 0
+        report = await flusher.verify()
+        assert report.ok, report.findings
