@@ -224,10 +224,16 @@ async def test_the_commands_work_with_an_operators_rights_and_an_apps_role(site:
     replayed = await site.cli("quarantine", "replay", thread_id)
     assert replayed.code == 0, replayed
     assert (await site.cli("verify")).code == 0
-    looked = await site.cli("doctor", "--json")
-    checks = {f"{c['part']} {c['what']}": c for c in looked.json["checks"]}
-    assert {c["level"] for c in checks.values()} <= {"ok", "unknown", "warning"}, looked
-    assert checks["NATS permissions"]["level"] == checks["Postgres permissions"]["level"] == "ok"
+    for role in Role:
+        looked = await site.cli("doctor", "--json", "--role", role.value, role=role)
+        checks = {f"{c['part']} {c['what']}": c for c in looked.json["checks"]}
+        assert {c["level"] for c in checks.values()} <= {"ok", "unknown", "warning"}, looked
+        assert checks["NATS permissions"]["level"] == checks["Postgres permissions"]["level"] == "ok"
+    too_little = await site.cli("doctor", "--json", "--role", "flusher", role=Role.APP)
+    checks = {f"{c['part']} {c['what']}": c for c in too_little.json["checks"]}
+    assert (too_little.code, checks["NATS permissions"]["level"]) == (2, "bad")
+    assert "CONSUMER.CREATE" in checks["NATS permissions"]["found"]
+    assert "bufstore permissions flusher" in checks["NATS permissions"]["advice"]
     async with site.store(Role.APP) as store:
         assert await store.load_messages(thread_id) == messages
         # The log goes as an operator may remove it, and a repair finds that out.

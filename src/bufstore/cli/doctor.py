@@ -14,6 +14,7 @@ from bufstore.cli.doctor_postgres import check_postgres
 from bufstore.cli.doctor_sync import check_sync
 from bufstore.cli.output import show_json
 from bufstore.cli.running import run
+from bufstore.nats.permissions import Role
 
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.BAD: "bold red"}
 
@@ -33,14 +34,21 @@ _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow",
     show_envvar=True,
     help="The monitoring port of NATS, for the same.",
 )
+@click.option(
+    "--role",
+    type=click.Choice([role.value for role in Role]),
+    default=Role.OPERATOR.value,
+    show_default=True,
+    help="What the NATS user is to be permitted (`bufstore permissions`).",
+)
 @connects()
-def doctor(options: Options, nats_sys: str | None, nats_monitor: str | None) -> None:
+def doctor(options: Options, role: str, nats_sys: str | None, nats_monitor: str | None) -> None:
     """Look at the servers: versions, permissions, settings, durability, headroom. Changes nothing.
 
     Exit codes: 0 all fine; 1 it works, but something is worth a look or could not be found out; 2 it cannot work.
     """
     with options.target() as target:
-        found = run(_look(target, nats_sys, nats_monitor))
+        found = run(_look(target, Role(role), nats_sys, nats_monitor))
     if options.as_json:
         show_json(found)
     else:
@@ -48,8 +56,8 @@ def doctor(options: Options, nats_sys: str | None, nats_monitor: str | None) -> 
     raise click.exceptions.Exit(found.code)
 
 
-async def _look(target: Target, nats_sys: str | None, nats_monitor: str | None) -> Diagnosis:
-    nats, epoch = await check_nats(target)
+async def _look(target: Target, role: Role, nats_sys: str | None, nats_monitor: str | None) -> Diagnosis:
+    nats, epoch = await check_nats(target, role)
     known = target.servers.nats.sync_interval if target.servers is not None else None
     sync = await check_sync(nats_sys, nats_monitor, target.nats.tls, known)
     return diagnosis([*nats, *sync, *await check_postgres(target, epoch)])

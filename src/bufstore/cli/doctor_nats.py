@@ -22,6 +22,7 @@ from bufstore.nats import hooks
 from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.hot import NatsHotState
+from bufstore.nats.permissions import Role, permissions
 from bufstore.nats.setup import bucket_config, check, check_stream
 from bufstore.nats.stream import NatsStream
 
@@ -35,8 +36,8 @@ _FULL = 0.95
 _PRESSED = 0.7
 
 
-async def check_nats(target: Target) -> tuple[list[Check], int | None]:
-    """The checks, and the epoch of the log, if there is one."""
+async def check_nats(target: Target, role: Role) -> tuple[list[Check], int | None]:
+    """The checks, and the epoch of the log, if there is one. `role`: what the user is to be permitted."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
     # Made before the connection is: they subscribe to their answers when it opens.
@@ -48,24 +49,25 @@ async def check_nats(target: Target) -> tuple[list[Check], int | None]:
         notes.say("reachable", Level.BAD, str(e), "see the address, the network and the credentials")
         return notes.checks, None
     try:
-        return notes.checks, await _look(notes, connection, target, stream, hot)
+        return notes.checks, await _look(notes, connection, target, stream, hot, role)
     finally:
         await connection.aclose()
 
 
 async def _look(
-    notes: Notes, connection: Connection, target: Target, stream: NatsStream, hot: NatsHotState
+    notes: Notes, connection: Connection, target: Target, stream: NatsStream, hot: NatsHotState, role: Role
 ) -> int | None:
     notes.say("reachable", Level.OK, "yes")
     concerns = hooks.concerns()
     notes.require("client", not concerns, "; ".join([hooks.installed(), *concerns]), hooks.advice())
     _version(notes, connection)
-    try:
-        account = await stream.api("INFO", timeout_s=_TIMEOUT_S)
-    except BufstoreError as e:
-        notes.say("JetStream", Level.BAD, str(e), f"enable JetStream, and permit {target.nats.api}.> and _INBOX.>")
-        return None
-    _account(notes, account)
+    if role is Role.OPERATOR:
+        try:
+            account = await stream.api("INFO", timeout_s=_TIMEOUT_S)
+        except BufstoreError as e:
+            notes.say("JetStream", Level.BAD, str(e), f"enable JetStream; {_advice(role)}")
+            return None
+        _account(notes, account)
     try:
         info = await stream.api(f"STREAM.INFO.{target.stream}", timeout_s=_TIMEOUT_S)
         config = await target.find_log()
@@ -80,7 +82,7 @@ async def _look(
     _copies(notes, info)
     await _headroom(notes, stream, hot, config)
     bucket = await _bucket(notes, stream, config)
-    await _permissions(notes, connection, stream, target.nats.api, config, bucket=bucket)
+    await _permissions(notes, connection, stream, target.nats.api, config, role, bucket=bucket)
     await _flushers(notes, hot)
     return int((info["config"].get("metadata") or {}).get("bufstore.epoch", 0))
 
@@ -171,7 +173,7 @@ async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig) -> bool:
 
 
 async def _permissions(
-    notes: Notes, connection: Connection, log: NatsStream, api: str, config: LogConfig, *, bucket: bool
+    notes: Notes, connection: Connection, log: NatsStream, api: str, config: LogConfig, role: Role, *, bucket: bool
 ) -> None:
     subjects = Subjects(config.subject, config.partitions)
     nothing = subjects.of(f"doctor-{secrets.token_hex(8)}")  # a thread that does not exist
@@ -185,17 +187,19 @@ async def _permissions(
     def ask(verb: str, body: dict[str, Any] | None) -> Callable[[], Awaitable[Any]]:
         return lambda: log.api(verb, body, _TIMEOUT_S)
 
-    tries: dict[str, Callable[[], Awaitable[Any]]] = {
+    key = f"$KV.{config.bucket}.lineage"
+    possible: dict[str, Callable[[], Awaitable[Any]]] = {
         subjects.all: write(nothing),
-        f"$KV.{config.bucket}.>": write(f"$KV.{config.bucket}.doctor"),
-        f"{api}.STREAM.MSG.GET.*": lambda: log.ends([nothing], _TIMEOUT_S),
-        f"{api}.DIRECT.GET.*": lambda: log.last([nothing], _TIMEOUT_S),
-        f"{api}.CONSUMER.CREATE.>": ask(f"CONSUMER.CREATE.{config.stream}.{name}.{nothing}", create),
-        f"{api}.CONSUMER.DELETE.>": ask(f"CONSUMER.DELETE.{config.stream}.{name}", None),
-        f"{api}.STREAM.PURGE.*": ask(f"STREAM.PURGE.{config.stream}", {"filter": nothing}),
+        key: write(key),
+        f"{api}.STREAM.MSG.GET.{config.stream}": lambda: log.ends([nothing], _TIMEOUT_S),
+        f"{api}.DIRECT.GET.{config.stream}": lambda: log.last([nothing], _TIMEOUT_S),
+        f"{api}.CONSUMER.CREATE.{config.stream}.>": ask(f"CONSUMER.CREATE.{config.stream}.{name}.{nothing}", create),
+        f"{api}.CONSUMER.DELETE.{config.stream}.*": ask(f"CONSUMER.DELETE.{config.stream}.{name}", None),
+        f"{api}.STREAM.PURGE.{config.stream}": ask(f"STREAM.PURGE.{config.stream}", {"filter": nothing}),
     }
     if not bucket:
-        del tries[f"$KV.{config.bucket}.>"]
+        del possible[key]
+    tries = {s: attempt for s, attempt in possible.items() if s in permissions(role, config, api).publish}
     refused = []
     for subject, attempt in tries.items():
         try:
@@ -209,10 +213,14 @@ async def _permissions(
     notes.require(
         "permissions",
         not refused,
-        "publish, read, follow, purge" if not refused else f"no answer on {'; '.join(refused)}",
-        "permit these subjects (and _INBOX.> to subscribe) to bufstore's user: see `bufstore permissions`",
+        f"those of {role.value}, as far as can be tried" if not refused else f"no answer on {'; '.join(refused)}",
+        _advice(role),
         Level.BAD,
     )
+
+
+def _advice(role: Role) -> str:
+    return f"permit bufstore's user what `bufstore permissions {role.value}` prints (or see --role)"
 
 
 async def _flushers(notes: Notes, hot: NatsHotState) -> None:

@@ -63,7 +63,6 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
         subscribe += [calls]
     if role is Role.OPERATOR:
         publish += [
-            f"{keys}.doctor",
             f"{api}.INFO",
             *(f"{api}.STREAM.{verb}.{name}" for name in (stream, bucket) for verb in ("CREATE", "UPDATE")),
             f"{api}.STREAM.DELETE.{stream}",
