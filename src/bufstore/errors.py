@@ -193,7 +193,8 @@ class OutcomeUnknown(BufstoreError):
 
     Retrying is safe: repeat the same call with ``idempotency_key=error.token``. The store that raised this finds the
     entry again as long as the log holds it (``failover_window_s`` at least); another process knows the keys of a
-    thread's last 16 entries: where others may have written more in between, look before you repeat an append.
+    thread's last 16 entries: where others may have written more in between, look before you repeat an append. Of a
+    thread's first entry in the log only Postgres tells what it became: while it is away, that stays unknown.
     """
 
     def __init__(self, thread_id: str, token: str) -> None:
