@@ -1,0 +1,74 @@
+"""Jobs keep to what the log says: where it is flushed to, and what may be purged."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import psycopg
+import pytest
+
+from bufstore import ConfigDrift, ConfigError, PostgresThreadStore
+from bufstore.spark import SinkConfig, bulk_drain
+from bufstore.spark.writing import write_rows
+from conftest import Deployment
+from helpers import eventually, fresh, run_of
+from spark.jobs import rows_of, settings_of, where
+
+
+def sink(deployment: Deployment, **options: Any) -> SinkConfig:
+    return SinkConfig(app_id=fresh("app"), **settings_of(deployment), **options)
+
+
+@pytest.mark.parametrize("archiving", [False, True])
+async def test_a_drain_keeps_and_purges_what_the_log_says(spark: Any, deploy: Any, *, archiving: bool) -> None:
+    """A log that is nearly full, and a row that somebody holds while the drain waits for it."""
+    deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0, archive=archiving)
+    held_up = fresh("held")
+    async with deployment.store() as store:
+        await store.checkpoint(held_up, ["first"], run_of(held_up))
+        await store.force_flush(held_up)
+    async with deployment.store(flusher=False) as store:
+        for n in range(80):
+            await store.checkpoint(f"t{n % 20}", [f"{n}" + "x" * 10_000], run_of(f"t{n % 20}", n))
+        await store.checkpoint(held_up, ["second"], run_of(held_up))
+        before = (await store.statistics()).log_bytes
+        assert before > 0.7 * (1 << 20)
+        row = f"SELECT FROM {deployment.name}.buffer_threads WHERE thread_id = %s FOR UPDATE"
+        async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as connection:
+            await connection.execute(row, [held_up])
+            drain = asyncio.create_task(asyncio.to_thread(bulk_drain, spark, where(deployment), tasks=1))
+
+            async def purged() -> bool:
+                return (await store.statistics()).log_bytes < before
+
+            async def flushed() -> bool:
+                return sum(lag > 0 for lag in (await store.lag()).values()) <= 1
+
+            await eventually(flushed, 60)
+            # As long as two looks of the retention, and the window.
+            if archiving:
+                await asyncio.sleep(3)
+                assert not await purged()
+            else:
+                await eventually(purged, 60)
+        await drain
+
+
+async def test_a_job_takes_a_log_only_that_it_can_flush_and_keeps_to_its_window(spark: Any, deploy: Any) -> None:
+    deployment = deploy(failover_window_s=20.0)
+    inner = PostgresThreadStore(deployment.servers.postgres.dsn, schema=deployment.name)
+    inner.store_kind = "mine"
+    async with deployment.store(inner, flusher=False) as store:
+        await store.checkpoint("t", [1], run_of("t"))
+    for job in (partial(bulk_drain, spark, where(deployment)), partial(write_rows, sink(deployment), 0, [[{}]])):
+        with pytest.raises(ConfigDrift, match="in a process that has it"):
+            await asyncio.to_thread(job)
+    fitting = deploy(failover_window_s=20.0)
+    async with fitting.store(flusher=False):
+        pass
+    rows = rows_of(["t"], range(1))
+    with pytest.raises(ConfigError, match=r"at most half of the log's failover_window_s \(20 s\)"):
+        await asyncio.to_thread(write_rows, sink(fitting, append_timeout_s=30.0), 0, [rows])
+    assert (await asyncio.to_thread(write_rows, sink(fitting), 0, [rows])).written == 1
