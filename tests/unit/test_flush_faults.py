@@ -46,7 +46,7 @@ def transactions(it: Bench) -> list[int]:
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
-        probe: bool = False,
+        probe: int = 0,
     ) -> Any:
         asked.append(len(threads))
         return await flush(held, threads, decide, probe=probe)

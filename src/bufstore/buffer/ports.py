@@ -584,12 +584,13 @@ class Ledger(Protocol):
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
-        probe: bool = False,
+        probe: int = 0,
     ) -> Flushed:
         """One transaction: check terms and cursors, lock the threads' rows, `decide` on those, write, commit.
 
         A thread whose row is held by somebody else is not waited for: `decide` does not get its row. `probe`: find the
-        threads that are to blame for a batch that cannot be written; `decide` is called again without them.
+        threads that are to blame for a batch that cannot be written; `decide` is called again without them. When so
+        many are refused, and more than are written, or it takes long, the others are not tried.
 
         Raises NotOwner when a partition's row is not as `held` says: another owner has taken it, or Postgres has gone
         back to a state of before; QuarantineFull. An exception of `decide` rolls back and passes through.

@@ -169,7 +169,7 @@ class Settler:
         """Whether it has passed: of some threads, the first entry."""
         tried, rest = concerned[:_TRIED_AT_ONCE], concerned[_TRIED_AT_ONCE:]
         self.waiting.postpone(rest, self._loop.time() + _OTHERS_S)
-        await self._settle({t: found[t][:1] for t in tried}, probe=True)
+        await self._settle({t: found[t][:1] for t in tried}, probe=_REFUSED_MAX)
         if not all(t in self.waiting for t in tried):
             self.waiting.hurry(cause, self._loop.time())
 
@@ -201,7 +201,7 @@ class Settler:
 
     # --- what becomes of it -----------------------------------------------------------------------------------
 
-    async def _settle(self, threads: Threads, *, probe: bool = False) -> None:
+    async def _settle(self, threads: Threads, *, probe: int = 0) -> None:
         try:
             outcome = await self._attempt(threads, probe=probe)
         except NotOwner as e:
@@ -250,7 +250,7 @@ class Settler:
         self._wait(thread_id, error, alone=True, longest_s=_ALONE_MAX_S)
         return True
 
-    async def _attempt(self, threads: Threads, *, probe: bool = False) -> _Outcome:
+    async def _attempt(self, threads: Threads, *, probe: int = 0) -> _Outcome:
         """Commit what can be committed. Raises FlushFailed for what is not about some of the threads."""
         try:
             return await self._commit(threads, probe=probe)
@@ -259,7 +259,7 @@ class Settler:
                 raise
             error = e
         if not probe and error.of_batch:
-            return await self._attempt(threads, probe=True)
+            return await self._attempt(threads, probe=_REFUSED_MAX)
         # Not found by savepoints: at the commit, or in the buffer's own tables.
         parts = by_partition(threads, self._partition_of)
         if len(threads) == 1 or (error.verdict is Verdict.LOCKED and len(parts) == 1):
@@ -267,7 +267,7 @@ class Settler:
         outcome = _Outcome()
         for part in parts if len(parts) > 1 else halves(threads):
             if len(outcome.refused) < _REFUSED_MAX:
-                outcome.add(await self._attempt(part, probe=True))
+                outcome.add(await self._attempt(part, probe=probe or _REFUSED_MAX))
             else:
                 outcome.untried |= part.keys()
         return outcome
@@ -294,12 +294,12 @@ class Settler:
         if park:
             await self._settle(park)
         if first:
-            await self._settle(first)
+            await self._settle(first, probe=len(first))
             reach(Failpoint.FLUSH_HALF_SETTLED)
             # In order, and only as far as it goes: the second half builds on the first.
             second = {t: items for t, items in second.items() if self._is_settled(t, first[t])}
             if second:
-                await self._settle(second)
+                await self._settle(second, probe=len(second))
 
     def _is_settled(self, thread_id: str | None, items: Sequence[Item]) -> bool:
         share = self._shares.get(self._partition_of(thread_id, items))
@@ -347,7 +347,7 @@ class Settler:
 
     # --- the transaction --------------------------------------------------------------------------------------
 
-    async def _commit(self, threads: Threads, *, probe: bool) -> _Outcome:
+    async def _commit(self, threads: Threads, *, probe: int) -> _Outcome:
         """Flush these threads' entries in one transaction; on return they are settled, but for those left out.
 
         Entries that were missing between are added to `threads`: if one of them is to blame it must be found, too.

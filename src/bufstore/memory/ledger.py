@@ -84,7 +84,7 @@ class MemoryLedger:
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
-        probe: bool = False,
+        probe: int = 0,
     ) -> Flushed:
         for cursor in held:
             if self._cursors.get(cursor.partition) != cursor:

@@ -14,8 +14,7 @@ from bufstore.buffer.ports import FlushFailed
 from bufstore.buffer.verdict import Verdict, verdict
 from bufstore.errors import BufstoreError
 
-#: Of a batch that is refused so many threads are told, or as many as in this time; the others are for another one.
-_REFUSED_MAX = 100
+#: A probe that finds more to refuse than to write ends after this.
 _PROBE_S = 2.0
 
 
@@ -51,23 +50,27 @@ async def apply_batch(target: Applies, connection: AsyncConnection[Any], batch: 
 
 
 async def probe_batch(
-    target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any]
+    target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any], limit: int
 ) -> tuple[dict[str, FlushFailed], set[str]]:
     """Have the store write the batch in parts, as far as it takes them: what it refuses of which threads.
 
-    And the threads that were not tried any more, because enough were refused. Savepoints in one transaction: a
-    transaction of its own for each part would cost a sync of the disk each. Raises FlushFailed for what is not about
-    a thread.
+    And the threads that were not tried any more, because enough were refused (`Ledger.flush`, `probe`). Savepoints in
+    one transaction: a transaction of its own for each part would cost a sync of the disk each. Raises FlushFailed for
+    what is not about a thread.
     """
     refused: dict[str, FlushFailed] = {}
+    written = 0
     parts = [list(batch)]
     loop = asyncio.get_running_loop()
     until = loop.time() + _PROBE_S
-    while parts and len(refused) < _REFUSED_MAX and not (refused and loop.time() > until):
+    while parts:
+        if limit < len(batch) and len(refused) > written and (len(refused) >= limit or loop.time() > until):
+            break
         part = parts.pop()
         try:
             async with connection.transaction():
                 await apply_batch(target, connection, part)
+            written += len(part)
         except FlushFailed as e:
             if not e.verdict.of_statement:
                 raise

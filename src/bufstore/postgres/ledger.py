@@ -139,7 +139,7 @@ class PostgresLedger:
         threads: Sequence[str],
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
-        probe: bool = False,
+        probe: int = 0,
     ) -> Flushed:
         await self.setup()
         refused: dict[str, FlushFailed] = {}
@@ -151,7 +151,7 @@ class PostgresLedger:
                     reach(Failpoint.FLUSH_LOCKED)
                     decision = decide(rows)
                     if decision.batch and probe:
-                        refused, untried = await probe_batch(self._target, connection, decision.batch)
+                        refused, untried = await probe_batch(self._target, connection, decision.batch, probe)
                         if refused or untried:
                             decision = decide({t: rows[t] for t in rows.keys() - refused.keys() - untried})
                     if decision.parked:

@@ -176,7 +176,7 @@ class DirectWriter:
                 if e.verdict is not Verdict.POISON:
                     raise
                 probing = True
-                await self._ledger.flush([], names, decide, probe=True)
+                await self._ledger.flush([], names, decide, probe=len(names))
         except FlushFailed as e:
             raise StoreUnavailable(f"Postgres takes no backfill now: {e}") from e
         return written, repeated
