@@ -94,11 +94,15 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.force_flush(thread_id)
+        assert (await store.health()).ok
+        await eventually(lambda: _counted_as_flushed(store))
         info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
         followers = [s for i, s in enumerate(cluster) if f"n{i}" != info["cluster"]["leader"]]
         for server in followers:
             await asyncio.to_thread(server.pause)
         try:
+            health = await store.health()
+            assert (health.can_write, health.can_read) == (False, False), "it answers, and takes nothing"
             with pytest.raises(ReadNotFresh):
                 await store.load_messages(thread_id, consistency=Consistency.STRONG)
         finally:
@@ -112,8 +116,13 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
                 return None
 
         assert await eventually(read, 60) == [said(0)]
+        assert (await store.health()).can_write
     finally:
         await context.__aexit__(None, None, None)
+
+
+async def _counted_as_flushed(store: Any) -> bool:
+    return bool((await store.statistics()).log_bytes_unflushed == 0)
 
 
 async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: list[NatsServer]) -> None:
