@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bufstore.buffer import elapsed, sources
+from bufstore.buffer.chain import plan
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Outgoing
+from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import IdempotencyConflict, OutcomeUnknown, StoreUnavailable
 from bufstore.threads.model import decode_message
+from bufstore.threads.payload import decode_payload
 from bufstore.types import Consistency, Receipt
+from unit.fake_log import run
 from unit.write_world import Instance, World, test
 
 #: How the write that is held up is made, and made again: by its token, by a key, with a source's number, in a series.
@@ -310,6 +317,97 @@ def test_a_writer_that_remembers_what_was_before_is_not_led_on_by_a_late_copy() 
         assert await world.messages() == ["m0", "theirs", "mine"]
 
     test(main)
+
+
+# --- everything at once ---------------------------------------------------------------------------------------------
+
+
+class Applied(World):
+    """Counts how often each run was applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied: Counter[str] = Counter()
+
+    async def flush(self, thread_id: str = "t", poison: frozenset[int] = frozenset()) -> None:
+        row = await self.ledger.row(thread_id)
+        for item in plan(row, self.tail(thread_id), complete=True).apply:
+            self.applied[decode_payload(item.entry.payload).save.run_id] += 1
+        await super().flush(thread_id, poison)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> None:
+    """Calls that are held up, land, or never do, and are repeated by anybody, between flushes and purges."""
+    chance = random.Random(seed)
+
+    async def main() -> None:
+        world = Applied()
+        writers = [Instance(world) for _ in range(3)]
+        Call = Callable[[Instance, str | None], Awaitable[Receipt]]
+        calls: dict[str, tuple[Call, str | None]] = {}
+        done: set[str] = set()
+        marked: set[str] = set()
+        on_their_way: list[Sequence[Outgoing]] = []
+
+        def new() -> tuple[str, Call, str | None]:
+            name, whole = f"r{len(calls)}", chance.random() < 0.5
+            how = chance.choice(("token", "key", "source"))
+            # A source of its own: of one, a lower number is a repeat once a higher one is stored.
+            mark = sources.item(name, 1) if how == "source" and len(marked) < sources.SIZE else None
+            if mark is not None:
+                marked.add(name)
+
+            def do(one: Instance, key: str | None) -> Awaitable[Receipt]:
+                write = one.checkpoint if whole else one.append
+                return write([name], key=None if mark else key, run_id=name, mark=mark)
+
+            return name, do, name if how == "key" else None
+
+        async def make(name: str, do: Call, key: str | None, *, lost: bool = False) -> None:
+            calls[name] = do, key
+            one = chance.choice(writers)
+            try:
+                if lost:
+                    with nothing_arrives(world) as sent:
+                        try:
+                            await do(one, key)
+                        finally:
+                            on_their_way.extend(sent[:1])
+                else:
+                    await do(one, key)
+                    done.add(name)
+            except OutcomeUnknown as e:
+                calls[name] = do, e.token
+
+        for _ in range(chance.randint(4, 30)):
+            match chance.randrange(8):
+                case 0 | 1 if len(calls) < 14:
+                    await make(*new())
+                case 2 if len(calls) < 14:
+                    await make(*new(), lost=True)
+                case 3 | 4 if calls:
+                    name = chance.choice(list(calls))
+                    if name in marked or calls[name][1] is not None:
+                        await make(name, *calls[name])
+                case 5 if on_their_way:
+                    with contextlib.suppress(Conflict):
+                        world.log.store(on_their_way.pop(chance.randrange(len(on_their_way))))
+                case 6:
+                    await world.flush()
+                case 7:
+                    await world.flush()
+                    await asyncio.sleep(world.log.windows.keep_s + 1)
+                    await world.flush_and_purge()
+        await world.flush()
+        assert world.ledger.parked.entries == {}
+        assert {name for name in done if world.applied[name] != 1} == set()
+        assert {name: n for name, n in world.applied.items() if n > 1} == {}
+        for one in writers:
+            await one.aclose()
+
+    run(main())
 
 
 # --- a machine that is suspended ------------------------------------------------------------------------------------
