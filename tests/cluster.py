@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
@@ -34,7 +36,7 @@ class Cluster:
         self.servers: list[NatsServer] = []
 
     async def __aenter__(self) -> Self:
-        ports = _free_ports(_NODES)
+        ports, self._monitors = _free_ports(_NODES), _free_ports(_NODES)
         for i, j in permutations(range(_NODES), 2):
             self._routes[i, j] = await self._exits.enter_async_context(FaultProxy("127.0.0.1", ports[j]))
         for i, port in enumerate(ports):
@@ -42,6 +44,7 @@ class Cluster:
             config = (
                 f"server_name: n{i}\n"
                 f'cluster {{ name: c, listen: "127.0.0.1:{port}", advertise: "{_NOWHERE}", routes: [{routes}] }}\n'
+                f'http: "127.0.0.1:{self._monitors[i]}"\n'
             )
             server = NatsServer(self._folder / f"n{i}", extra_config=config)
             # Its password is made at its first start, and has to stand beside that of the user that all nodes know.
@@ -84,6 +87,18 @@ class Cluster:
         """Join what was cut; what was sent into a connection that nothing passed through arrives late."""
         for proxy in self._routes.values():
             proxy.heal()
+
+    def connected(self) -> bool:
+        """Whether every node is connected to both others."""
+        try:
+            return all(len(self.routes(i)) == _NODES - 1 for i in range(_NODES))
+        except OSError:
+            return False  # one is starting
+
+    def routes(self, node: int) -> set[str]:
+        """The nodes that this one is connected to, by its own account."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[node]}/routez", timeout=2) as answer:
+            return {str(route["remote_name"]) for route in json.load(answer)["routes"]}
 
     def wipe(self, node: int) -> None:
         """Take all streams away from a node that is stopped."""
@@ -144,13 +159,16 @@ async def leader_of(store: Any, deployment: Deployment) -> int:
 
 
 async def replicas_current(store: Any, deployment: Deployment) -> bool:
-    """Whether every replica of the log has all that the leader has."""
-    try:
-        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
-    except BufstoreError:
-        return False
-    followers = info["cluster"].get("replicas") or ()
-    return len(followers) == _NODES - 1 and all(f["current"] and not f.get("offline") for f in followers)
+    """Whether every replica of log and hot bucket has all that its leader has."""
+    for stream in (deployment.log.stream, f"KV_{deployment.log.bucket}"):
+        try:
+            info = await store._log.api(f"STREAM.INFO.{stream}")
+        except BufstoreError:
+            return False
+        followers = info["cluster"].get("replicas") or ()
+        if len(followers) != _NODES - 1 or not all(f["current"] and not f.get("offline") for f in followers):
+            return False
+    return True
 
 
 def _free_ports(count: int) -> list[int]:

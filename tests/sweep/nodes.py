@@ -80,6 +80,9 @@ class Faults:
         await eventually(self._flush, 120)
         return time.monotonic() - began
 
+    async def _connected(self) -> bool:
+        return await asyncio.to_thread(self._cluster.connected)
+
     async def _flush(self) -> bool:
         try:
             await self._store.force_flush_all(timeout_s=60)
@@ -90,6 +93,7 @@ class Faults:
     async def whole(self) -> float:
         """Wait until all nodes have all; the seconds that took."""
         began = time.monotonic()
+        await eventually(self._connected, 60)
         await eventually(lambda: replicas_current(self._store, self._deployment), 240)
         return time.monotonic() - began
 

@@ -52,25 +52,30 @@ def test_postgres_that_answers_late_is_still_joined_with_the_tail(who: str) -> N
     test(main)
 
 
-def test_a_position_is_never_told_without_what_stands_there() -> None:
-    """Postgres seems to be down, and the thread's first entry comes between two looks into the log: a writer that took
-    its position for that of an empty thread would write behind it, unfounded."""
+@pytest.mark.parametrize("behind", [1, 2])
+def test_a_position_is_never_told_without_what_stands_there(behind: int) -> None:
+    """Postgres seems to be down, and the thread's first entry comes behind one of the looks into the log: a writer that
+    took its position for that of an empty thread would write behind it, unfounded."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
         two.reads.store_down = "it did not answer in time"
-        after, calls = world.log.after, 0
+        looks = 0
 
-        async def then_written(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
-            found = await after(*arguments, **options)
-            calls += 1
-            if calls == 2:
-                await one.checkpoint(["a"])
-            return found
+        def watched(look: Any) -> Any:
+            async def then_written(*arguments: Any, **options: Any) -> Any:
+                nonlocal looks
+                found = await look(*arguments, **options)
+                looks += 1
+                if looks == behind:
+                    await one.checkpoint(["a"])
+                return found
 
-        world.log.after = then_written  # type: ignore[method-assign]
+            return then_written
+
+        world.log.after, world.log.last = watched(world.log.after), watched(world.log.last)  # type: ignore[method-assign]
         await two.append(["b"])
+        assert looks >= behind
         await world.flush()
         assert world.ledger.parked.entries == {}
         assert await world.messages() == ["a", "b"]

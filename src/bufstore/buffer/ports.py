@@ -245,6 +245,14 @@ class Log(Stream, Generations, Protocol):
         """
         ...
 
+    async def latest(self, subject: str, timeout_s: float) -> int:
+        """The position of the subject's last message, 0 for none, as of a moment after this was asked.
+
+        On a replicated log that has to be proved; `last` is as old as the one may be who takes himself for the leader.
+        Raises LogUnavailable; the caller bounds the time.
+        """
+        ...
+
     async def fill(self) -> tuple[int, int]:
         """Bytes the log holds, and may hold."""
         ...

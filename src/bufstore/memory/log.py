@@ -331,6 +331,10 @@ class MemoryLog:
         """One server leads always."""
         return 0
 
+    async def latest(self, subject: str, timeout_s: float) -> int:
+        found = (await self.last([subject], timeout_s)).get(subject)
+        return found.seq if found is not None else 0
+
     async def fill(self) -> tuple[int, int]:
         stream = await self._turn()
         return stream.bytes, stream.config.max_bytes

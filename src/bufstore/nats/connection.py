@@ -165,8 +165,12 @@ class Connection:
             return None
         return BegunBatch(batch, client)
 
-    async def write(self, messages: Sequence[Outgoing], batch: BegunBatch | None, timeout_s: float) -> bytes:
+    async def write(
+        self, messages: Sequence[Outgoing], batch: BegunBatch | None, timeout_s: float, *, again: bool = False
+    ) -> bytes:
         """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
+
+        `again`: as there.
 
         Without an answer the connection is thrown away, so that nothing waiting in its buffers arrives after somebody
         has looked; but not while bytes of a large write leave (`bufstore.nats.pace`). A batch that was begun on an
@@ -183,7 +187,7 @@ class Connection:
                 await frames.send(client, messages, id_, reply, begun=begun, moved=watch.moved)
                 watch.sent()
 
-            return await self._answer(subjects, send, timeout_s, paced=True)
+            return await self._answer(subjects, send, timeout_s, paced=True, again=again)
         except AppendUnknown:
             self._drop(client, "a write got no answer")
             raise

@@ -11,6 +11,7 @@ from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.ports import AppendUnknown, BegunBatch, Held, Outgoing
+from bufstore.buffer.shared_call import SharedCall
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -40,6 +41,9 @@ _ASKED_BYTES_MAX = 32 << 20
 
 _ERASED_AT_ONCE = 16
 
+#: A leader that leads has the others' votes in this time.
+_PROOF_S = 3.0
+
 
 class NatsLog(NatsStream):
     """See `bufstore.buffer.ports.Log`."""
@@ -49,6 +53,7 @@ class NatsLog(NatsStream):
         self._config = config
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._same = SameLog(config.log.stream, out_of_service(config.log), config.log.replicas > 1)
+        self._proof = SharedCall(self._prove)
         self._vouch: Callable[[], Awaitable[str | None]] | None = None
         self._generation_start = 1
         self._windows = Windows.of(config.log)
@@ -148,8 +153,9 @@ class NatsLog(NatsStream):
         )
 
     async def aclose(self) -> None:
-        """Ask no more whether a refusal still holds."""
+        """Ask nothing more of one's own accord."""
         await self._same.aclose()
+        await self._proof.aclose()
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._sending()
@@ -194,7 +200,22 @@ class NatsLog(NatsStream):
     async def prove_leader(self, timeout_s: float) -> None:
         if self._leader_only:
             self._same.check()
-            await self.prove(self._subjects.unused, timeout_s)
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._proof()
+            except TimeoutError:
+                raise LogUnavailable("the log's leader does not prove in time that it leads") from None
+
+    async def _prove(self) -> None:
+        try:
+            await self.prove(self._subjects.unused, _PROOF_S)
+        except AppendUnknown:
+            raise LogUnavailable("nobody proves that he leads the log") from None
+
+    async def latest(self, subject: str, timeout_s: float) -> int:
+        await self.prove_leader(timeout_s)
+        found = (await self.last([subject], timeout_s)).get(subject)
+        return found.seq if found is not None else 0
 
     async def barrier(self, timeout_s: float) -> int:
         if not self._leader_only:

@@ -151,7 +151,7 @@ class NatsStream:
         """
         asked = Outgoing(f"{self._api}.STREAM.PURGE.{self._name}", json.dumps({"filter": unused}).encode())
         # As a write: who leads nobody does not answer, and then the connection to it is given up.
-        self._result(await self._connection.write([asked], None, timeout_s))
+        self._result(await self._connection.write([asked], None, timeout_s, again=True))
 
     async def held_above(self, positions: Mapping[str, int], timeout_s: float) -> Held:
         """What the stream holds, and above the position of each of these filters."""

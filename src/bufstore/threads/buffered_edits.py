@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from bufstore.buffer.appender import Appender
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, LogUnavailable
+from bufstore.errors import ConfigError, LogUnavailable, Rejected
 from bufstore.threads.edits import Change, Known
 from bufstore.threads.memory import MessageMemory
 from bufstore.threads.model import Run
@@ -58,13 +58,20 @@ class BufferedEdits:
         """
         self.check_store()
         deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s + self._config.append_timeout_s
+        # What is written holds only if what was read still is so; what is refused must be right by itself.
+        proven = False
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
-                    state = await self._state(wanted)
+                    state = await self._state(wanted, proven)
                     if overtaken is not None and await overtaken():
                         raise Overtaken
                     payload = wanted.decide(await self._known(wanted, state))
+            except Rejected:
+                if proven:
+                    raise
+                proven = True
+                continue
             except TimeoutError:
                 raise LogUnavailable(f"no turn to write to thread {wanted.thread_id!r} in time") from None
             try:
@@ -75,10 +82,10 @@ class BufferedEdits:
                     # What is remembered here is older than what was read; or deleted since, with all that told of it.
                     self._appender.forget(wanted.thread_id)
 
-    async def _state(self, wanted: Change) -> ThreadState:
+    async def _state(self, wanted: Change, proven: bool) -> ThreadState:
         if wanted.heals:
-            return (await self._reads.joined(wanted.thread_id))[0]
-        return await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES)
+            return (await self._reads.joined(wanted.thread_id, proven=proven))[0]
+        return await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES, proven=proven)
 
     async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState) -> Receipt:
         return await self._appender.append(thread_id, editing(payload, thread_id, state.row.applied_id))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bufstore.buffer import elapsed
-from bufstore.buffer.entry import assemble
+from bufstore.buffer.entry import StoredMessage, assemble
 from bufstore.buffer.flush_waiter import FlushWaiter
 from bufstore.buffer.ports import AppendUnknown, HotState, Log
 from bufstore.buffer.subjects import Subjects
@@ -73,12 +73,20 @@ class ThreadReads:
         await _give_up(self._probe, self._question, *self._ending)
 
     async def thread(
-        self, thread_id: str, level: Consistency, at_least: int = 0, quarantined: Quarantined = "raise"
+        self,
+        thread_id: str,
+        level: Consistency,
+        at_least: int = 0,
+        quarantined: Quarantined = "raise",
+        *,
+        proven: bool = True,
     ) -> ThreadState:
         """The thread's state; one without `thread` if it does not exist.
 
-        `at_least`: a position that the state must include. Raises ReadNotFresh when the level cannot be reached in
-        `read_timeout_s`, StoreUnavailable when only Postgres could tell and it does not answer, ThreadQuarantined.
+        `at_least`: a position that the state must include. `proven`: see `joined`.
+
+        Raises ReadNotFresh when the level cannot be reached in `read_timeout_s`, StoreUnavailable when only Postgres
+        could tell and it does not answer, ThreadQuarantined.
         """
         needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
         try:
@@ -86,11 +94,10 @@ class ThreadReads:
                 if level is Consistency.EVENTUAL:
                     state = await self._until(thread_id, lambda: self._store.state(thread_id), needed)
                 elif level is Consistency.STRONG:
-                    await self._log.prove_leader(self._config.read_timeout_s)
                     target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
                     state = await self._until(thread_id, lambda: self._store.state(thread_id), target)
                 else:
-                    state = await self._until(thread_id, lambda: self._joined_state(thread_id), needed)
+                    state = await self._until(thread_id, lambda: self._joined_state(thread_id, proven), needed)
         except TimeoutError:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
         except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
@@ -126,7 +133,7 @@ class ThreadReads:
             if latest.run_id == run_id:
                 return latest
         if state.partial:
-            whole, _ = await self.joined(state.thread.thread_id)
+            whole, _ = await self.joined(state.thread.thread_id, proven=True)
             if whole.partial:
                 raise StoreUnavailable(f"only Postgres can tell about run {run_id!r}: {self.store_down}")
             return await self._run_of(run_id, whole)
@@ -135,15 +142,20 @@ class ThreadReads:
 
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
         """Wait until everything of the thread that is in the log now is flushed; up to which position that is."""
-        subject = self._subjects.of(thread_id)
-        last = (await self._log.last([subject], timeout_s)).get(subject)
-        if last is None:
-            return 0
-        await self._waiter.thread(thread_id, last.seq, timeout_s)
-        return last.seq
+        try:
+            async with asyncio.timeout(timeout_s):
+                last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
+        except TimeoutError:
+            raise LogUnavailable("the log does not tell in time what is to be flushed") from None
+        if last:
+            await self._waiter.thread(thread_id, last, timeout_s)
+        return last
 
-    async def joined(self, thread_id: str) -> tuple[ThreadState, int]:
+    async def joined(self, thread_id: str, *, proven: bool = False) -> tuple[ThreadState, int]:
         """The thread's state with its tail, and the position of its last entry in the log (0: none there).
+
+        `proven`: it has all that was acknowledged to anybody before the call. Without, a leader that the others have
+        left may tell how it was seconds ago; that is enough for whoever writes on condition that it is so.
 
         Raises StoreUnavailable when only Postgres could tell, and it is down or does not tell in `read_timeout_s`;
         LogUnavailable.
@@ -154,7 +166,7 @@ class ThreadReads:
             began = elapsed.now_s()
             deadline = loop.time() + self._config.read_timeout_s
             asked = None if self.store_down is not None else loop.create_task(self._store.state(thread_id))
-            in_log = loop.create_task(self._last(subject))
+            in_log = loop.create_task(self._last(subject, proven))
             try:
                 state = await self._stored(asked, deadline) if asked is not None else None
                 last = await in_log
@@ -162,30 +174,44 @@ class ThreadReads:
                 await _give_up(in_log, asked)
                 raise
             if state is None:
-                state, last = await self._without_store(thread_id, asked, deadline)
+                state, last = await self._without_store(thread_id, asked, deadline, last, proven)
             elif last > state.row.flushed_seq:
-                state, last = await self._with_tail(thread_id, state)
+                state, last = await self._with_tail(thread_id, state, last, proven)
             # A pause in between (of this process or machine, say) may have outlived an entry in the log: look again.
             if elapsed.now_s() - began < self._log.windows.rely_s / 2:
                 return state, last
 
-    async def _with_tail(self, thread_id: str, state: ThreadState) -> tuple[ThreadState, int]:
-        """`state` with what the log holds above it, and the position of the last of that."""
-        subject = self._subjects.of(thread_id)
-        while not (messages := await self._log.after(subject, state.row.flushed_seq, self._config.read_timeout_s)):
-            last = await self._last(subject)
-            if last <= state.row.flushed_seq:
-                return state, last
-            # It came between the two looks: a position must not be told without what stands there.
+    async def _with_tail(self, thread_id: str, state: ThreadState, last: int, proven: bool) -> tuple[ThreadState, int]:
+        """`state` with what the log holds above it, at least up to `last`, and the position of the last of that."""
+        messages, last = await self._tail(thread_id, state.row.flushed_seq, last, proven)
+        if not messages:
+            return state, last
         items = assemble(messages, thread_id)
         joined = overlay(state, thread_id, items)
         if joined.row.broken_since is not None and state.row.broken_since is None:
             # Either an entry is missing because Postgres has moved since, or the chain is really broken.
             joined = overlay(await self._store.state(thread_id), thread_id, items)
-        return joined, messages[-1].seq
+        return joined, last
 
-    async def _joined_state(self, thread_id: str) -> ThreadState:
-        return (await self.joined(thread_id))[0]
+    async def _tail(self, thread_id: str, above: int, last: int, proven: bool) -> tuple[list[StoredMessage], int]:
+        """The thread's messages in the log above a position, at least up to `last` if that is still there.
+
+        And the position of the thread's last message there, 0 for none.
+        """
+        subject = self._subjects.of(thread_id)
+        pause = 0.001
+        while last > above:
+            messages = await self._log.after(subject, above, self._config.read_timeout_s)
+            if messages and messages[-1].seq >= last:
+                return messages, messages[-1].seq
+            # It is gone since, or this came from one who had not got it: nothing is told without what stands there.
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.25)
+            last = await self._last(subject, proven)
+        return [], last
+
+    async def _joined_state(self, thread_id: str, proven: bool) -> ThreadState:
+        return (await self.joined(thread_id, proven=proven))[0]
 
     async def _until(self, thread_id: str, read: Callable[[], object], needed: int) -> ThreadState:
         """Read until the state includes position `needed`; the caller bounds the time."""
@@ -203,11 +229,13 @@ class ThreadReads:
 
         The log that has come so far shows nothing of it; so it is purged, and was committed long before.
         """
-        if await self._last(self._subjects.of(thread_id)):
+        if await self._last(self._subjects.of(thread_id), proven=False):
             return False
         return await self._log.end(self._config.read_timeout_s) >= needed
 
-    async def _last(self, subject: str) -> int:
+    async def _last(self, subject: str, proven: bool) -> int:
+        if proven:
+            return await self._log.latest(subject, self._config.read_timeout_s)
         found = (await self._log.last([subject], self._config.read_timeout_s)).get(subject)
         return found.seq if found is not None else 0
 
@@ -274,14 +302,14 @@ class ThreadReads:
             await asyncio.sleep(_PROBE_INTERVAL_S)
 
     async def _without_store(
-        self, thread_id: str, asked: asyncio.Task[ThreadState] | None, deadline: float
+        self, thread_id: str, asked: asyncio.Task[ThreadState] | None, deadline: float, last: int, proven: bool
     ) -> tuple[ThreadState, int]:
         """What the log tells without the store, else what the store tells after all. `asked`: it was, before."""
         try:
-            messages = await self._log.after(self._subjects.of(thread_id), 0, self._config.read_timeout_s)
+            messages, last = await self._tail(thread_id, 0, last, proven)
             state = from_log_alone(thread_id, assemble(messages, thread_id))
             if state is not None:
-                return state, messages[-1].seq
+                return state, last
             if asked is None or asked.done():
                 asked = asyncio.create_task(self._store.state(thread_id))
             while not await self._done(asked, deadline, self._patience):
@@ -292,7 +320,7 @@ class ThreadReads:
             stored = asked.result()
         finally:
             self._let_go(asked)
-        return await self._with_tail(thread_id, stored)
+        return await self._with_tail(thread_id, stored, last, proven)
 
     def _let_go(self, asked: asyncio.Task[ThreadState] | None) -> None:
         """End the question, without waiting for that: a server that hangs takes its time for it."""
@@ -326,6 +354,7 @@ class ThreadReads:
     async def force_flush_all(self, timeout_s: float) -> None:
         """Wait until everything that is in the log now is flushed."""
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
+        await self._log.prove_leader(timeout_s)
         ends = await self._log.ends(filters, timeout_s)
         await self._waiter.partitions({p: seq for p, seq in enumerate(ends) if seq}, timeout_s)
 

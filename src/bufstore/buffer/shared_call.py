@@ -1,0 +1,43 @@
+"""One call for all who ask at about the same time, which begins after each of them asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class SharedCall(Generic[T]):
+    """Who asks while a call runs gets the answer of the next one: the one that runs began before he asked."""
+
+    def __init__(self, call: Callable[[], Awaitable[T]]) -> None:
+        self._call = call
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def __call__(self) -> T:
+        """The answer of a call that began after this one; raises what that raises."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._run(self._running), name="bufstore-shared-call")
+            self._next.add_done_callback(_looked_at)
+        return await asyncio.shield(self._next)
+
+    async def aclose(self) -> None:
+        """End what runs."""
+        tasks = [task for task in (self._running, self._next) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, before: asyncio.Task[T] | None) -> T:
+        if before is not None:
+            await asyncio.wait([before])
+        self._running, self._next = self._next, None
+        return await self._call()
+
+
+def _looked_at(task: asyncio.Task[T]) -> None:
+    if not task.cancelled():
+        task.exception()  # those who asked may all have been cancelled
