@@ -14,6 +14,7 @@ from cluster import Cluster, leader_of, replicas_current
 from conftest import Deployment
 from helpers import eventually, fresh
 from load import PATIENCE, Load
+from sweep import nodes
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,11 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
     finally:
         for store in reversed(stores):
             await store.aclose()
+
+
+async def test_nodes_are_killed_wiped_stopped_and_cut_off_in_a_row() -> None:
+    """A short run of `make cluster`."""
+    await nodes.run(10, seed=1, slow_s=60)
 
 
 async def _reconnected(store: BufferedThreadStore, before: object) -> bool:

@@ -98,8 +98,8 @@ class Faults:
         return time.monotonic() - began
 
 
-async def run(seconds: float, seed: int) -> None:
-    """Raises when something is not as it must be."""
+async def run(seconds: float, seed: int, slow_s: float = 10.0) -> None:
+    """Raises when something is not as it must be; also when flushing took longer than `slow_s` after a fault."""
     chance = random.Random(seed)
     count: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder, Servers() as servers:
@@ -111,6 +111,7 @@ async def run(seconds: float, seed: int) -> None:
                 load.write(store, f"w{number}")
             for number, store in enumerate(stores):
                 load.read(store, f"r{number}", Consistency.STRONG)
+                load.read(store, f"y{number}", Consistency.READ_YOUR_WRITES)
             faults = Faults(cluster, load, stores[0], deployment)
             kinds: list[Callable[[int], Awaitable[Any]]] = [
                 faults.kill, faults.wipe, faults.hang, faults.reset, faults.silence,
@@ -139,8 +140,9 @@ async def run(seconds: float, seed: int) -> None:
             for store in stores:
                 await store.aclose()
     reads = sum(len(t.reads) for t in load.history.threads.values())
-    print(f"{sum(count.values())} faults, {load.history.acknowledged} acknowledged, {reads} Strong reads, seed {seed}:")
+    print(f"{sum(count.values())} faults, {load.history.acknowledged} acknowledged, {reads} fresh reads, seed {seed}:")
     print(f"nothing lost, doubled, reordered or stale; what the log held after a fault was flushed in {longest:.1f} s")
+    assert longest <= slow_s, f"after a fault it took {longest:.1f} s until what was in the log was flushed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
