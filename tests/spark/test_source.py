@@ -107,40 +107,40 @@ async def test_a_stream_goes_on_where_it_stopped(spark: Any, either: Deployment,
     assert steps_of(rows) == {t: list(range(12)) for t in threads}
 
 
-async def purge(deployment: Deployment, below: int) -> None:
+async def purge(deployment: Deployment, below: int, partition: int | None = None) -> None:
     client = await nats.connect(deployment.servers.nats.url)
-    for p in range(deployment.log.partitions):
+    for p in range(deployment.log.partitions) if partition is None else [partition]:
         body = json.dumps({"filter": f"{deployment.name}.{p}.*", "seq": below}).encode()
         await client.request(f"$JS.API.STREAM.PURGE.{deployment.log.stream}", body)
     await client.close()
 
 
 async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
-    spark: Any, either: Deployment, tmp_path: Path
+    spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
-    either.verified = False
+    deployment.verified = False
     threads = [fresh() for _ in range(4)]
-    await written(either, threads, range(5))
-    await ended(query(spark, either, tmp_path, startingPosition="earliest", maxMessagesPerTrigger=100))
-    await written(either, threads, range(5, 10))
-    rows = await collected(read(spark, either))
+    await written(deployment, threads, range(5))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest", maxMessagesPerTrigger=100))
+    await written(deployment, threads, range(5, 10))
+    rows = await collected(read(spark, deployment))
     last = max(r.position for r in rows)
     # As the flusher does it, partition by partition: only one of them is purged over what was not read.
-    client = await nats.connect(either.servers.nats.url)
+    client = await nats.connect(deployment.servers.nats.url)
     partition = next(r.partition for r in rows if r.position == last - 8)
-    body = json.dumps({"filter": f"{either.name}.{partition}.*", "seq": last - 7}).encode()
-    await client.request(f"$JS.API.STREAM.PURGE.{either.log.stream}", body)
+    body = json.dumps({"filter": f"{deployment.name}.{partition}.*", "seq": last - 7}).encode()
+    await client.request(f"$JS.API.STREAM.PURGE.{deployment.log.stream}", body)
     await client.close()
-    if (await written_positions(spark, either)) == {r.position for r in rows}:
+    if (await written_positions(spark, deployment)) == {r.position for r in rows}:
         pytest.fail("nothing was purged")
     with pytest.raises(Exception, match="was purged before it was read"):
-        await ended(query(spark, either, tmp_path))
-    await purge(either, last - 2)
+        await ended(query(spark, deployment, tmp_path))
+    await purge(deployment, last - 2)
     with pytest.raises(Exception, match="the log begins at position"):
-        await ended(query(spark, either, tmp_path))
-    await ended(query(spark, either, tmp_path, failOnDataLoss=False))
+        await ended(query(spark, deployment, tmp_path))
+    await ended(query(spark, deployment, tmp_path, failOnDataLoss=False))
     kept = await collected(spark.read.parquet(str(tmp_path / "out")))
-    assert len(kept) == 20 + len(await written_positions(spark, either))
+    assert len(kept) == 20 + len(await written_positions(spark, deployment))
 
 
 async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployment, tmp_path: Path) -> None:
@@ -156,6 +156,12 @@ async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployme
     await ended(query(spark, replicated, tmp_path))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
     assert steps_of(rows) == {early: [0, 1], late: [0, 1]}
+    # And what is purged unread is one.
+    replicated.verified = False
+    await written(replicated, [late], range(2, 5))
+    await purge(replicated, max(row.position for row in rows) + 3, partition=1)
+    with pytest.raises(Exception, match="was purged before it was read"):
+        await ended(query(spark, replicated, tmp_path))
 
 
 async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
@@ -179,15 +185,16 @@ async def test_what_was_erased_on_purpose_is_no_loss(
 ) -> None:
     deployment = deploy(failover_window_s=4.0)
     gone, kept = fresh(), fresh()
-    await written(deployment, [kept], range(2))
+    await written(deployment, [gone], range(2))
     await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
     await written(deployment, [gone, kept], range(2, 4))
     async with deployment.store() as store:
         await store.force_flush_all()
-        assert (await store.erase(gone)).log_messages == 2
+        # All of the log's beginning, up to behind what was read, and something within.
+        assert (await store.erase(gone)).log_messages == 4
     await ended(query(spark, deployment, tmp_path))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
-    assert steps_of([r for r in rows if r.kind == "checkpoint"]) == {kept: [0, 1, 2, 3]}
+    assert steps_of([r for r in rows if r.kind == "checkpoint"]) == {gone: [0, 1], kept: [2, 3]}
     assert [r.thread_id for r in rows if r.kind != "checkpoint"] == [gone], "its removal"
 
 

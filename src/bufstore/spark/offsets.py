@@ -58,8 +58,8 @@ def begin_at(wanted: str, first: int, end: int) -> int:
     return position
 
 
-def check(start: Offset, created: str, first: int, end: int) -> None:
-    """Raise DataLoss unless everything from `start` on is still in the log, as far as its ends tell."""
+def check(start: Offset, created: str, end: int) -> None:
+    """Raise DataLoss unless `start` is a place in this log."""
     if start.created != created:
         raise DataLoss(
             f"the stream was made anew ({created}, the reader began on that of {start.created}): entries that "
@@ -67,8 +67,6 @@ def check(start: Offset, created: str, first: int, end: int) -> None:
         )
     if start.position > end:
         raise DataLoss(f"the log ends before position {end}, the reader has come to {start.position}: it went back")
-    if first > max(start.position, start.whole_from):
-        raise DataLoss(f"the log begins at position {first}, the reader has come to {start.position} only")
 
 
 def split(start: int, end: int, parts: int, created: str, whole_from: int) -> list[Range]:

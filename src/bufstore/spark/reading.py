@@ -12,7 +12,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from bufstore.buffer.entry import Assembler, Malformed, decode
 from bufstore.errors import DataLoss, LogUnavailable, MalformedEntry
 from bufstore.nats.ranges import Log, LogReader, Read, filters_of
-from bufstore.spark.offsets import Holes, Range
+from bufstore.spark.offsets import Holes, Offset, Range
 from bufstore.spark.options import ReadOptions
 from bufstore.spark.records import Item, entry_rows, message_rows
 from bufstore.spark.worker import loop
@@ -62,6 +62,23 @@ async def whole_from(options: ReadOptions, log: Log) -> int:
     return await (await reader_of(options)).whole_from(log)
 
 
+async def check_first(options: ReadOptions, log: Log, start: Offset) -> None:
+    """Raise DataLoss when what is gone at the log's beginning had not been read, and was not erased."""
+    at = max(start.position, start.whole_from)
+    if log.first > at:
+        holes = Holes(Range(start=at, end=log.first, created=log.created, whole_from=0))
+        holes.passed([log.first])
+        if await _lost(await reader_of(options), log, holes) is not None:
+            raise DataLoss(f"the log begins at position {log.first}, the reader has come to {start.position} only")
+
+
+async def _lost(reader: LogReader, log: Log, holes: Holes) -> int | None:
+    if not holes.found:
+        return None
+    # Asked now: what made the holes was written before.
+    return holes.lost(await reader.erased(holes.found[0][0]), await reader.barrier(log), await reader.whole_from(log))
+
+
 async def at_time(options: ReadOptions, log: Log, time_ns: int) -> int:
     """The position of the first message that was stored then or later."""
     return await (await reader_of(options)).at_time(time_ns, log)
@@ -104,15 +121,8 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
             yield entry_rows(options.columns, list(entries.of(reads)))
     holes.passed([part.end])
     looked_at_all = not (options.threads or options.partitions)
-    if holes.found and looked_at_all and options.fail_on_data_loss:
-        # Asked now: what made the holes was written before.
-        lost = holes.lost(
-            await reader.erased(holes.found[0][0]), await reader.barrier(log), await reader.whole_from(log)
-        )
-        if lost is not None:
-            raise DataLoss(
-                f"position {lost} was purged before it was read; the log is kept whole for less long than this"
-            )
+    if looked_at_all and options.fail_on_data_loss and (lost := await _lost(reader, log, holes)) is not None:
+        raise DataLoss(f"position {lost} was purged before it was read; the log is kept whole for less long than this")
 
 
 async def _before(reader: LogReader, first: Read, filters: Sequence[str]) -> AsyncIterator[Read]:

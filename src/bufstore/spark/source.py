@@ -105,7 +105,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         options, log, before = self.options, self._look(), offset_of(start)
         if options.fail_on_data_loss:
-            check(before, log.created, log.first, log.end)
+            _check(options, log, before)
         begin = _begin(log, before)
         end = max(log.end if self._target is None else self._target, begin)
         if not isinstance(limit, ReadAllAvailable):
@@ -124,7 +124,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         log, begin = self._look(), offset_of(start)
         if self.options.fail_on_data_loss:
-            check(begin, log.created, log.first, log.end)
+            _check(self.options, log, begin)
         return _planned(self.options, log, begin, offset_of(end).position)
 
     def commit(self, end: dict[str, Any]) -> None:
@@ -133,9 +133,15 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 def _planned(options: ReadOptions, log: Log, start: Offset, end: int) -> list[InputPartition]:
     if options.fail_on_data_loss:
-        check(start, log.created, log.first, log.end)
+        _check(options, log, start)
     begin = _begin(log, start)
     return [_Part(part) for part in split(begin, end, options.tasks, log.created, start.whole_from)]
+
+
+def _check(options: ReadOptions, log: Log, start: Offset) -> None:
+    """Raise DataLoss unless everything from `start` on is still in the log, as far as its ends tell."""
+    check(start, log.created, log.end)
+    loop().run(reading.check_first(options, log, start))
 
 
 def _begin(log: Log, start: Offset) -> int:
