@@ -187,7 +187,9 @@ class Connection:
                 await frames.send(client, messages, id_, reply, begun=begun, moved=watch.moved)
                 watch.sent()
 
-            return await self._answer(subjects, send, timeout_s, paced=True, again=again)
+            answer = await self._answer(subjects, send, timeout_s, paced=True, again=again)
+            watch.answered()
+            return answer
         except AppendUnknown:
             self._drop(client, "a write got no answer")
             raise
@@ -214,12 +216,13 @@ class Connection:
         try:
             client = self.client()
             async with asyncio.timeout(timeout_s) as limit:
-                self._pace.limits[tokens[0]] = limit, timeout_s
+                self._pace.begin(tokens[0], limit, timeout_s)
                 watch = Watch(self._pace, client)
                 replies = [f"{self._inbox}.{token}" for token in tokens]
                 await frames.send_each(client, messages, replies, watch.moved)
                 watch.sent()
                 await all_ended
+                watch.answered()
         except LogUnavailable as e:
             error = e
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
@@ -231,7 +234,7 @@ class Connection:
             error = AppendUnknown(f"the connection failed: {_text(e)}")
             self._drop(client, "a write failed")
         finally:
-            self._pace.limits.pop(tokens[0], None)
+            self._pace.end(tokens[0])
             for token in tokens:
                 self._end(token, error)
 
@@ -259,7 +262,7 @@ class Connection:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 if paced:
-                    self._pace.limits[token] = limit, timeout_s
+                    self._pace.begin(token, limit, timeout_s)
                 await send(f"{self._inbox}.{token}")
                 pause = AGAIN_S
                 while again and not (await asyncio.wait([answer], timeout=pause))[0]:
@@ -275,7 +278,7 @@ class Connection:
         finally:
             self._answers.pop(token, None)
             if paced:
-                self._pace.limits.pop(token, None)
+                self._pace.end(token)
 
     def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
         # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then

@@ -144,21 +144,18 @@ def _parts(messages: Sequence[Outgoing], start: int) -> Iterator[slice]:
 async def _write_parts(client: Client, parts: Iterable[tuple[bytes, int]], moved: Callable[[int], None]) -> None:
     """Send one part after another, each when the one before has left: what others send meanwhile goes in between.
 
-    `moved` is called with the number of bytes that have left since the last call.
+    `moved` is called with a number of bytes that had to wait for the socket, and have left.
     """
     for data, messages in parts:
         if not client.is_connected:
             raise nats.errors.OutboundBufferLimitError
         await _write(client, data, messages)
-        left = len(data)
         while (waiting := _unsent(client)) and client.is_connected:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
                     await client._transport.drain()  # type: ignore[union-attr]
-            if (gone := min(waiting - _unsent(client), left)) > 0:
-                left -= gone
+            if (gone := waiting - _unsent(client)) > 0:
                 moved(gone)
-        moved(left)
 
 
 def _unsent(client: Client) -> int:

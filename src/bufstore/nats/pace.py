@@ -10,12 +10,10 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-#: So much may be on its way where nobody sees it: in buffers of the system, here and at the other end.
-_UNSEEN_BYTES = 8 << 20
-#: A link is not expected to be slower than this, in bytes a second; where it is, large writes have to be smaller.
-_SLOWEST = 1 << 20
+#: So much may be on its way where nobody sees it, with a margin: in buffers of the system, here and at the other end.
+_UNSEEN_BYTES = 16 << 20
 #: Buffers on the way make room in steps: for so long nothing may move although all is well.
-_STEP_S = _UNSEEN_BYTES / _SLOWEST
+_STEP_S = 8.0
 _LOOK_S = 1.0
 
 
@@ -28,9 +26,20 @@ class Pace:
 
     def __init__(self) -> None:
         #: By token: who waits for an answer, until when, and how long without anything that moves.
-        self.limits: dict[str, tuple[asyncio.Timeout, float]] = {}
+        self._limits: dict[str, tuple[asyncio.Timeout, float]] = {}
         self._alive_until = 0.0
         self._keeper: asyncio.TimerHandle | None = None
+
+    def begin(self, token: str, limit: asyncio.Timeout, timeout_s: float) -> None:
+        """Somebody waits for an answer, in this block."""
+        self._limits[token] = limit, timeout_s
+        until = self._alive_until + timeout_s  # behind what is on its way
+        if until > (limit.when() or 0.0):
+            limit.reschedule(until)
+
+    def end(self, token: str) -> None:
+        """He waits no more."""
+        self._limits.pop(token, None)
 
     def moved(self, client: _Client, patience_s: float = _STEP_S) -> None:
         """Bytes of a large write have left: wait anew, and so much longer."""
@@ -39,10 +48,18 @@ class Pace:
         self._alive_until = max(self._alive_until, now + patience_s)
         if self._keeper is None:
             self._keep(client, loop)
-        for limit, timeout_s in self.limits.values():
+        for limit, timeout_s in self._limits.values():
             until = now + timeout_s + patience_s
             if not limit.expired() and (limit.when() or 0.0) < until:
                 limit.reschedule(until)
+
+    def arrived(self) -> None:
+        """A large write was answered, and so has arrived, with all that went before it."""
+        now = asyncio.get_running_loop().time()
+        self.lost()
+        for limit, timeout_s in self._limits.values():
+            if not limit.expired() and (limit.when() or 0.0) > now + timeout_s:
+                limit.reschedule(now + timeout_s)
 
     def _keep(self, client: _Client, loop: asyncio.AbstractEventLoop) -> None:
         """Until then a client that hears nothing is not taken for dead."""
@@ -67,7 +84,7 @@ class Watch:
         self._began = 0.0
 
     def moved(self, size: int) -> None:
-        """So many bytes of a large write have left."""
+        """So many bytes of a large write have left that had to wait for it."""
         now = asyncio.get_running_loop().time()
         self._began = self._began or now
         self._size += size
@@ -79,3 +96,8 @@ class Watch:
             seconds = asyncio.get_running_loop().time() - self._began
             unseen = min(self._size, _UNSEEN_BYTES)  # takes as long as the rest did
             self._pace.moved(self._client, max(unseen * seconds / self._size, _STEP_S))
+
+    def answered(self) -> None:
+        """It has arrived."""
+        if self._size:
+            self._pace.arrived()
