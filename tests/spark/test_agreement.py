@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
 from bufstore import ConfigDrift, ConfigError, PostgresThreadStore
-from bufstore.spark import SinkConfig, bulk_drain
+from bufstore.spark import SinkConfig, archive, bulk_drain
 from bufstore.spark.writing import write_rows
 from conftest import Deployment
 from helpers import eventually, fresh, run_of
@@ -56,7 +58,9 @@ async def test_a_drain_keeps_and_purges_what_the_log_says(spark: Any, deploy: An
         await drain
 
 
-async def test_a_job_takes_a_log_only_that_it_can_flush_and_keeps_to_its_window(spark: Any, deploy: Any) -> None:
+async def test_a_job_takes_a_log_only_that_it_can_flush_and_keeps_to_its_window(
+    spark: Any, deploy: Any, tmp_path: Path
+) -> None:
     deployment = deploy(failover_window_s=20.0)
     inner = PostgresThreadStore(deployment.servers.postgres.dsn, schema=deployment.name)
     inner.store_kind = "mine"
@@ -65,6 +69,9 @@ async def test_a_job_takes_a_log_only_that_it_can_flush_and_keeps_to_its_window(
     for job in (partial(bulk_drain, spark, where(deployment)), partial(write_rows, sink(deployment), 0, [[{}]])):
         with pytest.raises(ConfigDrift, match="in a process that has it"):
             await asyncio.to_thread(job)
+    elsewhere = dataclasses.replace(where(deployment), schema=fresh("empty"))
+    with pytest.raises(ConfigDrift, match="database is"):
+        await asyncio.to_thread(archive, spark, elsewhere, str(tmp_path))
     fitting = deploy(failover_window_s=20.0)
     async with fitting.store(flusher=False):
         pass

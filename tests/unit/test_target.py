@@ -17,6 +17,7 @@ from bufstore import (
     LogRolledBack,
     MemoryThreadStore,
     PostgresThreadStore,
+    StoreUnavailable,
     repair,
 )
 from bufstore.buffer.target import Kind, Target, check_flushable, check_same, is_proven
@@ -151,6 +152,37 @@ def test_who_meets_another_name_in_the_moment_of_giving_one_gives_way() -> None:
         stream.target = Target("threads", "bufstore.memory", "another")
         with pytest.raises(ConfigDrift, match="'another'"):
             await opening
+
+    run(main())
+
+
+def test_a_database_that_turns_out_to_be_another_one_gets_nothing_and_holds_nobody_up() -> None:
+    """It was away when the store was opened: only its flusher can find out."""
+
+    async def main() -> None:
+        nats, right, wrong, thread_id = MemoryNats(), MemoryThreadStore(), MemoryThreadStore(), fresh()
+        await use(right, nats, thread_id)
+        ledger = wrong.ledger(0)
+        there = ledger.setup
+
+        async def away() -> None:
+            raise StoreUnavailable("it is away")
+
+        ledger.setup = away  # type: ignore[method-assign]
+        async with await opened(wrong, nats) as misled:
+            ledger.setup = there  # type: ignore[method-assign]
+            await asyncio.sleep(10)
+            assert "database" in (await misled.health()).flusher
+            with pytest.raises(LogRolledBack, match="database"):
+                await misled.checkpoint(thread_id, [2], run_of(thread_id))
+            async with await opened(right, nats) as store:
+                for n in range(20):
+                    await store.checkpoint(f"t{n}", [n], run_of(f"t{n}"))
+                await asyncio.sleep(10)
+                await store.force_flush_all()
+                assert (await store.statistics()).flusher.partitions == tuple(range(8))
+        assert await wrong.load_messages(thread_id) is None
+        assert await ledger.cursors() == {}
 
     run(main())
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bufstore.buffer.target import check_proof, check_same
 from bufstore.errors import ArchiveOvertaken, ConfigError, DataLoss, NoLog
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.nats.ranges import Log, LogReader
@@ -81,11 +82,13 @@ def archive(
 
     Raises DataLoss when something of it was purged unread, or the stream is not the one of the newest range: then
     `start` says where to go on, and that something may be missing, before it and behind it. ArchiveOvertaken when
-    another run has archived the same range meanwhile.
+    another run has archived the same range meanwhile. ConfigDrift when the deployment's Postgres (or schema) is not the
+    one that the log is flushed into.
     """
     log = loop().run(log_of(deployment))
     if log is None:
         raise NoLog(deployment.stream)
+    loop().run(_check_database(deployment))
     manifests = manifests_of(spark, path)
     begin = start if start is not None else _begin(manifests, log)
     if start is None and manifests:
@@ -271,6 +274,19 @@ async def log_of(deployment: Deployment) -> Log | None:
         return None
     finally:
         await reader.aclose()
+
+
+async def _check_database(deployment: Deployment) -> None:
+    """Raise ConfigDrift for another database than that of the log: its flushers would never see the note."""
+    named = (await deployment.look()).target
+    ledger = PostgresLedger(deployment.postgres, MemoryThreadStore(), schema=deployment.schema)
+    await ledger.open()
+    try:
+        noted = await ledger.target()
+    finally:
+        await ledger.aclose()
+    check_same(deployment.stream, named, noted)
+    check_proof(deployment.stream, named, proven=named is None or noted is not None)
 
 
 async def _note(deployment: Deployment, end: int) -> None:

@@ -52,7 +52,7 @@ from bufstore.threads.model import (
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import content_hash
 from bufstore.threads.preparing import apart, prepare_log, prepare_store
-from bufstore.threads.protocol import WrappableStore
+from bufstore.threads.protocol import WrappableStore, kind_of
 from bufstore.threads.queries import (
     ALL_MESSAGES,
     ALL_RUNS,
@@ -167,7 +167,8 @@ class BufferedThreadStore:
         await self._ledger.open()
         if isinstance(self._store, PostgresThreadStore):
             await self._store.open()
-        self._log.vouched_by(lambda: apart(self._log, self._ledger, self._config))
+        stream, kind = self._config.log.stream, kind_of(self._store)
+        self._log.vouched_by(lambda: apart(self._log, self._ledger, stream, kind))
         await prepare_log(self._log, self._ledger, self._store, self._config)
         await self._hot.setup()
         self._appender.start()

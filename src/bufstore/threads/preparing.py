@@ -10,7 +10,7 @@ from bufstore.buffer.subjects import first_position
 from bufstore.buffer.takeover import mismatch, proven
 from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, is_proven
 from bufstore.config import BufferConfig
-from bufstore.errors import LogRolledBack, NoLog, StoreUnavailable
+from bufstore.errors import ConfigDrift, LogRolledBack, NoLog, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore, kind_of
@@ -54,12 +54,11 @@ async def meet(log: Log, ledger: Ledger, stream: str, ours: Kind) -> None:
     Raises ConfigDrift, LogRolledBack.
     """
     epoch, known = await log.epoch(), await ledger.epoch()
-    named, noted = log.target if epoch is not None else None, await ledger.target()
-    check_kind(f"stream {stream}", named, ours)
-    check_kind(f"the database of stream {stream}", noted, ours)
-    check_same(stream, named, noted)
-    if known is None and named is not None:
-        check_proof(stream, named, proven=False)
+    try:
+        named, noted = await _names(log, ledger, stream, ours, epoch, known)
+    except ConfigDrift as e:
+        log.refuse(str(e))  # who finds out only when it begins to flush is not to write on
+        raise
     reason = await compare(log, ledger, stream, epoch, known)
     if reason is not None:
         log.refuse(reason)
@@ -114,9 +113,27 @@ async def proven_by_ledger(log: Log, ledger: Ledger, epoch: int) -> bool:
     )
 
 
-async def apart(log: Log, ledger: Ledger, config: BufferConfig) -> str | None:
-    """`compare` of what there is now."""
-    return await compare(log, ledger, config.log.stream, await log.epoch(), await ledger.epoch())
+async def _names(
+    log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int | None
+) -> tuple[Target | None, Target | None]:
+    """What log and ledger say of where the log is flushed to. Raises ConfigDrift when that is not where we would."""
+    named, noted = log.target if epoch is not None else None, await ledger.target()
+    check_kind(f"stream {stream}", named, ours)
+    check_kind(f"the database of stream {stream}", noted, ours)
+    check_same(stream, named, noted)
+    if known is None and named is not None:
+        check_proof(stream, named, proven=False)
+    return named, noted
+
+
+async def apart(log: Log, ledger: Ledger, stream: str, ours: Kind) -> str | None:
+    """Why log and ledger, as they are now, do not belong together; None when they do. Raises Unavailable errors."""
+    epoch, known = await log.epoch(), await ledger.epoch()
+    try:
+        await _names(log, ledger, stream, ours, epoch, known)
+    except ConfigDrift as e:
+        return str(e)
+    return await compare(log, ledger, stream, epoch, known)
 
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
