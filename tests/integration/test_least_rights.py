@@ -221,6 +221,11 @@ async def test_the_commands_work_with_an_operators_rights_and_an_apps_role(site:
     for command in (("flush", "--all"), ("status",), ("quarantine", "list"), ("repair",)):
         result = await site.cli(*command)
         assert (result.code, "permit" in result.err) == (0, False), result
+    assert (await site.cli("log", "show")).code == 0
+    for seconds in (90, 60):
+        for command in (("log", "set", "--failover-window", seconds), ("log", "settle")):
+            result = await site.cli(*command)
+            assert (result.code, "permit" in result.err) == (0, False), result
     replayed = await site.cli("quarantine", "replay", thread_id)
     assert replayed.code == 0, replayed
     assert (await site.cli("verify")).code == 0
