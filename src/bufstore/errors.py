@@ -17,7 +17,7 @@ BufstoreError
 │   ├── StaleClaim              the mailbox claim is over: somebody else may hold the thread; stop working
 │   │   └── ClaimInterrupted    the thread was interrupted: stop working, then end the claim
 │   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
-│   ├── LogFull                 too many unflushed bytes: slow down and retry
+│   ├── LogFull                 too many bytes not flushed or still needed: slow down and retry
 │   ├── TokenBusy               the key has work that is not done, or the lock is held by another
 │   └── TokenQueueFull          as many items wait for the key as may
 ├── Unavailable                 nothing was stored; retry later
@@ -148,7 +148,10 @@ class ThreadQuarantined(Rejected):
 
 
 class LogFull(Rejected):
-    """The log holds as many unflushed bytes as it may. Slow down, retry later, or raise ``max_bytes``."""
+    """The log holds as many bytes as it may, not flushed or still needed: the message says how many of which.
+
+    Nothing was stored. Slow down, retry later, or raise ``max_bytes``.
+    """
 
 
 class TokenBusy(Rejected):
