@@ -113,6 +113,8 @@ async def test_a_log_of_an_earlier_release_is_named_by_its_app_or_by_an_operator
     await forget(deployment)
     refused = await cli(deployment, "flush", "--all")
     assert (refused.code, "bufstore log adopt" in refused.err) == (2, True), refused
+    warned = await cli(deployment, "doctor", "--json")
+    assert "bufstore log adopt" in warned.out
     adopted = await cli(deployment, "log", "adopt", "--json")
     assert (adopted.code, adopted.json["store"]) == (0, "bufstore.postgres"), adopted
     assert (await cli(deployment, "log", "adopt", "--store", "app")).code == 2, "it says something else by now"

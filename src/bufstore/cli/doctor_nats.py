@@ -23,7 +23,7 @@ from bufstore.nats.connection import Connection
 from bufstore.nats.errors import StreamMissing
 from bufstore.nats.hot import NatsHotState
 from bufstore.nats.permissions import Role, permissions
-from bufstore.nats.setup import bucket_config, check, check_stream
+from bufstore.nats.setup import bucket_config, check, check_stream, target_of, windows_of
 from bufstore.nats.stream import NatsStream
 
 _VERSION_MIN = (2, 14, 0)
@@ -79,6 +79,7 @@ async def _look(
         return None
     assert config is not None
     _drift(notes, "log", lambda: check_stream(config, info["config"]))
+    _agreed(notes, config, info["config"].get("metadata") or {})
     _copies(notes, info)
     await _headroom(notes, stream, hot, config)
     bucket = await _bucket(notes, stream, config)
@@ -115,6 +116,18 @@ def _drift(notes: Notes, what: str, compare: Any) -> None:
         notes.say(f"{what} settings", Level.BAD, str(e), "change it back: see docs/OPERATIONS.md")
     else:
         notes.say(f"{what} settings", Level.OK, "as they must be")
+
+
+def _agreed(notes: Notes, config: LogConfig, metadata: dict[str, Any]) -> None:
+    """What the log says of itself, that all who open it must agree on."""
+    target, windows = target_of(metadata), windows_of(config, metadata)
+    found = f"{target.store}, database {target.id}" if target is not None else "it does not say"
+    advice = "made by an earlier release: start an app of this one first, or see `bufstore log adopt`"
+    notes.require("flushed into", target is not None, found, advice)
+    window = f"{windows.failover_window_s:g} s{', archived' if windows.archive else ''}"
+    if windows.changing:
+        window += f", becoming {windows.next_failover_window_s:g} s{', archived' if windows.next_archive else ''}"
+    notes.require("windows", not windows.changing, window, "when every process was restarted: `bufstore log settle`")
 
 
 def _copies(notes: Notes, info: dict[str, Any]) -> None:
