@@ -136,6 +136,20 @@ async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_bac
                 await ledger.aclose()
 
 
+@pytest.mark.parametrize("lock", ["lock_lineage", "lock_thread"])
+async def test_an_edit_of_a_process_that_stops_holds_its_locks_for_seconds(deployment: Deployment, lock: str) -> None:
+    async with deployment.inner() as store:
+        await store.setup()
+        await store.save_thread("t")
+        async with store.pool.lend(5) as connection:
+            async with connection.transaction():
+                await store._edits.run(connection, lock, "t")
+                found = await (await connection.execute("SHOW idle_in_transaction_session_timeout")).fetchone()
+                assert found == ("10s",)
+            found = await (await connection.execute("SHOW idle_in_transaction_session_timeout")).fetchone()
+            assert found == ("0",)
+
+
 async def test_a_role_with_repeatable_read_flushes_as_any_other(deployment: Deployment) -> None:
     settings = ["default_transaction_isolation = 'repeatable read'"]
     async with limited(deployment, *settings) as dsn:
