@@ -112,7 +112,7 @@ class Round:
                 await asyncio.to_thread(servers.stop)
 
     async def _write_and_cut(self, servers: Servers, image: Path, copy: Path) -> None:
-        checks = await check_sync(None, None, servers.nats.sync_interval)
+        checks = await check_sync(None, None, None, servers.nats.sync_interval)
         self.warned = any(c.level is Level.WARNING for c in checks)
         store = await self._open(servers)
         # What was made so far is not what is tested.
