@@ -517,3 +517,25 @@ def test_an_error_nobody_thought_of_is_told_and_tried_again() -> None:
         assert it.flusher.state.trouble == ""
 
     bench(main)
+
+
+def test_a_postgres_that_lost_a_commit_behind_a_thread_that_waits_gets_it_again() -> None:
+    """The cursor stands before that thread, so the commit did not move it: it is noticed all the same."""
+
+    async def main(it: Bench) -> None:
+        await it.start()
+        good = next(t for t in (f"g{n}" for n in range(99)) if SUBJECTS.partition(t) == SUBJECTS.partition("t"))
+        held = True
+        failing(it, lambda c: FlushFailed("55P03", Verdict.ISOLATE) if held and c.thread_id == "t" else None)
+        await it.writer.append(["held"], "t")
+        await asyncio.sleep(3)
+        put_back = went_back(it)
+        await it.writer.append(["good"], good)
+        assert await it.flushed(good)
+        put_back()
+        assert await it.flushed(good)
+        held = False
+        assert await it.flushed("t", good)
+        assert (await it.stored("t"), await it.stored(good)) == (["held"], ["good"])
+
+    bench(main)

@@ -161,7 +161,10 @@ class Share:
         for aside in self._settled_whole(settled):
             if first_open is None or aside.last < first_open:
                 position = max(position, (aside.last, aside.last_id))
-        return Cursor(self.cursor.partition, self.cursor.term, *position)
+        # A commit that does not move the cursor raises the term: each one shows in the row, so that a Postgres which
+        # has lost one in a failover is noticed by it.
+        unmoved = position[0] == self.cursor.seq and not self.pending.keys().isdisjoint(settled)
+        return Cursor(self.cursor.partition, self.cursor.term + unmoved, *position)
 
     def _settled_whole(self, settled: Collection[int]) -> Iterator[Aside]:
         return (a for a in self.aside.values() if a.last in settled)

@@ -232,6 +232,8 @@ class Takeover:
         for partition, (share, ours) in known.items():
             found = cursors.get(partition, Cursor(partition, 0, 0, 0))
             # It may be ahead: of a flush that is on its way.
+            if found == share.cursor:
+                continue
             if found.term != ours.term or found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id):
                 share.doubt = f"Postgres has {found}, not {ours}"
                 self._wake()

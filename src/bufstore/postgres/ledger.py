@@ -193,6 +193,7 @@ class PostgresLedger:
                 columns.ints(cursor.partition for cursor in decision.cursors),
                 columns.longs(cursor.seq for cursor in decision.cursors),
                 columns.longs(cursor.id for cursor in decision.cursors),
+                columns.longs(cursor.term for cursor in decision.cursors),
             )
 
     async def _send(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> columns.Cursor:
