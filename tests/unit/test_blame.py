@@ -47,3 +47,16 @@ def test_nothing_is_remembered_of_a_cause_that_is_over() -> None:
     blame.settled([str(n) for n in range(1000)])
     blame.taken(["t"], 1000.0)
     assert not blame._cases
+
+
+def test_what_was_parked_one_by_one_counts_until_others_are_taken() -> None:
+    blame = Blame()
+    for n in range(10):
+        blame.refused(str(n), "cause", float(n))
+        assert blame.everybodys("cause", float(n)) == (n >= THREADS_MIN - 1)
+        blame.parked(str(n), "cause")
+        blame.settled([str(n)])
+        assert not blame.everybodys("cause", float(n)), "nothing of it is refused now"
+    blame.refused("last", "cause", 20.0)
+    blame.taken(["other"], 20.0)
+    assert not blame.everybodys("cause", 20.0)

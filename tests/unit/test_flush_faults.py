@@ -165,6 +165,36 @@ def test_what_is_refused_to_all_parks_nothing_and_mends_by_itself(sqlstate: str)
     bench(main)
 
 
+def test_what_is_refused_to_all_parks_next_to_nothing_also_where_threads_come_one_by_one() -> None:
+    async def main(it: Bench) -> None:
+        bad = True
+        failing(it, lambda c: refused("23502") if bad else None)
+        await it.start()
+        threads = [f"t{n}" for n in range(30)]
+        for thread_id in threads:
+            await write(it, [thread_id])
+            await asyncio.sleep(30)
+        assert len(it.ledger.parked.entries) < THREADS_MIN, "so many may be to blame themselves"
+        assert "23502" in state_of(it).trouble
+        bad = False
+        assert await it.flushed(*threads, within_s=10.0)
+
+    bench(main)
+
+
+def test_poison_now_and_then_is_parked_while_anything_else_is_taken_now_and_then() -> None:
+    async def main(it: Bench) -> None:
+        failing(it, lambda c: refused("23514") if poisonous(c) else None)
+        await it.start()
+        for n in range(30):
+            await write(it, [f"t{n}"], "poison")
+            await write(it, ["good"])
+            assert await it.flushed(f"t{n}", within_s=10.0)
+        assert len(it.ledger.parked.entries) == 30
+
+    bench(main)
+
+
 def test_code_of_an_app_that_raises_for_all_parks_nothing() -> None:
     async def main(it: Bench) -> None:
         bad = True

@@ -2,7 +2,8 @@
 
 A new NOT NULL column refuses every thread; a value that a column does not take refuses its own thread. What was refused
 for one reason is compared with what the store took since: while more threads are refused than others are taken, no
-entry is to blame. Without I/O and without a clock.
+entry is to blame. Where little is written threads come one by one: so what was parked for the reason still counts, until
+the store has taken something in its stead. Without I/O and without a clock.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ class _Case:
     """One reason for which threads are refused."""
 
     refused: set[str] = field(default_factory=set)
+    #: Threads of which something was parked for it, each until something else is taken; no more than may be by chance.
+    parked: set[str] = field(default_factory=set)
     #: Threads of which the store took something since the first refusal, and when; no more than are needed.
     taken: dict[str, float] = field(default_factory=dict)
     most: int = 0
     at_least: int = THREADS_MIN
     last: float = 0.0
+
+    @property
+    def against(self) -> int:
+        """How many threads speak for it being everybody's."""
+        return len(self.refused | self.parked)
 
 
 class Blame:
@@ -39,7 +47,13 @@ class Blame:
         case = self._cases.setdefault(cause, _Case())
         case.refused.add(thread_id)
         case.at_least = at_least
-        case.most, case.last = max(case.most, len(case.refused)), now
+        case.most, case.last = max(case.most, case.against), now
+
+    def parked(self, thread_id: str, cause: str) -> None:
+        """Of this thread, which is refused for this reason, the entry is taken for what is to blame."""
+        case = self._cases[cause]
+        if len(case.parked) < THREADS_MIN - 1:
+            case.parked.add(thread_id)
 
     def taken(self, thread_ids: Iterable[str], now: float) -> None:
         """The store has taken entries of these threads."""
@@ -48,6 +62,8 @@ class Blame:
         thread_ids = list(thread_ids)
         for cause, case in list(self._cases.items()):
             for thread_id in thread_ids:
+                if case.parked:
+                    case.parked.pop()
                 if thread_id in case.taken or len(case.taken) < case.most:
                     case.taken[thread_id] = now
             if not case.refused and now - case.last > _FRESH_S:
@@ -63,7 +79,7 @@ class Blame:
     def everybodys(self, cause: str, now: float) -> bool:
         """Whether this is refused to more threads than the store took others since, and to enough of them."""
         case = self._cases.get(cause)
-        if case is None or len(case.refused) < case.at_least:
+        if case is None or not case.refused or case.against < case.at_least:
             return False
         case.taken = {t: at for t, at in case.taken.items() if now - at <= _FRESH_S}
-        return len(case.refused) > len(case.taken)
+        return case.against > len(case.taken)

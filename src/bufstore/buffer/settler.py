@@ -289,6 +289,7 @@ class Settler:
             elif not isinstance(items[0], StoredEntry) or items[0].entry.id in self._poison:
                 self._wait(thread_id, error)  # parking itself was refused: this is not about the entry
             else:
+                self._blame.parked(thread_id, error.cause)
                 self._poison[items[0].entry.id] = str(error)
                 park[thread_id] = items
         if park:
