@@ -2,8 +2,8 @@
 
 A new NOT NULL column refuses every thread; a value that a column does not take refuses its own thread. What was refused
 for one reason is compared with what the store took since: while more threads are refused than others are taken, no
-entry is to blame. Where little is written threads come one by one: so what was parked for the reason still counts, until
-the store has taken something in its stead. Without I/O and without a clock.
+entry is to blame. Where little is written threads come one by one: so what was parked for the reason still counts,
+until the store has taken something in its stead. Without I/O and without a clock.
 """
 
 from __future__ import annotations
