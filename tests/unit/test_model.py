@@ -132,8 +132,6 @@ NO_LISTS = ["text", b"x", None, 5, {"a": 1}, {1, 2}, iter([1]), bytearray(b"x")]
 
 
 @pytest.mark.parametrize("messages", NO_LISTS, ids=lambda m: type(m).__name__)
-    "messages", ["text", b"x", None, 5, {"a": 1}, {1, 2}, iter([1]), bytearray(b"x")], ids=lambda m: type(m).__name__
-)
 def test_messages_must_be_a_list(messages: Any) -> None:
     with pytest.raises(InvalidRecord):
         encode_messages(messages)
