@@ -137,6 +137,53 @@ def test_an_entry_that_is_too_much_alone_delays_its_own_thread_only() -> None:
     bench(main)
 
 
+def test_an_entry_that_is_too_much_alone_is_tried_seldom_also_when_more_is_written_behind_it() -> None:
+    async def main(it: Bench) -> None:
+        bad, tries = True, 0
+
+        def tried(change: Any) -> FlushFailed | None:
+            nonlocal tries
+            tries += bad and change.thread_id == "t"
+            return refused("57014") if bad and change.thread_id == "t" else None
+
+        failing(it, tried)
+        await write(it, ["t", *GOOD])
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=30.0)
+        for _ in range(600):
+            await write(it, ["t", GOOD[0]])
+            await asyncio.sleep(1)
+        assert tries < 40
+        bad = False
+        assert await it.flushed("t", GOOD[0], within_s=70.0)
+
+    bench(main)
+
+
+def test_an_entry_that_costs_the_connection_delays_its_own_thread_only() -> None:
+    """It ends the session, or nothing answers while it is written; but Postgres is there for all else."""
+
+    async def main(it: Bench) -> None:
+        apply, bad = it.world.store.apply, True
+
+        async def hanging(connection: object, batch: Sequence[Any]) -> None:
+            if bad and any(change.thread_id == "t" for change in batch):
+                await asyncio.sleep(30)
+                raise StoreUnavailable("no answer from Postgres: the time ran out")
+            await apply(connection, batch)
+
+        it.world.store.apply = hanging  # type: ignore[method-assign]
+        await write(it, ["t", *GOOD])
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=300.0)
+        assert "the time ran out" in state_of(it).trouble
+        bad = False
+        assert await it.flushed("t", within_s=100.0)
+        assert not it.ledger.parked.entries
+
+    bench(main)
+
+
 # --- what is everybody's ----------------------------------------------------------------------------------------
 
 

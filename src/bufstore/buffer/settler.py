@@ -156,7 +156,7 @@ class Settler:
         waiting = [t for t in due if t in found]
         for thread_id in [t for t in waiting if self.waiting.alone(t)]:
             waiting.remove(thread_id)
-            await self._settle({thread_id: found[thread_id]})
+            await self._settle({thread_id: found[thread_id][:1]})
         for cause in {self.waiting.cause(t) for t in waiting}:
             if self._is_everybodys(cause) or cause in self._locks:
                 concerned = [t for t in waiting if self.waiting.cause(t) == cause]
@@ -210,6 +210,10 @@ class Settler:
             raise Later from e
         except (StoreUnavailable, StoreMisconfigured) as e:
             self._less(threads)
+            if isinstance(e, StoreUnavailable) and _is_one_entry(threads) and await self._answers():
+                # It is this entry that ends the session, or that nothing answers to.
+                self._wait(next(iter(threads)), FlushFailed(str(e), Verdict.SHRINK), alone=True)
+                return
             self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
             raise Later from e
         except _NoRoom as e:
@@ -217,7 +221,8 @@ class Settler:
             return
         except FlushFailed as e:
             self._less(threads)
-            if e.verdict is Verdict.SHRINK and self._waits_alone(threads, e):
+            if e.verdict is Verdict.SHRINK and _is_one_entry(threads):
+                self._wait(next(iter(threads)), e, alone=True, longest_s=_ALONE_MAX_S)
                 return
             self._state.report(e, stopped=e.verdict.needs_operator)
             raise Later from e
@@ -243,12 +248,12 @@ class Settler:
         """It may have been too much for the time there is."""
         self._room = max(1, min(self._room, sum(map(len, threads.values()))) // 2)
 
-    def _waits_alone(self, threads: Threads, error: FlushFailed) -> bool:
-        ((thread_id, items),) = list(threads.items())[:1]
-        if len(threads) > 1 or len(items) > 1 or thread_id is None:
-            return False
-        self._wait(thread_id, error, alone=True, longest_s=_ALONE_MAX_S)
-        return True
+    async def _answers(self) -> bool:
+        """Whether Postgres is there for all else."""
+        with contextlib.suppress(BufstoreError, FlushFailed):
+            await self._ledger.cursors()
+            return True
+        return False
 
     async def _attempt(self, threads: Threads, *, probe: int = 0) -> _Outcome:
         """Commit what can be committed. Raises FlushFailed for what is not about some of the threads."""
@@ -319,7 +324,9 @@ class Settler:
     def _is_everybodys(self, cause: str) -> bool:
         return self._blame.everybodys(cause, self._loop.time())
 
-    def _wait(self, thread_id: str, error: FlushFailed, *, alone: bool = False, longest_s: float | None = None) -> None:
+    def _wait(
+        self, thread_id: str | None, error: FlushFailed, *, alone: bool = False, longest_s: float | None = None
+    ) -> None:
         everybodys = self._is_everybodys(error.cause)
         if everybodys and error.cause not in self._told and error.verdict is not Verdict.LOCKED:
             self._told.add(error.cause)
@@ -477,3 +484,8 @@ class Settler:
             )
             if isinstance(item, StoredEntry):
                 self._poison.pop(item.entry.id, None)
+
+
+def _is_one_entry(threads: Threads) -> bool:
+    """Whether it is a single entry, of a thread that can wait without the others."""
+    return None not in threads and sum(map(len, threads.values())) == 1
