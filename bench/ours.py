@@ -25,7 +25,7 @@ class Ours(Contestant):
 
     def __init__(self, place: Place, *, bucket: str = "", schema: str = "", **options: Any) -> None:
         super().__init__(place)
-        self._schema = schema or place.name
+        self.schema = schema or place.name
         self.config = BufferConfig(
             log=LogConfig(
                 stream=f"LOG-{place.name}",
@@ -37,7 +37,7 @@ class Ours(Contestant):
         )
 
     async def open(self) -> None:
-        inner = PostgresThreadStore(self.place.dsn, schema=self._schema)
+        inner = PostgresThreadStore(self.place.dsn, schema=self.schema)
         self.store = await BufferedThreadStore.open(inner, nats=self.place.nats, config=self.config)
 
     async def close(self) -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import dataclass
+
+import nats
 
 from bench.contestant import Place
 from bench.ours import Ours
 from bench.stage import Stage
+from bufstore import PostgresThreadStore
+from bufstore.buffer.target import Kind
+from bufstore.config import NatsConfig
+from bufstore.nats.link import NatsLink
+from bufstore.postgres.ledger import PostgresLedger
+from bufstore.threads.preparing import adopt
+from bufstore.threads.protocol import DOMAIN
 
 #: What it creates stays until the end of the run: see `BenchServers.clear`.
 NAME = "backlog"
@@ -38,4 +49,33 @@ def backlog(stage: Stage) -> Backlog:
 def fresh_options(stage: Stage) -> dict[str, str]:
     """Options of `Ours` for which nothing of the backlog is flushed yet."""
     name = stage.place().name
-    return {"schema": name, "bucket": f"hot-{name}"}
+    options = {"schema": name, "bucket": f"hot-{name}"}
+    asyncio.run(_hand_over(Ours(backlog(stage).place, **options)))
+    return options
+
+
+async def _hand_over(ours: Ours) -> None:
+    """Make the log say that it is flushed there, and nowhere else: else the fresh schema would be refused."""
+    log, place = ours.config.log, ours.place
+    client = await nats.connect(place.nats)
+    try:
+        found = json.loads((await client.request(f"$JS.API.STREAM.INFO.{log.stream}")).data)["config"]
+        found["metadata"] |= {"bufstore.bucket": log.bucket}
+        for name in ("domain", "store", "target"):
+            found["metadata"].pop(f"bufstore.{name}", None)
+        answer = json.loads(
+            (await client.request(f"$JS.API.STREAM.UPDATE.{log.stream}", json.dumps(found).encode())).data
+        )
+        assert "error" not in answer, answer
+    finally:
+        await client.close()
+    store = PostgresThreadStore(place.dsn, schema=ours.schema, pool_size=1)
+    ledger = PostgresLedger(place.dsn, store, schema=ours.schema)
+    link = NatsLink(NatsConfig(servers=(place.nats,)), ours.config, "bench")
+    await link.open()
+    try:
+        await ledger.open()
+        await adopt(link.log, ledger, log.stream, Kind(DOMAIN, PostgresThreadStore.store_kind))
+    finally:
+        await ledger.aclose()
+        await link.aclose()

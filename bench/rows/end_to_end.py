@@ -66,7 +66,7 @@ class BoundedWriter(Ours):
         return (arrived - first) / (now - began)
 
     async def _arrived(self, connection: AsyncConnection[Any]) -> int:
-        cursor = await connection.execute(f"SELECT coalesce(sum(version), 0) FROM {self._schema}.threads")
+        cursor = await connection.execute(f"SELECT coalesce(sum(version), 0) FROM {self.schema}.threads")
         row: Any = await cursor.fetchone()
         return int(row[0])
 

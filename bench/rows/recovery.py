@@ -39,7 +39,7 @@ class Watcher(Ours):
         """Return when the cursors have passed these positions; the time (`time.time`)."""
         async with await AsyncConnection.connect(self.place.dsn, autocommit=True) as connection:
             while True:
-                cursor = await connection.execute(f"SELECT partition, cursor_seq FROM {self._schema}.buffer_partitions")
+                cursor = await connection.execute(f"SELECT partition, cursor_seq FROM {self.schema}.buffer_partitions")
                 at: dict[int, int] = dict(await cursor.fetchall())
                 if all(at.get(partition, 0) >= seq for partition, seq in positions.items()):
                     return time.time()
@@ -74,8 +74,9 @@ def recovery(stage: Stage) -> Iterator[Benchmark]:
     what = backlog(stage)
     started = []
     for _ in range(rounds):
+        options = fresh_options(stage)
         began = time.time()
-        with stage.workers(what.place, it=(Owner, {"flusher": True, **fresh_options(stage)})) as workers:
+        with stage.workers(what.place, it=(Owner, {"flusher": True, **options})) as workers:
             started.append(workers["it"].call("first_flush") - began)
             workers["it"].kill()  # else it would flush all that waits before it ends
     yield compared("recovery_start.seconds", "s", {"ours": started, "3 s": [_START_MAX_S]})

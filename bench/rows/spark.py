@@ -86,8 +86,9 @@ def spark_drain(stage: Stage) -> Iterator[Benchmark]:
             return what.entries / seconds, float(workers["jobs"].call("start"))
 
     def one() -> tuple[float, float]:
+        options = fresh_options(stage)
         began = time.perf_counter()
-        with stage.workers(what.place, one=(Drainer, {"flusher": True, **fresh_options(stage)})) as workers:
+        with stage.workers(what.place, one=(Drainer, {"flusher": True, **options})) as workers:
             opened = time.perf_counter()
             workers["one"].call("drained", entries=what.entries)
             return what.entries / (time.perf_counter() - opened), opened - began

@@ -158,6 +158,8 @@ class FakeLog(MemoryLog):
             version=1,
             self_contained=True,
             ring=rings.add(before.ring if before else b"", rings.item(rings.key_of(id_), b"")),
+            # Like any writer: it knows of all keys only if the one before it did.
+            ring_complete=before is not None and before.ring_complete,
             payload=encode_payload(Payload(0, encode_messages([f"{content} {id_}"]), encode_run(run_), save_of(run_))),
         )
         ((header, body),) = encode(entry, self.message_bytes_max)

@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import StoredEntry
@@ -684,6 +684,7 @@ def test_what_is_remembered_of_threads_is_bounded_by_their_messages_too() -> Non
     kinds=st.sets(st.sampled_from(WRITE_FAULTS[1:]), max_size=4),
     gives_up=st.booleans(),
 )
+@example(seed=1597, share=0.375, kinds={"slow", "stored", "intruder"}, gives_up=True)
 def test_whatever_fails_each_call_ends_as_it_says(seed: int, share: float, kinds: set[str], gives_up: bool) -> None:
     chance = random.Random(seed)
 

@@ -511,6 +511,6 @@ def test_a_machine_that_is_not_suspended_has_one_clock() -> None:
     async def main(_: World, one: Instance) -> None:
         before = elapsed.now_s()
         await asyncio.sleep(5)
-        assert 5 <= elapsed.now_s() - before < 6
+        assert 4.9 < elapsed.now_s() - before < 6  # the kernel tells its two clocks one after the other
 
     test(main)
