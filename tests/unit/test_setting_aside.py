@@ -176,6 +176,38 @@ def test_a_log_that_does_not_answer_is_asked_again_and_holds_nobody_up(monkeypat
     world(main, monkeypatch)
 
 
+def test_while_all_are_refused_only_those_are_read_again_that_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many wait: otherwise reading them again, for nothing, is all that the process does."""
+
+    async def main(it: World) -> None:
+        threads = [t for t in (f"b{n}" for n in range(2000)) if SUBJECTS.partition(t) == PARTITION][:300]
+        refusal: FlushFailed | None = FlushFailed("23502", Verdict.POISON)
+        failing(it, lambda _: refusal)
+        await it.start()
+        for thread_id in threads:
+            await it.writer.append(["m"], thread_id)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(20)
+        assert len(it.share.aside) > 200
+        reads, after = 0, it.log.after
+
+        async def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return await after(*args, **kwargs)
+
+        it.log.after = counted  # type: ignore[method-assign]
+        await asyncio.sleep(60)
+        assert 0 < reads < 600, "eight threads every two seconds, and eight of the others every eight"
+        assert not it.ledger.parked.entries
+        refusal = None
+        assert await it.flushed(*threads, within_s=10.0)
+        await asyncio.sleep(1)
+        assert await it.cursor() == it.log.last_seq
+
+    world(main, monkeypatch)
+
+
 def test_what_is_not_found_again_is_passed_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A leader that the others have left shows an old end: the partition is taken again, and nothing is left out."""
 

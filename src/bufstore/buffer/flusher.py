@@ -70,7 +70,7 @@ class Flusher:
         self._takeover = Takeover(log, ledger, subjects, member, prepare, self._wake.set, self.state)
         self._shares = self._takeover.shares
         self._settler = Settler(log, hot, ledger, coalesce, subjects, config, self._takeover, self.state)
-        self._recaller = Recaller(log, subjects, config, self._shares, self._settler.waiting, self._wake.set)
+        self._recaller = Recaller(log, subjects, config, self._shares, self._settler, self._wake.set)
         self._log = log
         self._lease = Lease(
             hot,

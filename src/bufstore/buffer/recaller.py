@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
 
 from bufstore.buffer.entry import Assembler
 from bufstore.buffer.ports import AppendUnknown, Log
+from bufstore.buffer.settler import TRIED_AT_ONCE, Settler
 from bufstore.buffer.share import Aside, Item, Share
 from bufstore.buffer.subjects import Subjects
-from bufstore.buffer.waiting import Waiting
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
 
@@ -40,7 +41,7 @@ class Recaller:
         subjects: Subjects,
         config: BufferConfig,
         shares: Mapping[int, Share],
-        waiting: Waiting,
+        settler: Settler,
         wake: Callable[[], None],
     ) -> None:
         self._log = log
@@ -48,7 +49,8 @@ class Recaller:
         #: Bytes of what was set aside that may be in memory again.
         self._bytes_max = config.flush_max_bytes // 4
         self._shares = shares
-        self._waiting = waiting
+        self._waiting = settler.waiting
+        self._tries_some = settler.tries_some
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None
@@ -66,20 +68,36 @@ class Recaller:
         crowded = [share for share in self._shares.values() if share.feed.crowded]
         if not (crowded or self._waiting.absent or any(s.aside for s in self._shares.values())) or now < self._again_at:
             return
-        self._again_at = now + _LOOK_S
+        # Of those whose turn it is, what has come back stays.
+        waits = {t for t in self._waiting if self._waiting.until(t) > now}
         for share in self._shares.values():
-            back = [t for t, aside in share.aside.items() if aside.recalled]
-            candidates = self._waiting if share in crowded else back
-            # Of those whose turn it is, what has come back stays.
-            if waits := {t for t in candidates if self._waiting.until(t) > now}:
-                share.set_aside(waits)
-        absent = [(share, t) for share in self._shares.values() for t, a in share.aside.items() if not a.recalled]
-        self._waiting.absent = {thread_id for _, thread_id in absent}
+            back = {t for t, aside in share.aside.items() if aside.recalled and t in waits}
+            if gone := waits if share in crowded else back:
+                share.set_aside(gone)
+        absent = {t: share for share in self._shares.values() for t, a in share.aside.items() if not a.recalled}
+        self._waiting.absent = set(absent)
         if self._task is None or self._task.done():
             crowded = [share for share in crowded if share.aside]
-            wanted = [(share, t) for share, t in absent if self._waiting.until(t) <= now]
+            wanted = [(absent[t], t) for t in self._wanted(absent.keys() - waits)]
             if crowded or wanted:
                 self._task = asyncio.create_task(self._work(crowded, wanted), name="bufstore-flusher-recall")
+        # Where very many wait, looking takes time: a tenth of it, at most.
+        self._again_at = now + max(_LOOK_S, 10 * (self._loop.time() - now))
+
+    def _wanted(self, due: Set[str]) -> Iterator[str]:
+        """Of these threads, those to be read again now: no more of a cause than are tried at a time."""
+        yield from (t for t in due if t not in self._waiting)
+        counts: Counter[str] = Counter()
+        some: dict[str, bool] = {}
+        for thread_id in self._waiting:  # who was tried last comes last
+            if thread_id is None or thread_id not in due:
+                continue
+            cause = self._waiting.cause(thread_id)
+            counts[cause] += 1
+            if cause not in some:
+                some[cause] = self._tries_some(cause)
+            if counts[cause] <= TRIED_AT_ONCE or not some[cause]:
+                yield thread_id
 
     async def _work(self, crowded: list[Share], wanted: list[tuple[Share, str]]) -> None:
         try:

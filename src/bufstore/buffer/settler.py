@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 _SUSPECT_TRIES = 10
 #: Of the threads that are refused for a reason that is everybody's, or wait for locks of the store's own tables (which
 #: are waited for one by one), so many are tried at a time, and this often; it is the others' turn later.
-_TRIED_AT_ONCE = 8
+TRIED_AT_ONCE = 8
 _OTHERS_S = 8.0
 _EVERYBODYS_MAX_S = 2.0
 #: An entry that takes too long alone holds everybody up while it is tried.
@@ -123,6 +123,8 @@ class Settler:
         #: What is wrong for everybody, as far as was said; and which causes are locks of the store's own tables.
         self._told: set[str] = set()
         self._locks: set[str] = set()
+        #: Causes that were no more when some threads were tried.
+        self._passing: set[str] = set()
         #: A window that could not be committed is tried again with half as many entries.
         self._room = config.flush_max_entries
         #: Whether the last window left something out for want of room.
@@ -167,11 +169,18 @@ class Settler:
 
     async def _try_some(self, cause: str, concerned: Sequence[str | None], found: Threads) -> None:
         """Whether it has passed: of some threads, the first entry."""
-        tried, rest = concerned[:_TRIED_AT_ONCE], concerned[_TRIED_AT_ONCE:]
-        self.waiting.postpone(rest, self._loop.time() + _OTHERS_S)
+        tried, now = concerned[:TRIED_AT_ONCE], self._loop.time()
+        self.waiting.postpone(cause, tried, now, now + _OTHERS_S)
         await self._settle({t: found[t][:1] for t in tried}, probe=_REFUSED_MAX)
-        if not all(t in self.waiting for t in tried):
+        if all(t in self.waiting for t in tried):
+            self._passing.discard(cause)
+        else:
+            self._passing.add(cause)
             self.waiting.hurry(cause, self._loop.time())
+
+    def tries_some(self, cause: str) -> bool:
+        """Whether of those who wait for this only some are tried at a time, and it did not pass for them."""
+        return cause not in self._passing and (self._is_everybodys(cause) or cause in self._locks)
 
     def ready(self) -> int:
         """How many entries can be settled now: all but those of threads that have to wait."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 #: A thread that fails waits this long, then twice as long each time, up to the maximum.
@@ -65,10 +65,11 @@ class Waiting:
         pause = min(2 * old.pause if old else _FIRST_S, longest_s)
         self._waits[thread_id] = _Wait(now + pause, pause, old.tries + 1 if old else 1, reason, cause, alone)
 
-    def postpone(self, thread_ids: Iterable[str | None], until: float) -> None:
-        """These wait until then, which counts as no try."""
-        for thread_id in thread_ids:
-            self._waits[thread_id].until = until
+    def postpone(self, cause: str, besides: Collection[str | None], now: float, until: float) -> None:
+        """Of those whose time is over and who wait for this, all but some wait until then, which counts as no try."""
+        for thread_id, wait in self._waits.items():
+            if wait.cause == cause and wait.until <= now and thread_id not in besides:
+                wait.until = until
 
     def hurry(self, cause: str, now: float) -> None:
         """Those who wait for this are due."""
