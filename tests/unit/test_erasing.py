@@ -142,6 +142,25 @@ def test_poison_leaves_log_and_quarantine(first: list[str]) -> None:
     run(main())
 
 
+def test_poison_that_came_behind_a_deletion_leaves_the_log_too() -> None:
+    async def main() -> None:
+        nats, inner, thread_id, other = MemoryNats(), Picky(), fresh(), fresh()
+        async with instance(nats, inner) as store:
+            await store.checkpoint(thread_id, ["good"], run_of(thread_id))
+            await store.delete_thread(thread_id)
+            for t in (thread_id, other):
+                await store.checkpoint(t, ["poison"], run_of(t, 1))
+            await asyncio.sleep(120)
+            assert await store.quarantined() == 2
+            erasure = await store.erase(thread_id)
+            assert (erasure.written_again, erasure.quarantined) == ((), 1)
+            assert not any(b"poison" in body for body in await content_of(store, thread_id))
+            await store.checkpoint(thread_id, ["new"], run_of(thread_id, 2))
+            assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == ["new"]
+
+    run(main())
+
+
 def test_descendants_are_erased_with_their_ancestor() -> None:
     async def main(store: BufferedThreadStore) -> None:
         parent, child, grandchild = fresh("parent"), fresh("child"), fresh("grandchild")

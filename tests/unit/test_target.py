@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,13 +157,43 @@ def test_who_meets_another_name_in_the_moment_of_giving_one_gives_way() -> None:
     run(main())
 
 
-def test_a_database_that_turns_out_to_be_another_one_gets_nothing_and_holds_nobody_up() -> None:
+def test_a_log_that_is_named_while_somebody_makes_sure_is_still_his() -> None:
+    """Nothing is flushed yet, and another instance on the same database is a moment faster."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with await BufferedThreadStore.open(inner, nats=nats, config=replace(CONFIG, flusher=False)) as store:
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+        stream, ledger = nats.streams["THREADLOG"], inner.ledger(0)
+        stream.target = None
+        forgets(inner)
+        there = ledger.cursors
+
+        async def overtaken() -> Any:
+            if stream.target is None:
+                stream.target = await ledger.claim(0, Target.new(kind_of(inner)))
+            return await there()
+
+        ledger.cursors = overtaken  # type: ignore[method-assign]
+        await use(inner, nats, thread_id, [1, 2])
+        assert stream.target == await ledger.target() is not None
+
+    run(main())
+
+
+@pytest.mark.parametrize("found", ["says nothing", "knows the generation", "of an earlier release"])
+def test_a_database_that_turns_out_to_be_another_one_gets_nothing_and_holds_nobody_up(found: str) -> None:
     """It was away when the store was opened: only its flusher can find out."""
 
     async def main() -> None:
         nats, right, wrong, thread_id = MemoryNats(), MemoryThreadStore(), MemoryThreadStore(), fresh()
         await use(right, nats, thread_id)
         ledger = wrong.ledger(0)
+        if found == "knows the generation":
+            await ledger.set_epoch(0)
+        if found == "of an earlier release":
+            nats.streams["THREADLOG"].target = None
+            forgets(right)
         there = ledger.setup
 
         async def away() -> None:

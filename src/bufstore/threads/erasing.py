@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bufstore.buffer.entry import entry_id
 from bufstore.buffer.erase import Eraser
 from bufstore.buffer.flush_waiter import FlushWaiter
 from bufstore.buffer.ports import Ledger, Log
@@ -91,8 +92,8 @@ class ThreadEraser:
         """The position of the thread's removal; 0 if the log holds nothing of it, None if it was written again.
 
         The log's last entry of a thread stays, because it is what writers build on; so it must be one that says
-        nothing. Where the log holds entries and no removal behind them (all were parked, and there was no thread to
-        delete), a removal is written.
+        nothing. Where the log holds entries and no removal behind them (those were parked, and there was no thread
+        to delete), a removal is written.
         """
         subject = self._subjects.of(thread_id)
         last = (await self._log.last([subject], self._config.append_timeout_s)).get(subject)
@@ -100,7 +101,7 @@ class ThreadEraser:
             return 0
         await self._waiter.partitions({self._subjects.partition(thread_id): last.seq}, self._config.flush_timeout_s)
         row = await self._ledger.row(thread_id)
-        if row.gone and row.flushed_seq >= last.seq:
+        if row.gone and entry_id(last) == row.applied_id:
             return row.flushed_seq
         try:
             return (await self._edits.edit(edits.remove_remains(thread_id))).thread_seq

@@ -55,23 +55,27 @@ async def meet(log: Log, ledger: Ledger, stream: str, ours: Kind) -> None:
     """
     epoch, known = await log.epoch(), await ledger.epoch()
     try:
-        named, noted = await _names(log, ledger, stream, ours, epoch, known)
-    except ConfigDrift as e:
-        log.refuse(str(e))  # who finds out only when it begins to flush is not to write on
+        named, noted = await _check(log, ledger, stream, ours, epoch, known)
+        if named is None or noted is None:
+            await _name(log, ledger, stream, ours, epoch, known or 0, named)
+    except (ConfigDrift, LogRolledBack) as e:
+        log.refuse(_why(e))  # who finds out only when it begins to flush is not to write on
         raise
-    reason = await compare(log, ledger, stream, epoch, known)
-    if reason is not None:
-        log.refuse(reason)
-        raise LogRolledBack(reason)
-    if named is not None and noted is not None:
-        return
+
+
+async def _name(
+    log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int, named: Target | None
+) -> None:
+    """Have log and ledger, which are known to go together, say so; create the log if it is missing.
+
+    `named`: by the log when that was found out. What it says by now may be what another one has just written.
+    """
     if epoch is None:
-        target = await ledger.claim(known or 0, Target.new(ours))
+        target = await ledger.claim(known, Target.new(ours))
         reach(Failpoint.EPOCH_SET)
-        await log.create(known or 0, target)
+        await log.create(known, target)
         reach(Failpoint.STREAM_CREATED)
     else:
-        check_proof(stream, named, proven=await proven_by_ledger(log, ledger, epoch))
         target = await ledger.claim(epoch, named or Target.new(ours))
         if named is None:
             await log.set_target(target)
@@ -101,28 +105,36 @@ async def adopt(log: Log, ledger: Ledger, stream: str, ours: Kind) -> Target:
     return target
 
 
-async def proven_by_ledger(log: Log, ledger: Ledger, epoch: int) -> bool:
-    """Whether what the ledger has shows that it belongs to the log, which was compared with it: see `is_proven`."""
+async def proven_by_ledger(log: Log, ledger: Ledger, epoch: int, named: Target | None) -> bool:
+    """Whether what the ledger has shows that it belongs to the log, which was compared with it: see `is_proven`.
+
+    `named`: by the log.
+    """
     cursors = (await ledger.cursors()).values()
     _, end = await log.bounds()
     return is_proven(
         known=await ledger.epoch() is not None,
         flushed=any(c.id and c.seq >= log.generation_start for c in cursors),
         log_begun=end >= first_position(epoch),
-        log_named=log.target is not None,
+        log_named=named is not None,
     )
 
 
-async def _names(
+async def _check(
     log: Log, ledger: Ledger, stream: str, ours: Kind, epoch: int | None, known: int | None
 ) -> tuple[Target | None, Target | None]:
-    """What log and ledger say of where the log is flushed to. Raises ConfigDrift when that is not where we would."""
+    """What log and ledger say of where the log is flushed to. Raises ConfigDrift, LogRolledBack if they are apart."""
     named, noted = log.target if epoch is not None else None, await ledger.target()
     check_kind(f"stream {stream}", named, ours)
     check_kind(f"the database of stream {stream}", noted, ours)
     check_same(stream, named, noted)
     if known is None and named is not None:
         check_proof(stream, named, proven=False)
+    reason = await compare(log, ledger, stream, epoch, known)
+    if reason is not None:
+        raise LogRolledBack(reason)
+    if epoch is not None and (named is None or noted is None):
+        check_proof(stream, named, proven=await proven_by_ledger(log, ledger, epoch, named))
     return named, noted
 
 
@@ -130,10 +142,14 @@ async def apart(log: Log, ledger: Ledger, stream: str, ours: Kind) -> str | None
     """Why log and ledger, as they are now, do not belong together; None when they do. Raises Unavailable errors."""
     epoch, known = await log.epoch(), await ledger.epoch()
     try:
-        await _names(log, ledger, stream, ours, epoch, known)
-    except ConfigDrift as e:
-        return str(e)
-    return await compare(log, ledger, stream, epoch, known)
+        await _check(log, ledger, stream, ours, epoch, known)
+    except (ConfigDrift, LogRolledBack) as e:
+        return _why(e)
+    return None
+
+
+def _why(error: ConfigDrift | LogRolledBack) -> str:
+    return error.reason if isinstance(error, LogRolledBack) else str(error)
 
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:

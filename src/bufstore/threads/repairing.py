@@ -76,6 +76,8 @@ async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:
     named = log.target if epoch is not None else None
     check_same(stream, named, noted)
     reason = withdrawn or await compare(log, ledger, stream, epoch, await ledger.epoch())
-    if reason is None and named is not None and noted is None and not await proven_by_ledger(log, ledger, epoch or 0):
+    if reason is not None or named is None or noted is not None:
+        return reason
+    if not await proven_by_ledger(log, ledger, epoch or 0, named):
         return f"stream {stream} is flushed into another database ({named.id}), and this one has flushed nothing of it"
-    return reason
+    return None
