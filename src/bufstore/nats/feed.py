@@ -156,6 +156,9 @@ class NatsFeed:
             subscription = await client.listen(inbox, self._on_message)
         except nats.errors.Error as e:
             raise LogUnavailable(f"following a partition failed: {type(e).__name__}") from None
+        if self._lost is not None:  # closed meanwhile: nobody would end this one
+            await self._end(subscription, name)
+            return
         # What the first one has delivered meanwhile comes again, and is known by its position.
         before, before_name = self._subscription, self._name
         self._subscription, self._inbox, self._name, self._ahead = subscription, inbox, name, True
@@ -188,6 +191,7 @@ class NatsFeed:
         await self._pull(beyond=True)
 
     async def close(self) -> None:
+        self._lost = self._lost or "closed"
         if self._subscription is not None and self._client is not None and self._client.is_connected:
             await self._end(self._subscription, self._name)
 
