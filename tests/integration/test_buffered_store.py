@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import psycopg
 import pytest
 
 from bufstore import (
@@ -297,8 +298,6 @@ async def test_a_locked_row_delays_only_its_own_thread(deployment: Deployment) -
         held, free = fresh("held"), [fresh("free") for _ in range(20)]
         await store.checkpoint(held, [said(0)], run_of(held))
         await store.force_flush(held)
-        import psycopg
-
         async with await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn) as connection:
             await connection.execute(
                 f"SELECT 1 FROM {deployment.name}.threads WHERE thread_id = %s FOR UPDATE",  # type: ignore[arg-type]
@@ -314,6 +313,26 @@ async def test_a_locked_row_delays_only_its_own_thread(deployment: Deployment) -
             assert await store.load_messages(held) == [said(0), said(1)]
         await store.force_flush(held)
         assert await store.load_messages(held, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
+
+
+async def test_while_somebody_else_parks_poison_waits_and_delays_no_other(deploy: Callable[..., Deployment]) -> None:
+    """Whoever parks holds a lock until his commit; if he stops there, that is for as long as Postgres lets him."""
+    deployment = deploy(partitions=1)
+    threads = [fresh() for _ in range(20)]
+    async with deployment.store(flusher=False) as writer:
+        for number, thread_id in enumerate(threads):
+            await writer.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            if number == 10:
+                await writer._link.connection.request(writer._subjects.of("poisoned"), b"no entry", 5)
+                await writer._link.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        other = await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn)
+        async with other:
+            await other.execute(f"SELECT 1 FROM {deployment.name}.buffer_log FOR UPDATE")  # type: ignore[arg-type]
+            async with deployment.store() as store:
+                await asyncio.gather(*(writer.force_flush(t, timeout_s=20) for t in threads))
+                assert await store.quarantined() == 0
+                await other.rollback()
+                await eventually(lambda: _is(store.quarantined(), 2))
 
 
 async def test_poison_is_parked_whole_and_delays_nobody(deployment: Deployment) -> None:

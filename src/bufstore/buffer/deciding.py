@@ -52,3 +52,8 @@ def halves(threads: Threads) -> list[Threads]:
     """The threads in two parts."""
     names = list(threads)
     return [{t: threads[t] for t in half} for half in (names[: len(names) // 2], names[len(names) // 2 :])]
+
+
+def is_one_entry(threads: Threads) -> bool:
+    """Whether it is a single entry, of a thread that can wait without the others."""
+    return None not in threads and sum(map(len, threads.values())) == 1

@@ -474,6 +474,14 @@ class QuarantineFull(Exception):
         self.room = room
 
 
+class QuarantineBusy(QuarantineFull):
+    """Somebody else parks entries, and has not committed: how much room there is, is not known."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self, "another flusher puts entries into quarantine and has not committed")
+        self.room = 0
+
+
 class ParkedInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A line of the quarantine's list."""
 

@@ -18,7 +18,7 @@ import msgspec
 
 from bufstore.buffer.blame import THREADS_MIN, Blame
 from bufstore.buffer.chain import Parked, Row
-from bufstore.buffer.deciding import Threads, by_partition, decide_thread, halves
+from bufstore.buffer.deciding import Threads, by_partition, decide_thread, halves, is_one_entry
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import (
@@ -31,6 +31,7 @@ from bufstore.buffer.ports import (
     Ledger,
     Log,
     NotOwner,
+    QuarantineBusy,
     QuarantineFull,
 )
 from bufstore.buffer.share import Item, Share
@@ -67,6 +68,7 @@ class _NoRoom(Exception):
     def __init__(self, error: QuarantineFull, parked: Sequence[Parked]) -> None:
         super().__init__(str(error))
         self.room = error.room
+        self.busy = isinstance(error, QuarantineBusy)
         self.parked = Counter(p.item.thread_id for p in parked)
 
 
@@ -219,7 +221,7 @@ class Settler:
             raise Later from e
         except (StoreUnavailable, StoreMisconfigured) as e:
             self._less(threads)
-            if isinstance(e, StoreUnavailable) and _is_one_entry(threads) and await self._answers():
+            if isinstance(e, StoreUnavailable) and is_one_entry(threads) and await self._answers():
                 # It is this entry that ends the session, or that nothing answers to.
                 self._wait(next(iter(threads)), FlushFailed(str(e), Verdict.SHRINK), alone=True)
                 return
@@ -230,7 +232,7 @@ class Settler:
             return
         except FlushFailed as e:
             self._less(threads)
-            if e.verdict is Verdict.SHRINK and _is_one_entry(threads):
+            if e.verdict is Verdict.SHRINK and is_one_entry(threads):
                 self._wait(next(iter(threads)), e, alone=True, longest_s=_ALONE_MAX_S)
                 return
             self._state.report(e, stopped=e.verdict.needs_operator)
@@ -356,7 +358,7 @@ class Settler:
                 continue
             del rest[thread_id]
             self.waiting.add(thread_id, str(error), self._loop.time())
-        if not self._quarantine_full:
+        if not self._quarantine_full and not error.busy:
             self._quarantine_full = True
             _log.error("%s", error, extra={"action": "quarantine_full"})
         if rest:
@@ -493,8 +495,3 @@ class Settler:
             )
             if isinstance(item, StoredEntry):
                 self._poison.pop(item.entry.id, None)
-
-
-def _is_one_entry(threads: Threads) -> bool:
-    """Whether it is a single entry, of a thread that can wait without the others."""
-    return None not in threads and sum(map(len, threads.values())) == 1

@@ -7,11 +7,11 @@ from hashlib import sha256
 from typing import Any, LiteralString
 
 import msgspec
-from psycopg import AsyncConnection
+from psycopg import AsyncConnection, errors
 
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import Malformed, StoredEntry, StoredMessage
-from bufstore.buffer.ports import ParkedInfo, QuarantineFull, Replay
+from bufstore.buffer.ports import ParkedInfo, QuarantineBusy, QuarantineFull, Replay
 from bufstore.buffer.replay import Outcome, ParkedEntry
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres import columns
@@ -63,8 +63,12 @@ class PostgresParked:
         return [row[0] for row in await self._fetch("parked_threads", after, limit)]
 
     async def park(self, connection: AsyncConnection[Any], parked: Sequence[Parked]) -> None:
-        """Part of a flush transaction. Raises QuarantineFull."""
-        await self._run(connection, "lock_quarantine")
+        """Part of a flush transaction. Raises QuarantineFull, QuarantineBusy."""
+        try:
+            await self._run(connection, "lock_quarantine")
+        except errors.LockNotAvailable:
+            # What is to be parked waits for that, and nothing else.
+            raise QuarantineBusy from None
         count = (await self._run(connection, "quarantined"))[0][0]
         if count + len(parked) > self._limit:
             raise QuarantineFull(max(0, self._limit - count), self._limit)
