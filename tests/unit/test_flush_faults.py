@@ -184,6 +184,49 @@ def test_an_entry_that_costs_the_connection_delays_its_own_thread_only() -> None
     bench(main)
 
 
+@pytest.mark.parametrize("sqlstate", ["40001", "58P01", "08001", "53400"])
+def test_what_sounds_like_the_server_but_is_about_one_thread_delays_that_only(sqlstate: str) -> None:
+    """A trigger that asks another server, a function whose library is gone."""
+
+    async def main(it: Bench) -> None:
+        bad = True
+        failing(it, lambda c: refused(sqlstate) if bad and c.thread_id == "t" else None)
+        await write(it, ["t", *GOOD])
+        await it.start()
+        assert await it.flushed(*GOOD, within_s=30.0)
+        assert sqlstate in state_of(it).trouble
+        bad = False
+        assert await it.flushed("t", within_s=70.0)
+        assert not it.ledger.parked.entries
+
+    bench(main)
+
+
+@pytest.mark.parametrize("error", [refused("53100"), StoreUnavailable("the connection to Postgres was lost")])
+def test_a_server_that_can_be_read_and_not_written_is_no_thread_s_fault(error: Exception) -> None:
+    async def main(it: Bench) -> None:
+        apply, tries, bad = it.world.store.apply, 0, True
+
+        async def full(connection: object, batch: Sequence[Any]) -> None:
+            nonlocal tries
+            tries += 1
+            if bad:
+                raise error
+            await apply(connection, batch)
+
+        it.world.store.apply = full  # type: ignore[method-assign]
+        threads = [f"t{n}" for n in range(300)]
+        await write(it, threads)
+        await it.start()
+        await asyncio.sleep(120)
+        assert tries < 300, "tried again slowly, not thread by thread"
+        bad = False
+        assert await it.flushed(*threads, within_s=15.0)
+        assert not it.ledger.parked.entries
+
+    bench(main)
+
+
 # --- what is everybody's ----------------------------------------------------------------------------------------
 
 

@@ -221,9 +221,8 @@ class Settler:
             raise Later from e
         except (StoreUnavailable, StoreMisconfigured) as e:
             self._less(threads)
-            if isinstance(e, StoreUnavailable) and is_one_entry(threads) and await self._answers():
-                # It is this entry that ends the session, or that nothing answers to.
-                self._wait(next(iter(threads)), FlushFailed(str(e), Verdict.SHRINK), alone=True)
+            if isinstance(e, StoreUnavailable) and await self._is_of_one(threads, str(e)):
+                self._wait(next(iter(threads)), FlushFailed(str(e), Verdict.RETRY), alone=True)
                 return
             self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
             raise Later from e
@@ -234,6 +233,9 @@ class Settler:
             self._less(threads)
             if e.verdict is Verdict.SHRINK and is_one_entry(threads):
                 self._wait(next(iter(threads)), e, alone=True, longest_s=_ALONE_MAX_S)
+                return
+            if e.verdict is Verdict.RETRY and await self._is_of_one(threads, e.cause):
+                self._wait(next(iter(threads)), e, alone=True)
                 return
             self._state.report(e, stopped=e.verdict.needs_operator)
             raise Later from e
@@ -259,8 +261,12 @@ class Settler:
         """It may have been too much for the time there is."""
         self._room = max(1, min(self._room, sum(map(len, threads.values()))) // 2)
 
-    async def _answers(self) -> bool:
-        """Whether Postgres is there for all else."""
+    async def _is_of_one(self, threads: Threads, cause: str) -> bool:
+        """Whether it is one entry that ends the session, or gets no answer: for all else Postgres is there."""
+        # When so many others have the same it is not theirs.
+        few = not threads.keys().isdisjoint(self.waiting) or self.waiting.causes()[cause] < TRIED_AT_ONCE
+        if not few or not is_one_entry(threads):
+            return False
         with contextlib.suppress(BufstoreError, FlushFailed):
             await self._ledger.cursors()
             return True
