@@ -28,9 +28,9 @@ async def says(deployment: Deployment, store: BufferedThreadStore) -> dict[str, 
     return {n: v for n, v in found["config"]["metadata"].items() if n.startswith("bufstore.")}
 
 
-async def forget(deployment: Deployment) -> None:
+async def forget(deployment: Deployment, **options: Any) -> None:
     """Log and database as an earlier release made them: they do not say that they belong together."""
-    async with deployment.store(flusher=False) as store:
+    async with deployment.store(flusher=False, **options) as store:
         info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
         old = {n: v for n, v in info["config"]["metadata"].items() if n in ("bufstore.partitions", "bufstore.epoch")}
         await store._log.api(f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": old})
@@ -40,14 +40,19 @@ async def forget(deployment: Deployment) -> None:
     )
 
 
-async def test_no_command_flushes_what_belongs_into_an_apps_own_store(deployment: Deployment) -> None:
-    dsn, thread_id = deployment.servers.postgres.dsn, fresh()
-    tables = fresh("app")
+async def helpdesk(deployment: Deployment) -> str:
+    """A Postgres that has an app's own tables."""
+    dsn, tables = deployment.servers.postgres.dsn, fresh("app")
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(tables)))
     dsn = make_conninfo(dsn, options=f"-csearch_path={tables}")
     async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
         await connection.execute(TABLES)
+    return dsn
+
+
+async def test_no_command_flushes_what_belongs_into_an_apps_own_store(deployment: Deployment) -> None:
+    dsn, thread_id = await helpdesk(deployment), fresh()
     async with HelpdeskStore(dsn) as mine:
         own = {"inner": mine, "postgres": dsn, "schema": deployment.name}
         async with deployment.store(flusher=False, **own) as store:
@@ -67,6 +72,31 @@ async def test_no_command_flushes_what_belongs_into_an_apps_own_store(deployment
         found = await mine.load_checkpoint(thread_id)
         assert found is not None
         assert found.messages == [said(0)]
+
+
+async def test_setup_takes_no_log_of_an_earlier_release_away_from_an_apps_own_store(deployment: Deployment) -> None:
+    dsn, thread_id = await helpdesk(deployment), fresh()
+    async with HelpdeskStore(dsn) as mine:
+        own = {"inner": mine, "postgres": dsn, "schema": deployment.name}
+        async with deployment.store(**own) as store:
+            await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+            await store.force_flush(thread_id)
+        await forget(deployment, **own)
+        refused = await cli(deployment, "setup")
+        assert (refused.code, "bufstore log adopt" in refused.err) == (2, True), refused
+        assert (await cli(deployment, "setup", "--own-store")).code == 0
+        async with deployment.store(**own) as store:
+            assert (await says(deployment, store))["bufstore.store"] == "app"
+
+
+async def test_setup_names_a_log_of_an_earlier_release_that_bufstores_own_tables_have(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush("t")
+    await forget(deployment)
+    done = await cli(deployment, "setup", "--json")
+    assert (done.code, done.json["log_made"]) == (0, False), done
+    assert (await cli(deployment, "log", "show", "--json")).json["store"] == "bufstore.postgres"
 
 
 async def test_a_command_with_another_schema_is_refused(deployment: Deployment) -> None:

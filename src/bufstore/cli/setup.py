@@ -105,6 +105,10 @@ async def _setup(target: Target, rooms: Sequence[str], roles: Sequence[str], log
     # Before anything is made: either side may be away.
     found = await target.find_log() if log is not None else None
     async with _owner(target, roles) as connection:
+        if found is not None and not await owning.has_flushed(connection, target.schema):
+            await target.find_log(
+                applies=True
+            )  # it may be that of an app's own store, which must be the one to name it
         migrated = await owning.make_tables(connection, target.schema, rooms)
         async with connection.transaction():
             for role in roles:

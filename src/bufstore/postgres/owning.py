@@ -41,6 +41,15 @@ async def has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
     return bool((await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])).rowcount)
 
 
+async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
+    """Whether a PostgresThreadStore of this schema holds anything. Only reads."""
+    found = await connection.execute("SELECT to_regclass(%s) IS NOT NULL", [f"{check_schema(schema)}.threads"])
+    if await found.fetchone() != (True,):
+        return False
+    rows = sql.SQL("SELECT FROM {}.threads LIMIT 1").format(sql.Identifier(schema))
+    return bool((await connection.execute(rows)).rowcount)
+
+
 def everything(schema: str, rooms: Sequence[str]) -> dict[str, list[int]]:
     """Per room, all versions that this release knows: what is missing where there is nothing."""
     return {room: sorted(migrations_of(folder_of(room), schema)) for room in rooms}
