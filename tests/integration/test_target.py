@@ -151,6 +151,18 @@ async def test_a_log_of_an_earlier_release_is_named_by_its_app_or_by_an_operator
     assert (await cli(deployment, "flush", "--all")).code == 0
 
 
+async def test_an_adopted_log_says_the_windows_of_the_app(deployment: Deployment) -> None:
+    await forget(deployment)
+    adopted = await cli(deployment, "log", "adopt", "--failover-window", 30, "--archive", "--json")
+    assert adopted.code == 0, adopted
+    assert (adopted.json["failover_window_s"], adopted.json["archive"]) == (30.0, True)
+    configured = Deployment(deployment.servers)
+    configured.name = deployment.name
+    configured.log = dataclasses.replace(deployment.log, failover_window_s=30.0, archive=True)
+    async with configured.store(flusher=False):
+        pass
+
+
 async def test_windows_are_changed_from_the_command_line_and_both_may_open_meanwhile(deployment: Deployment) -> None:
     async with deployment.store() as store:
         begun = await cli(deployment, "log", "set", "--failover-window", 30, "--archive")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import click
 import msgspec
 
@@ -93,21 +96,31 @@ def settle(options: Options) -> None:
     metavar="KIND",
     help="What it is flushed into: that, 'app' for an app's own store, or the name that the store declares.",
 )
+@click.option(
+    "--failover-window",
+    "failover_window_s",
+    type=Finite(min=0.001),
+    metavar="SECONDS",
+    help="LogConfig.failover_window_s of the app. [default: 60]",
+)
+@click.option("--archive", is_flag=True, default=None, help="LogConfig.archive of the app.")
 @connects()
-def adopt(options: Options, store: str) -> None:
+def adopt(options: Options, store: str, **windows: Any) -> None:
     """Make a log of an earlier release say that it is flushed into this Postgres and schema.
 
     An app that opens it does that by itself; it is only needed where none can. One that says another place is refused.
+    What it does not say of its windows and bucket either it says from now on, so give those of the app's LogConfig.
     """
+    wanted = {name: value for name, value in windows.items() if value is not None}
     with options.target() as target:
-        _show(options, target, run(_adopt(target, Kind(DOMAIN, store))), "log")
+        _show(options, target, run(_adopt(target, Kind(DOMAIN, store), wanted)), "log")
 
 
-async def _adopt(target: Target, kind: Kind) -> Windows:
+async def _adopt(target: Target, kind: Kind, windows: dict[str, Any]) -> Windows:
     config = await target.find_log()
     if config is None:
         raise NoLog(target.stream)
-    link = NatsLink(target.nats, BufferConfig.fitting(config), target.session)
+    link = NatsLink(target.nats, BufferConfig.fitting(replace(config, **windows)), target.session)
     store = target.plain(pool_size=1)
     ledger = PostgresLedger(str(store.pool.conninfo), store, schema=target.schema, timeout_s=_TIMEOUT_S)
     await link.open()
