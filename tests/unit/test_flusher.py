@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.entry import Base, Entry, StoredMessage, encode
 from bufstore.buffer.flusher import Flusher
-from bufstore.buffer.ports import Cursor, FlushFailed
+from bufstore.buffer.ports import Cursor, FlushFailed, Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import LogConfig
@@ -487,6 +487,22 @@ def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
         await asyncio.sleep(5)
         assert it.ledger.parked.entries.keys() == {3, 5}
         assert max(acks) == 6
+
+    bench(main)
+
+
+def test_in_memory_what_was_begun_and_never_ended_is_waited_for_and_keeps_nothing_busy() -> None:
+    async def main(it: Bench) -> None:
+        entry = Entry(
+            id=5, prev_id=0, base=Base.NONE, seen=0, version=1, self_contained=True, ring=b"", payload=b"x" * 50_000
+        )
+        header, body = encode(entry, 20_000)[0]
+        it.log.store([Outgoing(SUBJECTS.of("t"), body, header, None)])
+        await it.start()
+        await asyncio.sleep(10)
+        await it.writer.append(["good"], other_partition("t"))
+        assert await it.flushed(other_partition("t"))
+        assert not it.ledger.parked.entries
 
     bench(main)
 

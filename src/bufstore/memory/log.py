@@ -131,7 +131,8 @@ class MemoryFeed:
 
     async def more(self) -> None:
         self._beyond = True
-        self.wake()
+        if next(self._stream.after(self._filter, self._next - 1), None) is not None:
+            self.wake()
 
     @property
     def crowded(self) -> bool:
