@@ -43,8 +43,8 @@ async def has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
 
 async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
     """Whether a PostgresThreadStore of this schema holds anything. Only reads."""
-    found = await connection.execute("SELECT to_regclass(%s) IS NOT NULL", [f"{check_schema(schema)}.threads"])
-    if await found.fetchone() != (True,):
+    there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'threads'"
+    if not (await connection.execute(there, [schema])).rowcount:
         return False
     rows = sql.SQL("SELECT FROM {}.threads LIMIT 1").format(sql.Identifier(schema))
     return bool((await connection.execute(rows)).rowcount)
