@@ -133,7 +133,7 @@ class FlushWaiter:
         """Ask the owners to flush now; why that failed, or nothing."""
         for partition in partitions:
             if self._flusher is not None and self._flusher.owns(partition):
-                self._flusher.ask()
+                self._flusher.ask(partition)
                 continue
             try:
                 await self._hot.call_owner(partition)

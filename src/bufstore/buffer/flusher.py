@@ -28,6 +28,7 @@ from tenacity.stop import stop_when_event_set
 
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.lease import Lease
+from bufstore.buffer.overdue import Overdue
 from bufstore.buffer.ports import AppendUnknown, Coalesce, HotState, Ledger, Log
 from bufstore.buffer.recaller import Recaller
 from bufstore.buffer.retention import Retention
@@ -71,6 +72,7 @@ class Flusher:
         self._shares = self._takeover.shares
         self._settler = Settler(log, hot, ledger, coalesce, subjects, config, self._takeover, self.state)
         self._recaller = Recaller(log, subjects, config, self._shares, self._settler, self._wake.set)
+        self._overdue = Overdue(log, subjects, self._shares, self._wake.set)
         self._log = log
         self._lease = Lease(
             hot,
@@ -91,6 +93,7 @@ class Flusher:
             "lease": self._lease.keep,
             "takeover": self._takeover.keep,
             "flush": self._flush_windows,
+            "overdue": self._overdue.keep,
             "retention": self._retention.keep,
         }
         for name, work in loops.items():
@@ -106,6 +109,7 @@ class Flusher:
         self._wake.set()
         self._lease.members_changed()
         self._takeover.look()
+        self._overdue.stop()
         _, late = await asyncio.wait(self._tasks, timeout=self._config.flush_timeout_s) if self._tasks else ((), ())
         for task in late:
             task.cancel()
@@ -118,9 +122,13 @@ class Flusher:
         reach(Failpoint.CLOSE_LEFT)
         self.state.running = False
 
-    def ask(self) -> None:
-        """Flush now instead of at the end of the window; also what arrives within the next second."""
+    def ask(self, partition: int) -> None:
+        """Flush now instead of at the end of the window; also what arrives within the next second.
+
+        `partition`: for the sake of which; who waits for a flush of it asks again until it has come.
+        """
         self._asked_at = self._loop.time()
+        self._overdue.ask(partition)
         self._wake.set()
 
     @property
@@ -166,7 +174,7 @@ class Flusher:
         if partition < 0:
             self._lease.members_changed()
         elif partition in self._shares:
-            self.ask()
+            self.ask(partition)
 
     # --- the window -------------------------------------------------------------------------------------------
 
@@ -198,6 +206,7 @@ class Flusher:
             for share in list(self._shares.values()):
                 if share.collect():
                     await share.feed.more()
+            self._overdue.judge()
             self._recaller.look()
             self.state.pending = sum(share.unsettled for share in self._shares.values())
             if not self.state.pending:

@@ -62,6 +62,8 @@ class Share:
         self._begins: dict[int, int] = {}
         #: The last that arrived.
         self._arrived = cursor.seq
+        #: The position of the last message that the feed delivered, of a whole entry or not.
+        self.delivered = cursor.seq
         #: What retention counts from.
         self.passed = Passed()
         #: Why what is known of the partition is not to be relied on any more, if it is not.
@@ -79,6 +81,8 @@ class Share:
             # The cursor would pass what got lost here.
             self.doubt = f"unexpected {type(e).__name__} in what arrived"
             raise
+        if arrived:
+            self.delivered = arrived[-1].seq
         return self._assembler.pending_from is not None
 
     def _add(self, item: Item, begins: int | None) -> None:

@@ -1,0 +1,169 @@
+"""A feed that says nothing is not believed for ever: the server that it follows may be behind the log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.ports import FlushFailed
+from bufstore.buffer.verdict import Verdict
+from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing
+
+PARTITION = SUBJECTS.partition("t")
+
+
+class Lagging:
+    """A feed of a server that has nothing above a position, and does not say that it lags."""
+
+    def __init__(self, feed: Any, has: int) -> None:
+        self._feed, self._has = feed, has
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._feed, name)
+
+    def take(self) -> list[StoredMessage]:
+        # What it has not got is not delivered, and not asked for again.
+        return [m for m in self._feed.take() if m.seq <= self._has]
+
+
+class LaggingLog(FeedLog):
+    """Of each partition, the feeds of the first `lagging` takes lag: they end where the log ended."""
+
+    lagging = 0
+    #: Feeds of the partition, and questions where partitions end.
+    made = 0
+    looks = 0
+
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
+        feed = await super().feed(partition, term, start, wake)
+        if partition != PARTITION:
+            return feed
+        self.made += 1
+        return Lagging(feed, start - 1) if self.made <= self.lagging else feed
+
+    async def ends(self, filters: Any, timeout_s: float) -> list[int]:
+        self.looks += 1
+        return await super().ends(filters, timeout_s)
+
+
+class World(Bench):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: LaggingLog
+        self.log.__class__ = LaggingLog
+
+    async def ask_until_flushed(self, within_s: float) -> bool:
+        """Ask for a flush as often as one who waits for it does."""
+        assert self.flusher is not None
+        for _ in range(int(within_s / 0.25)):
+            self.flusher.ask(PARTITION)
+            if await self.flushed("t", within_s=0.2):
+                return True
+        return False
+
+
+def world(main: Callable[[World], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unit.test_flusher.Bench", World)
+    bench(main)
+
+
+def test_a_feed_that_leaves_out_what_somebody_waits_for_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        it.log.lagging = 1
+        await it.start()
+        await it.writer.append([1])
+        assert await it.ask_until_flushed(10.0)
+        assert await it.stored() == [1]
+        assert it.log.made == 2
+
+    world(main, monkeypatch)
+
+
+def test_a_feed_that_leaves_out_entries_is_replaced_though_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        it.log.lagging = 1
+        await it.start()
+        await asyncio.sleep(1)
+        await it.writer.append([1])
+        assert await it.flushed("t", within_s=100.0)
+        assert it.log.looks <= 4, "the log is asked rarely"
+
+    world(main, monkeypatch)
+
+
+def test_a_feed_behind_which_there_is_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        await it.start()
+        await it.writer.append([1])
+        assert await it.flushed("t")
+        assert it.flusher is not None
+        for _ in range(240):
+            it.flusher.ask(PARTITION)
+            await asyncio.sleep(0.25)
+        assert it.log.made == 1
+        assert it.log.looks <= 130, "not at each question"
+
+    world(main, monkeypatch)
+
+
+def test_who_is_flushed_at_once_costs_the_log_no_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        await it.start()
+        for n in range(50):
+            await it.writer.append([n])
+            assert await it.ask_until_flushed(10.0)
+        assert it.log.looks == 0
+
+    world(main, monkeypatch)
+
+
+def test_a_feed_that_has_no_room_is_not_taken_for_one_that_lags(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        refused: list[FlushFailed | None] = [FlushFailed("the database is away", Verdict.RETRY)]
+        failing(it, lambda _: refused[0])
+        await it.start()
+        await asyncio.sleep(1)
+        feed = it.log.feeds[PARTITION]
+        feed._feed._messages_max = 4
+        monkeypatch.setattr("bufstore.buffer.recaller.Recaller.look", lambda _: None)
+        for n in range(8):
+            await it.writer.append([n])
+        assert not await it.ask_until_flushed(30.0)
+        assert it.log.looks > 0
+        refused[0] = None
+        assert await it.ask_until_flushed(30.0)
+        assert it.log.made == 1
+        assert it.log.feeds[PARTITION] is feed
+
+    world(main, monkeypatch)
+
+
+def test_where_all_feeds_lag_they_are_replaced_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        it.log.lagging = 1000
+        await it.start()
+        await it.writer.append([1])
+        assert not await it.ask_until_flushed(60.0)
+        assert 3 <= it.log.made <= 8
+        it.log.lagging = 0
+        assert await it.ask_until_flushed(60.0)
+
+    world(main, monkeypatch)
+
+
+def test_a_leader_that_does_not_answer_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        it.log.lagging = 1
+        await it.start()
+        await it.writer.append([1])
+        it.log.fault = lambda kind: "unavailable" if kind == "read" else ""
+        assert not await it.ask_until_flushed(20.0)
+        assert it.log.made == 1
+        it.log.fault = lambda _: ""
+        assert await it.ask_until_flushed(10.0)
+
+    world(main, monkeypatch)
