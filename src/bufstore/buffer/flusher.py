@@ -80,6 +80,7 @@ class Flusher:
             subjects.partitions,
             config.lease_s,
             self._takeover.want,
+            self._takeover.hold,
             self._unable,
             lambda: self.state.trouble,
         )

@@ -22,9 +22,10 @@ _PULSE_S = 2.0
 class Lease:
     """One member's lease; see `bufstore.buffer.membership` for how partitions are shared.
 
-    `own` is called with the partitions that are ours whenever the list has been looked at, and with none before a
-    lease that cannot be renewed runs out. Who cannot flush, as `unable` says with a reason, leaves the list, so that
-    others flush what was his, and joins it again when he can.
+    `own` is called with the partitions that are ours whenever the list has been looked at, and `hold` before a lease
+    that cannot be renewed runs out: from then on others may take what is ours, and are to be left what they take. But
+    where nobody can renew his lease, nobody takes anything, and all go on with what they have. Who cannot flush, as
+    `unable` says with a reason, leaves the list, so that others flush what was his, and joins it again when he can.
 
     Within `lease_s` of a member's end its partitions are flushed by others: half of it is the time to live of its
     record; the rest is for the server to remove that (it looks once a second), for the others to see it, and to take
@@ -38,6 +39,7 @@ class Lease:
         partitions: int,
         lease_s: float,
         own: Callable[[frozenset[int]], None],
+        hold: Callable[[], None],
         unable: Callable[[], str | None],
         trouble: Callable[[], str],
     ) -> None:
@@ -49,6 +51,7 @@ class Lease:
         self._ttl_s = max(1, int(lease_s) // 2)
         self._interval_s = self._ttl_s / 4
         self._own = own
+        self._hold = hold
         self._unable = unable
         self._trouble = trouble
         self._pulse = Pulse(self._ttl_s)
@@ -70,7 +73,7 @@ class Lease:
             except (BufstoreError, AppendUnknown) as e:
                 _log.warning("cannot renew the lease: %s", e, extra={"action": "lease_error"})
                 if asyncio.get_running_loop().time() > self._until - self._interval_s:
-                    self._own(frozenset())  # stop before others may begin
+                    self._hold()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._interval_s):
                     await self._changed.wait()

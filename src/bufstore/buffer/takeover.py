@@ -93,6 +93,8 @@ class Takeover:
         self._state = state
         self._loop = asyncio.get_running_loop()
         self._wanted: frozenset[int] = frozenset()
+        #: Whether others may have them by now: see `hold`.
+        self._holding = False
         #: Partitions that could not be taken, and when to try again.
         self._untakeable: dict[int, float] = {}
         #: Partitions whose rows somebody else holds, and since when.
@@ -112,10 +114,17 @@ class Takeover:
 
     def want(self, partitions: frozenset[int]) -> None:
         """These are ours from now on; `keep` sees to it."""
-        if partitions != self._wanted:
-            self._wanted = partitions
+        if self._holding or partitions != self._wanted:
+            self._wanted, self._holding = partitions, False
             self._changed.set()
             self._wake()
+
+    def hold(self) -> None:
+        """Nobody says what is ours any more: keep what is followed until it is lost or somebody takes it, take nothing.
+
+        An owner whom another one has replaced commits nothing (its term), and its feed ends with its consumer.
+        """
+        self._holding = True
 
     def look(self) -> None:
         """Have `keep` look now."""
@@ -136,7 +145,7 @@ class Takeover:
             self._changed.clear()
             self.give_up()
             now = self._loop.time()
-            missing = self._wanted - self.shares.keys() - self._following
+            missing = frozenset() if self._holding else self._wanted - self.shares.keys() - self._following
             if due := sorted(p for p in missing if self._untakeable.get(p, 0.0) <= now):
                 await self._take(due)
             soonest = min((self._untakeable.get(p, 0.0) for p in missing), default=now + _LOOK_S)

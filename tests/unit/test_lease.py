@@ -1,0 +1,110 @@
+"""A flusher whose lease cannot be renewed: what it has, it keeps until somebody takes it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from bufstore.buffer.flusher import Flusher
+from bufstore.errors import LogUnavailable
+from bufstore.memory.hot import MemoryBucket, MemoryHotState
+from bufstore.threads.coalesce import coalesce
+from unit.test_flusher import SUBJECTS, Bench, bench
+
+PARTITION = SUBJECTS.partition("t")
+EVERYTHING = {0, 1, 2, 3}
+
+
+class Away(MemoryHotState):
+    """A hot state that may not be reached."""
+
+    away = False
+
+    async def _turn(self) -> MemoryBucket:
+        if self.away:
+            raise LogUnavailable("the hot bucket does not answer in time")
+        return await super()._turn()
+
+
+class World(Bench):
+    """Flushers of one log, each with a hot state of its own that reaches the same bucket or does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bucket = MemoryBucket()
+        self.flushers: dict[str, tuple[Flusher, Away]] = {}
+
+    async def join(self, name: str) -> tuple[Flusher, Away]:
+        hot = Away(self._bucket)
+        made = Flusher(
+            self.log, hot, self.ledger, coalesce, SUBJECTS, self.world.config, name, prepare=self.ledger.setup
+        )
+        self.flushers[name] = made, hot
+        await made.start()
+        return made, hot
+
+    async def aclose(self) -> None:
+        for made, _ in self.flushers.values():
+            await made.aclose()
+        await super().aclose()
+
+
+def world(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unit.test_flusher.Bench", World)
+    bench(main)
+
+
+def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        _, hot = await it.join("a")
+        await asyncio.sleep(2)
+        hot.away = True
+        await asyncio.sleep(30)
+        await it.writer.append([1])
+        assert await it.flushed("t", within_s=5.0)
+
+    world(main, monkeypatch)
+
+
+def test_what_is_lost_while_the_lease_cannot_be_renewed_is_taken_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        made, hot = await it.join("a")
+        await asyncio.sleep(2)
+        hot.away = True
+        await asyncio.sleep(30)
+        it.log.feeds[PARTITION]._feed.lose("the consumer ended")
+        await it.writer.append([1])
+        assert not await it.flushed("t", within_s=20.0), "it may be somebody else's by now"
+        assert set(made.cursors()) == EVERYTHING - {PARTITION}
+        hot.away = False
+        assert await it.flushed("t", within_s=5.0)
+
+    world(main, monkeypatch)
+
+
+def test_who_cannot_renew_his_lease_leaves_others_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        first, hot = await it.join("a")
+        await asyncio.sleep(2)
+        assert set(first.cursors()) == EVERYTHING
+        hot.away = True
+        await asyncio.sleep(30)
+        assert set(first.cursors()) == EVERYTHING
+        second, _ = await it.join("b")
+        await asyncio.sleep(30)
+        assert set(second.cursors()) == EVERYTHING
+        assert second.state.takeovers == len(EVERYTHING), "they do not take them from each other"
+        for n in range(20):
+            await it.writer.append([n])
+            assert await it.flushed("t", within_s=5.0)
+        assert await it.stored() == list(range(20))
+        assert PARTITION not in first.cursors()
+        assert second.state.takeovers == len(EVERYTHING)
+        hot.away = False
+        await asyncio.sleep(10)
+        assert set(first.cursors()) | set(second.cursors()) == EVERYTHING
+        assert not set(first.cursors()) & set(second.cursors())
+
+    world(main, monkeypatch)
