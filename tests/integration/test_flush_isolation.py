@@ -136,6 +136,27 @@ async def test_a_flusher_that_freezes_inside_its_transaction_gives_its_locks_bac
                 await ledger.aclose()
 
 
+async def test_a_large_window_may_take_a_busy_machine_longer_than_the_lease(deployment: Deployment) -> None:
+    """It takes time to decode; who is taken for frozen meanwhile would begin again and again."""
+    async with deployment.inner() as store:
+        await store.setup()
+        ledger = PostgresLedger(deployment.servers.postgres.dsn, store, schema=deployment.name, lease_s=3)
+        await ledger.open()
+        try:
+            await ledger.setup()
+            (cursor,) = await ledger.take([0], "a")
+
+            def slowly(rows: Mapping[str, Row]) -> Decision:
+                time.sleep(3)  # as a processor that others need does
+                return Decision(cursors=[cursor])
+
+            with pytest.raises((StoreUnavailable, FlushFailed)):
+                await ledger.flush([cursor], [], slowly)
+            await ledger.flush([cursor], [], slowly, size=20 << 20)
+        finally:
+            await ledger.aclose()
+
+
 @pytest.mark.parametrize("lock", ["lock_lineage", "lock_thread"])
 async def test_an_edit_of_a_process_that_stops_holds_its_locks_for_seconds(deployment: Deployment, lock: str) -> None:
     async with deployment.inner() as store:

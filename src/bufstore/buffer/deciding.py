@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from bufstore.buffer.chain import Plan, Row, plan
+from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.ports import Coalesce, Inapplicable
 from bufstore.buffer.share import Item
 
@@ -57,3 +58,8 @@ def halves(threads: Threads) -> list[Threads]:
 def is_one_entry(threads: Threads) -> bool:
     """Whether it is a single entry, of a thread that can wait without the others."""
     return None not in threads and sum(map(len, threads.values())) == 1
+
+
+def payload_bytes(threads: Threads) -> int:
+    """How much there is to work through."""
+    return sum(len(i.entry.payload) for items in threads.values() for i in items if isinstance(i, StoredEntry))

@@ -601,9 +601,12 @@ class Ledger(Protocol):
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
         probe: int = 0,
+        size: int = 0,
     ) -> Flushed:
         """One transaction: check terms and cursors, lock the threads' rows, `decide` on those, write, commit.
 
+        `size`: bytes of payload, for which the transaction may take its time; without them it ends within the lease if
+        this process stands still.
         A thread whose row is held by somebody else is not waited for: `decide` does not get its row. `probe`: find the
         threads that are to blame for a batch that cannot be written; `decide` is called again without them. When so
         many are refused, and more than are written, or it takes long, the others are not tried.

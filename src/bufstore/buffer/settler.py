@@ -18,7 +18,7 @@ import msgspec
 
 from bufstore.buffer.blame import THREADS_MIN, Blame
 from bufstore.buffer.chain import Parked, Row
-from bufstore.buffer.deciding import Threads, by_partition, decide_thread, halves, is_one_entry
+from bufstore.buffer.deciding import Threads, by_partition, decide_thread, halves, is_one_entry, payload_bytes
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports import (
@@ -399,7 +399,8 @@ class Settler:
             try:
                 names = sorted(t for t in threads if t is not None)
                 reach(Failpoint.FLUSH_BEFORE)
-                flushed = await self._ledger.flush([share.cursor for share in shares], names, decide, probe=probe)
+                held = [share.cursor for share in shares]
+                flushed = await self._ledger.flush(held, names, decide, probe=probe, size=payload_bytes(threads))
                 break
             except QuarantineFull as e:
                 raise _NoRoom(e, parked) from e

@@ -85,6 +85,7 @@ class MemoryLedger:
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
         probe: int = 0,
+        size: int = 0,
     ) -> Flushed:
         for cursor in held:
             if self._cursors.get(cursor.partition) != cursor:

@@ -25,6 +25,18 @@ _CONNECTIONS = 3
 #: How long a flush waits for a lock of the store's own tables; in a probe it waits for each of them.
 _LOCK, _PROBE_LOCK = "100ms", "1ms"
 
+#: What a process that is short of processor time works through, between two statements of a flush.
+_BYTES_PER_S = 4 << 20
+
+
+def idle_max(lease_s: float, size: int = 0) -> str:
+    """How long a transaction may stand still between statements: two thirds of the lease, and time for `size` bytes.
+
+    A process that is frozen is to give its locks back within the lease; one that decodes a large window on a busy
+    machine is not frozen, and would begin again and again.
+    """
+    return f"{round(1000 * (lease_s * 2 / 3 + size / _BYTES_PER_S))}ms"
+
 
 class PostgresLedger:
     """See `bufstore.buffer.ports.Ledger`. Its tables stand in `schema`, beside those of the store it flushes into."""
@@ -46,9 +58,9 @@ class PostgresLedger:
         self._sql = queries(_FOLDER, schema)
         #: A process that stops inside a transaction gives its locks back after this: before its lease is over, which
         #: begins up to a third of it earlier.
-        self._idle_max = f"{round(lease_s * 2000 / 3)}ms"
+        self._lease_s = lease_s
         self._parked = PostgresParked(
-            self._pool, self.setup, self._sql, target, timeout_s, quarantine_max, self._idle_max
+            self._pool, self.setup, self._sql, target, timeout_s, quarantine_max, idle_max(lease_s)
         )
         self._ready = False
 
@@ -140,6 +152,7 @@ class PostgresLedger:
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
         probe: int = 0,
+        size: int = 0,
     ) -> Flushed:
         await self.setup()
         refused: dict[str, FlushFailed] = {}
@@ -147,7 +160,8 @@ class PostgresLedger:
         async with self._pool.lend(self._timeout_s) as connection:
             with flush_errors():
                 async with connection.transaction():
-                    rows = await self._lock(connection, held, threads, _PROBE_LOCK if probe else _LOCK)
+                    times = idle_max(self._lease_s, size), _PROBE_LOCK if probe else _LOCK
+                    rows = await self._lock(connection, held, threads, *times)
                     reach(Failpoint.FLUSH_LOCKED)
                     decision = decide(rows)
                     if decision.batch and probe:
@@ -165,13 +179,18 @@ class PostgresLedger:
         return Flushed(decision, set(threads) - rows.keys(), refused, untried)
 
     async def _lock(
-        self, connection: AsyncConnection[Any], held: Sequence[Cursor], threads: Sequence[str], lock_timeout: str
+        self,
+        connection: AsyncConnection[Any],
+        held: Sequence[Cursor],
+        threads: Sequence[str],
+        idle: str,
+        lock_timeout: str,
     ) -> dict[str, Row]:
         """The rows of the threads, but not of those that somebody else holds."""
         # One round trip: the partitions first, so that a fenced owner creates no rows.
         async with connection.pipeline():
             partitions = columns.ints(cursor.partition for cursor in held)
-            found = await self._send(connection, "lock_partitions", partitions, self._idle_max, lock_timeout)
+            found = await self._send(connection, "lock_partitions", partitions, idle, lock_timeout)
             names = columns.texts(threads)
             await self._send(connection, "insert_missing", names)
             rows = await self._send(connection, "lock_threads", names)
