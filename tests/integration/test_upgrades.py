@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -12,7 +13,7 @@ import pytest
 from bufstore import ConfigError
 from bufstore.embedded import Servers
 from bufstore.mailbox import PostgresMailboxStore
-from bufstore.postgres.migrate import migrate, newest
+from bufstore.postgres.migrate import migrate, newest, waiting
 from bufstore.postgres.pool import new_pool
 from bufstore.spark.ledger import SparkLedger
 from conftest import Deployment
@@ -116,3 +117,18 @@ async def test_tables_that_this_release_cannot_work_with_are_refused(
     with pytest.raises(ConfigError, match=f"version {version}, made by a newer release .* up to {version - 1}"):
         async with deployment.store() as store:
             await store.force_flush_all()
+
+
+async def test_who_waited_for_another_ones_migration_finds_it_done(servers: Servers) -> None:
+    """What a session has looked for in vain it may remember: also what another one has made since."""
+    schema = fresh()
+    async with new_pool(servers.postgres.dsn, size=3) as pool, pool.lend(10) as first, pool.lend(10) as second:
+        async with first.transaction():
+            await first.execute(waiting()[0])
+            late = asyncio.create_task(migrate(second, schema, FOLDERS["buffer"], "buffer"))
+            waits = "SELECT FROM pg_locks WHERE pid = %s AND locktype = 'advisory' AND NOT granted"
+            while not late.done() and not (await first.execute(waits, [second.info.backend_pid])).rowcount:
+                pass
+            assert not late.done()
+            assert await migrate(first, schema, FOLDERS["buffer"], "buffer")
+        assert await late == []

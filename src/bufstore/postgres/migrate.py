@@ -161,8 +161,9 @@ def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
 async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:
     """Per room, the versions that were applied, each with the oldest release that works after it."""
     table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
-    cursor = await connection.execute("SELECT to_regclass(%s) IS NOT NULL", [table.as_string(connection)])
-    if await cursor.fetchone() != (True,):
+    # Not by to_regclass: a session that found nothing may still say so after it has waited for who makes the table.
+    there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'bufstore_migrations'"
+    if not (await connection.execute(there, [schema])).rowcount:
         return {}
     # By way of JSON, because the column may not be there: releases without it made the table.
     cursor = await connection.execute(
