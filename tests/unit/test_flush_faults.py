@@ -47,9 +47,10 @@ def transactions(it: Bench) -> list[int]:
         decide: Callable[[Mapping[str, Row]], Decision],
         *,
         probe: int = 0,
+        size: int = 0,
     ) -> Any:
         asked.append(len(threads))
-        return await flush(held, threads, decide, probe=probe)
+        return await flush(held, threads, decide, probe=probe, size=size)
 
     it.ledger.flush = counted  # type: ignore[method-assign]
     return asked
