@@ -198,7 +198,7 @@ class Connection:
         self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, bytes | Exception], None]
     ) -> None:
         """Send messages side by side; `ended` gets the number of each and its answer, or the error of `write`."""
-        if len(messages) == 1 or not frames.supported:
+        if len(messages) <= 1 or not frames.supported:
             await asyncio.gather(*(self._write_one(i, m, timeout_s, ended) for i, m in enumerate(messages)))
             return
         left = len(messages)
