@@ -40,10 +40,17 @@ def on_postgres(servers: Servers) -> Mailboxes:
     return Mailboxes("postgres", servers)
 
 
-@pytest.mark.parametrize("check", MAILBOX_CHECKS, ids=str)
+#: Postgres has no live deliveries: what needs them is no part of its contract.
+CONTRACTS = [
+    pytest.param(kind, check, id=f"{kind}-{check}")
+    for kind in KINDS
+    for check in MAILBOX_CHECKS
+    if kind != "postgres" or Capability.LIVE not in check.needs
+]
+
+
+@pytest.mark.parametrize(("mailboxes", "check"), CONTRACTS, indirect=["mailboxes"])
 async def test_it_keeps_the_mailbox_contract(check: Check, mailboxes: Mailboxes) -> None:
-    if Capability.LIVE in check.needs and mailboxes.kind == "postgres":
-        pytest.skip("Postgres has no live deliveries")
     async with mailboxes.open() as stores:
         await check(stores)
 
