@@ -2,7 +2,7 @@
 
 from bufstore.blocking import BlockingBufferedStore, BlockingThreadStore
 from bufstore.buffer.audit import Finding, Verification
-from bufstore.buffer.ports import ParkedInfo
+from bufstore.buffer.ports.ledger import ParkedInfo
 from bufstore.buffer.repair import Repaired
 from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
 from bufstore.buffer.windows import Windows

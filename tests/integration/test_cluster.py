@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bufstore import BufstoreError, Consistency, LogFull, NatsConfig, ReadNotFresh
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.embedded import NatsServer, Servers
 from cluster import three_servers
 from conftest import Deployment

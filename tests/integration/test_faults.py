@@ -167,7 +167,7 @@ async def test_a_lost_answer_is_resolved_without_the_caller(own_servers: Servers
         publish, lost = store._log.publish, []
 
         async def deaf(message: Any, timeout_s: float) -> int:
-            from bufstore.buffer.ports import AppendUnknown
+            from bufstore.buffer.ports.stream import AppendUnknown
 
             seq = await publish(message, timeout_s)
             if not lost:

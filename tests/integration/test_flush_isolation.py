@@ -13,7 +13,7 @@ import pytest
 
 from bufstore import Consistency, FlushTimeout, PostgresThreadStore, StoreUnavailable
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Cursor, Decision, FlushFailed
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.testing.applying import change
 from bufstore.threads.model import ThreadChange

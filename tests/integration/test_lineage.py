@@ -25,7 +25,7 @@ from bufstore import (
     ThreadQuery,
     Visibility,
 )
-from bufstore.buffer.ports import AppendUnknown
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.embedded import Servers
 from bufstore.threads.lineage import deletion, new_parent
 from conftest import Deployment

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from bufstore import BufstoreError, LogUnavailable, StaleClaim, StepUnknown, StoreUnavailable
-from bufstore.buffer.ports import AppendUnknown
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.embedded import Servers
 from bufstore.mailbox import Dispatch, Status, Sweeper
 from bufstore.mailbox.store import Mailbox

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bufstore import Consistency
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from conftest import Deployment
 from helpers import eventually, fresh, run_of
 

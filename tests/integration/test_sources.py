@@ -20,7 +20,7 @@ from bufstore import (
     Run,
     SourceMark,
 )
-from bufstore.buffer.ports import AppendUnknown, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Outgoing
 from bufstore.memory import MemoryNats
 from conftest import Deployment
 from helpers import eventually

@@ -12,7 +12,7 @@ import pytest
 
 from bufstore import Consistency, PostgresThreadStore, ThreadQuarantined
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Cursor, Decision, FlushFailed, NotOwner
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, NotOwner
 from bufstore.buffer.verdict import Verdict
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.testing.applying import change

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bufstore import ConfigDrift, InvalidId, TooLarge
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.tokens import ExclusiveWork, Form, Policy, Task, TokensConfig

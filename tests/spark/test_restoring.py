@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, encode
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.buffer.share import Item
 from bufstore.spark.restore import decided
 from bufstore.spark.restore_log import Wanted, wanted

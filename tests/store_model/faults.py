@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Conflict, FlushFailed, Link, Outgoing
+from bufstore.buffer.ports.hot import Link
+from bufstore.buffer.ports.ledger import FlushFailed
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.target import Target
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig, LogConfig

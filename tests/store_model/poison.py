@@ -6,7 +6,7 @@ import contextlib
 import random
 from typing import Any
 
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.errors import BufstoreError, FlushTimeout, Unavailable
 from bufstore.threads.model import Run
 from bufstore.types import Receipt

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from bufstore.buffer import ring as rings
 from bufstore.buffer.entry import Base, Entry, StoredMessage, decode, encode
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogFull, LogUnavailable
 from bufstore.memory.log import MemoryLog, MemoryStream

@@ -11,7 +11,7 @@ from bufstore.buffer import ring as rings
 from bufstore.buffer.appender import Tip
 from bufstore.buffer.chain import Parked, Row, plan
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
-from bufstore.buffer.ports import Inapplicable
+from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.memory import MessageMemory, digests_of, ids_of

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import StoredEntry
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.config import LogConfig
 from bufstore.errors import (
     AlreadyExists,

@@ -28,7 +28,7 @@ from bufstore import (
     StoreUnavailable,
     ThreadQuarantined,
 )
-from bufstore.buffer.ports import BatchRefused, Conflict, Outgoing
+from bufstore.buffer.ports.stream import BatchRefused, Conflict, Outgoing
 from bufstore.memory import MemoryNats, MemoryThreadStore
 from bufstore.memory.hot import MemoryBucket, MemoryHotState
 from bufstore.memory.log import MemoryLog, MemoryStream

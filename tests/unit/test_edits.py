@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Row, plan
 from bufstore.buffer.entry import Base, Entry, StoredEntry
-from bufstore.buffer.ports import Inapplicable
+from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import (

@@ -10,7 +10,7 @@ import pytest
 
 from bufstore.buffer.blame import THREADS_MIN
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Cursor, Decision, FlushFailed
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
 from bufstore.buffer.verdict import Verdict, verdict
 from bufstore.errors import StoreUnavailable
 from unit.test_flusher import SUBJECTS, Bench, bench, failing, other_partition

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, Entry, StoredEntry
-from bufstore.buffer.ports import Inapplicable
+from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Run, Thread, encode_messages, encode_run
 from bufstore.threads.overlay import ThreadState, from_log_alone, overlay

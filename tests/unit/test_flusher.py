@@ -11,7 +11,8 @@ import pytest
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, Entry, StoredMessage, encode
 from bufstore.buffer.flusher import Flusher
-from bufstore.buffer.ports import Cursor, FlushFailed, Outgoing
+from bufstore.buffer.ports.ledger import Cursor, FlushFailed
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import LogConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from nats.aio.client import Client
 
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.nats import frames
 
 _MESSAGES = [

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from bufstore import ConfigError, InvalidQuery, MessageQuery, NatsConfig, RunQuery, ThreadQuery
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, StoredMessage, assemble, decode, encode
-from bufstore.buffer.ports import Inapplicable
+from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.buffer.ring import find, item
 from bufstore.cli.app import app
 from bufstore.cli.lines import BadLine, Input, Line, _split

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bufstore.buffer.group_commit import GroupCommit
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import Closed, LogFull, LogUnavailable
 from unit.fake_log import WRITE_FAULTS, FakeLog, run
 

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import HEADER
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.nats.frames import framed
 from bufstore.nats.headers import entry_header, fields, status_of
 

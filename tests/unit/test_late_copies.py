@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bufstore.buffer import elapsed, sources
 from bufstore.buffer.chain import plan
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import IdempotencyConflict, OutcomeUnknown, StoreUnavailable
 from bufstore.threads.model import decode_message
 from bufstore.threads.payload import decode_payload

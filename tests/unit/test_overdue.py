@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import FlushFailed
+from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.verdict import Verdict
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing
 

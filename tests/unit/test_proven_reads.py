@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bufstore import BufferedThreadStore, LogUnavailable, NotFound, ReadNotFresh, StoreUnavailable
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.shared_call import SharedCall
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.memory import MemoryNats, MemoryThreadStore

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
-from bufstore.buffer.ports import FlushFailed
+from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed, plan_replay
 from bufstore.buffer.verdict import Verdict

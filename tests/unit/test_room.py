@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import BufferedThreadStore
-from bufstore.buffer.ports import Held
+from bufstore.buffer.ports.log import Held
 from bufstore.buffer.room import Room, full_in_s, why_full
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogFull, StoreUnavailable

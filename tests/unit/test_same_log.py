@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import HEADER
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogRolledBack, LogUnavailable
 from bufstore.nats.log import NatsLog

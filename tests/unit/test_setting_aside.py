@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer.ports import Cursor, FlushFailed
+from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.share import Share
 from bufstore.buffer.verdict import Verdict
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing

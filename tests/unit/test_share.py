@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import HEADER_BYTES_MAX, Base, Entry, StoredMessage, encode
-from bufstore.buffer.ports import Cursor
+from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 

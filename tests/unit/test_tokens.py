@@ -10,7 +10,7 @@ import pytest
 
 from bufstore import BufstoreError, ConfigError
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import LogFull, LogUnavailable
 from bufstore.nats.errors import (
     ApiError,

@@ -10,7 +10,7 @@ from typing import Any
 from bufstore.buffer.appender import Appender
 from bufstore.buffer.chain import Row, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
-from bufstore.buffer.ports import Decision
+from bufstore.buffer.ports.ledger import Decision
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig

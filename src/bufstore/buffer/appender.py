@@ -28,7 +28,8 @@ from bufstore.buffer.chain import Row
 from bufstore.buffer.group_commit import GroupCommit
 from bufstore.buffer.lane import Lane, Unit, Write
 from bufstore.buffer.next_unit import Doubtful, Limits, NeedRow, next_unit, other_content
-from bufstore.buffer.ports import AppendUnknown, Conflict, Log
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.tip import M, NeedBase, Prepare, Tip, TipCache
 from bufstore.buffer.tip_finder import TipFinder, Writer

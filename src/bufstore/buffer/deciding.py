@@ -9,7 +9,7 @@ import msgspec
 
 from bufstore.buffer.chain import Plan, Row, plan
 from bufstore.buffer.entry import StoredEntry
-from bufstore.buffer.ports import Coalesce, Inapplicable
+from bufstore.buffer.ports.domain import Coalesce, Inapplicable
 from bufstore.buffer.share import Item
 
 #: Entries to be flushed, by thread; None stands for those that no thread is known of.

@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import Mapping
 
 from bufstore.buffer.flush_waiter import FlushWaiter
-from bufstore.buffer.ports import Ledger, Log
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import FlushTimeout

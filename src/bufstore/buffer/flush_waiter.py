@@ -12,7 +12,8 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.flusher import Flusher
 from bufstore.buffer.membership import owners
-from bufstore.buffer.ports import HotState, Ledger
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, FlushTimeout
 

@@ -29,7 +29,11 @@ from tenacity.stop import stop_when_event_set
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.lease import Lease
 from bufstore.buffer.overdue import Overdue
-from bufstore.buffer.ports import AppendUnknown, Coalesce, HotState, Ledger, Log
+from bufstore.buffer.ports.domain import Coalesce
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.recaller import Recaller
 from bufstore.buffer.retention import Retention
 from bufstore.buffer.settler import Later, Settler

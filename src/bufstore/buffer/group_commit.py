@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from bufstore.buffer.entry import HEADER_BYTES_MAX
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, Stream
+from bufstore.buffer.ports.stream import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, Stream
 from bufstore.buffer.shape import Shapes
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 

@@ -11,7 +11,7 @@ from typing import Generic
 
 from bufstore.buffer import group_commit
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.buffer.tip import Draft, M, Prepare, Tip
 from bufstore.types import Receipt
 

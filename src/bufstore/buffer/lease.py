@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable
 
 from bufstore.buffer.membership import Pulse, owned
-from bufstore.buffer.ports import AppendUnknown, HotState
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import Log
+from bufstore.buffer.ports.log import Log
 
 
 class Lookups:

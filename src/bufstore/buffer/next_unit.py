@@ -10,7 +10,7 @@ from bufstore.buffer import sources
 from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
 from bufstore.buffer.lane import Lane, Unit, Write
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.buffer.tip import M, NeedBase, Tip
 from bufstore.errors import BufstoreError, IdempotencyConflict, Rejected, TooLarge
 from bufstore.types import Receipt

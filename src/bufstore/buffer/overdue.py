@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bufstore.buffer.ports import Log
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError

@@ -7,14 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Malformed
-from bufstore.buffer.ports import (
-    Coalesce,
-    FlushFailed,
-    Inapplicable,
-    Ledger,
-    ParkedInfo,
-    Replay,
-)
+from bufstore.buffer.ports.domain import Coalesce, Inapplicable
+from bufstore.buffer.ports.ledger import FlushFailed, Ledger, ParkedInfo, Replay
 from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed, plan_replay
 from bufstore.buffer.verdict import Verdict
 from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUnavailable

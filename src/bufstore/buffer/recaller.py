@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 
 from bufstore.buffer.entry import Assembler
-from bufstore.buffer.ports import AppendUnknown, Log
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.settler import TRIED_AT_ONCE, Settler
 from bufstore.buffer.share import Aside, Item, Share
 from bufstore.buffer.subjects import Subjects

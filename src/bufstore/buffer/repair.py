@@ -19,17 +19,10 @@ import msgspec
 from bufstore.buffer.chain import Parked, Plan, Row
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble, entry_id
 from bufstore.buffer.lease import living
-from bufstore.buffer.ports import (
-    Coalesce,
-    Cursor,
-    Decision,
-    FlushFailed,
-    HotState,
-    Inapplicable,
-    Ledger,
-    Log,
-    need_all,
-)
+from bufstore.buffer.ports.domain import Coalesce, Inapplicable
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, Ledger, need_all
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.salvage import known_up_to, plan_salvage
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict

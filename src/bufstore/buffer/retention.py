@@ -14,7 +14,9 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.passed import purgeable, share_to_go
-from bufstore.buffer.ports import AppendUnknown, FlushFailed, Ledger, Log
+from bufstore.buffer.ports.ledger import FlushFailed, Ledger
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from bufstore.buffer.ports import Held, HotState, Log
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.log import Held, Log
 from bufstore.errors import BufstoreError, LogFull
 
 #: Looks are compared with those of this long ago, at most and, if there is one, at least.

@@ -21,19 +21,19 @@ from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.deciding import Threads, by_partition, decide_thread, halves, is_one_entry, payload_bytes
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.flusher_state import FlusherState
-from bufstore.buffer.ports import (
-    AppendUnknown,
-    Coalesce,
+from bufstore.buffer.ports.domain import Coalesce
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.ledger import (
     Decision,
     Flushed,
     FlushFailed,
-    HotState,
     Ledger,
-    Log,
     NotOwner,
     QuarantineBusy,
     QuarantineFull,
 )
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.share import Item, Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.takeover import Takeover

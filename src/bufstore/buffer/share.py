@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from bufstore.buffer.entry import Assembler, Malformed, StoredEntry, StoredMessage
 from bufstore.buffer.passed import Passed
-from bufstore.buffer.ports import Cursor, Feed
+from bufstore.buffer.ports.ledger import Cursor
+from bufstore.buffer.ports.log import Feed
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from bufstore.buffer.entry import entry_id
 from bufstore.buffer.flusher_state import FlusherState
-from bufstore.buffer.ports import AppendUnknown, Cursor, FlushFailed, Ledger, Log
+from bufstore.buffer.ports.ledger import Cursor, FlushFailed, Ledger
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.share import Share
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreMisconfigured, StoreUnavailable

@@ -11,7 +11,7 @@ from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Row, counts
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
 from bufstore.buffer.lookups import Lookups
-from bufstore.buffer.ports import Log
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.tip import M, Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
 from bufstore.config import BufferConfig

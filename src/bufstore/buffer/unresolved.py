@@ -17,7 +17,8 @@ from typing import NamedTuple
 from bufstore.buffer import ring as rings
 from bufstore.buffer.chain import Row, counts
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
-from bufstore.buffer.ports import AppendUnknown, Log
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.subjects import Subjects
 
 _REMEMBERED = 10_000

@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from bufstore.buffer.audit import Finding, ThreadFacts, Verification, thread_findings
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import assemble, entry_id
-from bufstore.buffer.ports import Cursor, HotState, Ledger, Log
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.ledger import Cursor, Ledger
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
 

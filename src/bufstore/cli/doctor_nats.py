@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.room import Room, Rooms
 from bufstore.buffer.subjects import Subjects
 from bufstore.cli.connect import Target

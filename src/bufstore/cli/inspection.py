@@ -10,7 +10,7 @@ import msgspec
 from bufstore.buffer.audit import Verification
 from bufstore.buffer.lease import living
 from bufstore.buffer.membership import owners
-from bufstore.buffer.ports import Cursor
+from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.room import Rooms, look
 from bufstore.buffer.subjects import Subjects

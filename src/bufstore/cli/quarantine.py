@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bufstore.buffer.entry import Malformed
-from bufstore.buffer.ports import ParkedInfo
+from bufstore.buffer.ports.ledger import ParkedInfo
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
 from bufstore.cli.connect import Options, Target, connects

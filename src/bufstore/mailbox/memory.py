@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from bufstore.buffer.ports import Conflict
+from bufstore.buffer.ports.stream import Conflict
 from bufstore.errors import Closed
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Claiming, Step, is_expired

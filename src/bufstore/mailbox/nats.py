@@ -16,7 +16,7 @@ from typing import Any
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import GroupCommit
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import Closed, ConfigDrift, TooLarge

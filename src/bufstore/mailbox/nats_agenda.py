@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import untoken
 from bufstore.errors import MalformedEntry
 from bufstore.mailbox.nats_keys import SLOT_MS, Keys

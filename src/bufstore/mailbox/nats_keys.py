@@ -30,7 +30,7 @@ import msgspec
 from msgspec.structs import replace
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 from bufstore.buffer.subjects import token
 from bufstore.errors import MalformedEntry
 from bufstore.mailbox.config import NatsMailboxNames

@@ -18,7 +18,7 @@ import psycopg
 from msgspec.structs import replace
 from psycopg import sql
 
-from bufstore.buffer.ports import AppendUnknown, Conflict
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict
 from bufstore.errors import Closed, Unavailable
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Claiming, Step, claimed

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from bufstore.buffer.ports import AppendUnknown, Conflict
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict
 from bufstore.errors import AlreadyExists, InvalidQuery, StaleClaim
 from bufstore.mailbox import decisions
 from bufstore.mailbox.config import MailboxConfig

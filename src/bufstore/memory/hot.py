@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bufstore.buffer.ports import RUN_TTL_S, Conflict
+from bufstore.buffer.ports.hot import RUN_TTL_S
+from bufstore.buffer.ports.stream import Conflict
 from bufstore.errors import Closed
 
 
@@ -61,7 +62,7 @@ class MemoryBucket:
 
 
 class MemoryHotState:
-    """See `bufstore.buffer.ports.HotState`."""
+    """See `bufstore.buffer.ports.hot.HotState`."""
 
     def __init__(self, bucket: MemoryBucket) -> None:
         self._shared = bucket

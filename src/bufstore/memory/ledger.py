@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
+from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
 from bufstore.buffer.target import Target
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig
@@ -23,7 +23,7 @@ class Applies(Protocol):
 
 
 class MemoryLedger:
-    """See `bufstore.buffer.ports.Ledger`."""
+    """See `bufstore.buffer.ports.ledger.Ledger`."""
 
     def __init__(self, target: Applies, *, quarantine_max: int = BufferConfig.quarantine_max) -> None:
         self._target = target

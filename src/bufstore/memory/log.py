@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing
+from bufstore.buffer.ports.log import Held
+from bufstore.buffer.ports.stream import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -71,7 +72,7 @@ class MemoryStream:
         return found[-1].seq if found else 0
 
     def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
-        """See `bufstore.buffer.ports.Stream.last`."""
+        """See `bufstore.buffer.ports.stream.Stream.last`."""
         return {name: self._of_subject[name][-1] for s in subjects for name in self.names(s)}
 
     def after(self, filter_: str, seq: int) -> Iterator[StoredMessage]:
@@ -98,7 +99,7 @@ class MemoryStream:
 
 
 class MemoryFeed:
-    """See `bufstore.buffer.ports.Feed`."""
+    """See `bufstore.buffer.ports.log.Feed`."""
 
     def __init__(
         self, stream: MemoryStream, filter_: str, start: int, wake: Callable[[], None], messages_max: int
@@ -163,7 +164,7 @@ class MemoryFeed:
 
 
 class MemoryLog:
-    """See `bufstore.buffer.ports.Log`. `streams` is what the server has, by name."""
+    """See `bufstore.buffer.ports.log.Log`. `streams` is what the server has, by name."""
 
     def __init__(
         self, streams: dict[str, MemoryStream], config: BufferConfig, message_bytes_max: int = 1 << 20

@@ -11,7 +11,7 @@ import msgspec
 
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import StoredEntry
-from bufstore.buffer.ports import FlushFailed, ParkedInfo, Replay
+from bufstore.buffer.ports.ledger import FlushFailed, ParkedInfo, Replay
 from bufstore.buffer.replay import Outcome, ParkedEntry
 from bufstore.buffer.verdict import Verdict
 from bufstore.errors import Rejected
@@ -26,7 +26,7 @@ class Applies(Protocol):
 
 
 class MemoryParked:
-    """See `bufstore.buffer.ports.ParkedEntries`. Shares the rows of the threads with its ledger."""
+    """See `bufstore.buffer.ports.ledger.ParkedEntries`. Shares the rows of the threads with its ledger."""
 
     def __init__(self, rows: dict[str, Row], target: Applies) -> None:
         self._rows = rows

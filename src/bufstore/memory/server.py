@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bufstore.buffer.ports import Link
+from bufstore.buffer.ports.hot import Link
 from bufstore.config import BufferConfig
 from bufstore.memory.hot import MemoryBucket, MemoryHotState
 from bufstore.memory.log import MemoryLog, MemoryStream
@@ -27,7 +27,7 @@ class MemoryNats:
 
 
 class MemoryLink:
-    """See `bufstore.buffer.ports.Link`."""
+    """See `bufstore.buffer.ports.hot.Link`."""
 
     def __init__(self, log: MemoryLog, hot: MemoryHotState) -> None:
         self.log = log

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from bufstore.buffer.ports import BatchRefused, Conflict
+from bufstore.buffer.ports.stream import BatchRefused, Conflict
 from bufstore.errors import ConfigError, LogFull, LogUnavailable
 
 

@@ -73,7 +73,7 @@ def ahead_config(name: str, filter_subject: str, start: int) -> dict[str, Any]:
 
 
 class NatsFeed:
-    """See `bufstore.buffer.ports.Feed`."""
+    """See `bufstore.buffer.ports.log.Feed`."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from nats.aio.transport import TcpTransport
 
 from bufstore import failpoints
 from bufstore.buffer.entry import HEADER
-from bufstore.buffer.ports import Outgoing
+from bufstore.buffer.ports.stream import Outgoing
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"

@@ -19,7 +19,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.group_commit import GroupCommit
-from bufstore.buffer.ports import RUN_TTL_S, AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.hot import RUN_TTL_S
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, MalformedEntry
@@ -37,7 +38,7 @@ _TROUBLE_MAX = 500
 
 
 class NatsHotState:
-    """See `bufstore.buffer.ports.HotState`."""
+    """See `bufstore.buffer.ports.hot.HotState`."""
 
     def __init__(self, connection: Connection, api: str, config: LogConfig) -> None:
         self._connection = connection

@@ -11,7 +11,7 @@ from bufstore.nats.log import NatsLog
 
 
 class NatsLink:
-    """See `bufstore.buffer.ports.Link`."""
+    """See `bufstore.buffer.ports.hot.Link`."""
 
     def __init__(self, nats: NatsConfig, config: BufferConfig, name: str) -> None:
         self.connection = Connection(nats, name)

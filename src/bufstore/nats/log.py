@@ -10,7 +10,8 @@ from typing import Any
 from nats.aio.client import Client
 
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports import AppendUnknown, BegunBatch, Held, Outgoing
+from bufstore.buffer.ports.log import Held
+from bufstore.buffer.ports.stream import AppendUnknown, BegunBatch, Outgoing
 from bufstore.buffer.shared_call import SharedCall
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target
@@ -46,7 +47,7 @@ _PROOF_S = 3.0
 
 
 class NatsLog(NatsStream):
-    """See `bufstore.buffer.ports.Log`."""
+    """See `bufstore.buffer.ports.log.Log`."""
 
     def __init__(self, connection: Connection, api: str, config: BufferConfig) -> None:
         super().__init__(connection, api, config.log.stream, config.log.replicas)
@@ -61,7 +62,7 @@ class NatsLog(NatsStream):
         connection.on_connect(self._check_end)
 
     async def epoch(self, *, checked: bool = True) -> int | None:
-        """See `bufstore.buffer.ports.Generations`, also for the methods up to `remove`."""
+        """See `bufstore.buffer.ports.log.Generations`, also for the methods up to `remove`."""
         try:
             info = await self._look()
         except StreamMissing:

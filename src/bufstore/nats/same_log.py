@@ -18,7 +18,7 @@ import nats.errors
 from nats.aio.client import Client
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Outgoing
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.nats.connection import AGAIN_S
 

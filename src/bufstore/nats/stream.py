@@ -13,7 +13,8 @@ import msgspec
 import nats.errors
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing
+from bufstore.buffer.ports.log import Held
+from bufstore.buffer.ports.stream import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.nats import frames
 from bufstore.nats.connection import Connection, ListeningClient
@@ -40,7 +41,7 @@ _answer_decoder = msgspec.json.Decoder(_Answer)
 
 
 class NatsStream:
-    """One stream; see `bufstore.buffer.ports.Stream` for what each method promises."""
+    """One stream; see `bufstore.buffer.ports.stream.Stream` for what each method promises."""
 
     def __init__(self, connection: Connection, api: str, name: str, replicas: int) -> None:
         self._connection = connection

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import psycopg
 from psycopg import AsyncConnection
 
-from bufstore.buffer.ports import FlushFailed
+from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.verdict import Verdict, verdict
 from bufstore.errors import BufstoreError
 

@@ -9,7 +9,7 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Cursor, Decision, Flushed, FlushFailed, NotOwner
+from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner
 from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
 from bufstore.failpoints import Failpoint, reach
@@ -39,7 +39,7 @@ def idle_max(lease_s: float, size: int = 0) -> str:
 
 
 class PostgresLedger:
-    """See `bufstore.buffer.ports.Ledger`. Its tables stand in `schema`, beside those of the store it flushes into."""
+    """See `bufstore.buffer.ports.ledger.Ledger`. Its tables stand in `schema`, beside those of the store."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from psycopg import AsyncConnection, errors
 
 from bufstore.buffer.chain import Parked, Row
 from bufstore.buffer.entry import Malformed, StoredEntry, StoredMessage
-from bufstore.buffer.ports import ParkedInfo, QuarantineBusy, QuarantineFull, Replay
+from bufstore.buffer.ports.ledger import ParkedInfo, QuarantineBusy, QuarantineFull, Replay
 from bufstore.buffer.replay import Outcome, ParkedEntry
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres import columns
@@ -27,7 +27,7 @@ _decoder = msgspec.msgpack.Decoder(StoredEntry | tuple[StoredMessage, ...])
 
 
 class PostgresParked:
-    """See `bufstore.buffer.ports.ParkedEntries`."""
+    """See `bufstore.buffer.ports.ledger.ParkedEntries`."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import msgspec
 
 from bufstore.buffer import sources
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Decision, FlushFailed, need_all
+from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig, LogConfig

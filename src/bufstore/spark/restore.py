@@ -17,7 +17,7 @@ import msgspec
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import StoredMessage, assemble
-from bufstore.buffer.ports import Decision, FlushFailed, need_all
+from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target, check_kind, check_same

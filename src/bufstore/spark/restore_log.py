@@ -20,7 +20,7 @@ import msgspec
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import Base, Entry, StoredEntry, assemble, encode, entry_id
 from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target, check_proof, check_same

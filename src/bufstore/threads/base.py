@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Ledger
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.errors import ReadNotFresh
 from bufstore.threads.model import Run, encode_messages, encode_run, encode_value
 from bufstore.threads.overlay import ThreadState

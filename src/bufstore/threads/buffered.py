@@ -20,7 +20,8 @@ from bufstore.buffer.appender import Appender
 from bufstore.buffer.audit import Verification
 from bufstore.buffer.flush_waiter import FlushWaiter
 from bufstore.buffer.flusher import Flusher
-from bufstore.buffer.ports import Ledger, Link
+from bufstore.buffer.ports.hot import Link
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.room import Rooms, look
 from bufstore.buffer.subjects import Subjects

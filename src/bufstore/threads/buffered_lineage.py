@@ -23,7 +23,8 @@ import secrets
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.buffer.ports import AppendUnknown, Conflict, HotState
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict
 from bufstore.config import BufferConfig
 from bufstore.errors import (
     FlushTimeout,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bufstore.buffer import sources
 from bufstore.buffer.appender import Appender
-from bufstore.buffer.ports import Ledger
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.tip import Prepare
 from bufstore.errors import BufstoreError, Rejected
 from bufstore.postgres.store import PostgresThreadStore

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from bufstore.buffer.entry import entry_id
 from bufstore.buffer.erase import Eraser
 from bufstore.buffer.flush_waiter import FlushWaiter
-from bufstore.buffer.ports import Ledger, Log
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.quarantine import Quarantine
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig

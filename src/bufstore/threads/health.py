@@ -10,7 +10,10 @@ from typing import Any
 from bufstore.buffer.appender import Appender
 from bufstore.buffer.flusher import Flusher
 from bufstore.buffer.flusher_state import FlusherState
-from bufstore.buffer.ports import AppendUnknown, Ledger, Link, Log
+from bufstore.buffer.ports.hot import Link
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.room import Rooms
 from bufstore.errors import BufstoreError, LogRolledBack
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from bufstore.buffer.chain import Row
-from bufstore.buffer.ports import Ledger
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.config import BufferConfig
 from bufstore.errors import (
     ConfigError,

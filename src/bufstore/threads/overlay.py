@@ -8,7 +8,7 @@ import msgspec
 
 from bufstore.buffer.chain import Plan, Row, plan
 from bufstore.buffer.entry import Base, Malformed, StoredEntry
-from bufstore.buffer.ports import Inapplicable
+from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Thread
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from bufstore.buffer.ports import Ledger, Log
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.salvage import reason_to_repair
 from bufstore.buffer.subjects import first_position
 from bufstore.buffer.takeover import mismatch, proven

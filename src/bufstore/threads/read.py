@@ -16,7 +16,9 @@ from typing import Any
 from bufstore.buffer import elapsed
 from bufstore.buffer.entry import StoredMessage, assemble
 from bufstore.buffer.flush_waiter import FlushWaiter
-from bufstore.buffer.ports import AppendUnknown, HotState, Log
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import (

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bufstore.buffer.ports import Ledger, Log
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.repair import Repair, Repaired
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import check_kind, check_same

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bufstore.buffer.ports import Ledger, Link
+from bufstore.buffer.ports.hot import Link
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.errors import ConfigError
 from bufstore.memory.server import MemoryNats

@@ -7,7 +7,8 @@ from collections import OrderedDict
 
 from bufstore.buffer.chain import Row
 from bufstore.buffer.entry import StoredEntry
-from bufstore.buffer.ports import HotState, Ledger
+from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.ports.ledger import Ledger
 from bufstore.config import BufferConfig
 from bufstore.errors import AlreadyExists, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.buffer.ports import Conflict
+from bufstore.buffer.ports.stream import Conflict
 from bufstore.buffer.subjects import token
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost

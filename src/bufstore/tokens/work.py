@@ -32,7 +32,7 @@ from tenacity import (
 )
 
 from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.buffer.subjects import token, untoken
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import (

@@ -1,0 +1,270 @@
+"""The ledger: watermarks, cursors, terms and quarantine, and what a flush transaction writes of them.
+
+Adapters: `bufstore.postgres.ledger`, `bufstore.memory.ledger`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Protocol
+
+import msgspec
+
+from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.replay import ParkedEntry, ReplayPlan
+from bufstore.buffer.target import Target
+from bufstore.buffer.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Up to where a partition is done, and the term of its owner."""
+
+    partition: int
+    term: int
+    seq: int
+    id: int
+
+
+@dataclass
+class Decision:
+    """What one flush transaction writes, decided while the rows are locked."""
+
+    #: The domain's changes, one per thread, each with its `thread_id`, and `gone` if nothing of the thread is left.
+    batch: Sequence[Any] = ()
+    rows: Mapping[str, Row] = field(default_factory=dict)
+    parked: Sequence[Parked] = ()
+    #: The partitions' cursors as they shall be.
+    cursors: Sequence[Cursor] = ()
+
+
+class NotOwner(Exception):
+    """Another owner has taken the partition: everything in memory for it is void."""
+
+    def __init__(self, partition: int, found: object, ours: object) -> None:
+        super().__init__(f"the row of partition {partition} is {found}, not {ours}")
+        self.partition = partition
+
+
+class FlushFailed(Exception):
+    """A flush transaction failed and changed nothing (or its outcome is unknown, which a retry finds out)."""
+
+    def __init__(self, message: str, verdict: Verdict, *, cause: str = "", of_batch: bool = True) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+        #: What is the same for all that is refused for the same reason.
+        self.cause = cause or message
+        #: Whether it was the store's write that failed, not one of the buffer's own tables.
+        self.of_batch = of_batch
+
+
+def need_all(threads: Collection[str], rows: Mapping[str, Row]) -> None:
+    """For who has no use for a part of the threads: raise FlushFailed unless there are rows of all."""
+    held = len(set(threads) - rows.keys())
+    if held:
+        raise FlushFailed(f"{held} of {len(threads)} threads are held by others", Verdict.LOCKED)
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """What a flush transaction committed, and which threads it left out, as if they had not been given."""
+
+    decision: Decision
+    #: Their rows are held by somebody else.
+    locked: Set[str] = frozenset()
+    #: The store does not take what was decided for them.
+    refused: Mapping[str, FlushFailed] = field(default_factory=dict)
+    #: Enough were refused before these were looked at.
+    untried: Set[str] = frozenset()
+
+
+class QuarantineFull(Exception):
+    """A flush would park more entries than there is room for; nothing was changed."""
+
+    def __init__(self, room: int, limit: int) -> None:
+        super().__init__(
+            f"the quarantine is full (BufferConfig.quarantine_max = {limit}): replay or discard what is in it, "
+            "or raise the limit"
+        )
+        self.room = room
+
+
+class QuarantineBusy(QuarantineFull):
+    """Somebody else parks entries, and has not committed: how much room there is, is not known."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self, "another flusher puts entries into quarantine and has not committed")
+        self.room = 0
+
+
+class ParkedInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the quarantine's list."""
+
+    seq: int
+    #: None when even the subject names no thread.
+    thread_id: str | None
+    #: None when it could not be decoded.
+    entry_id: int | None
+    cause: str
+    bytes: int
+    #: SHA-256 of what is kept.
+    hash: str
+    parked_at: datetime
+    #: True when the thread has gone on without it: it cannot be replayed any more.
+    superseded: bool
+
+
+class ParkedEntries(Protocol):
+    """The entries that wait in quarantine. Raises what the ledger raises that they belong to."""
+
+    async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
+        """Entries above a position (of one thread, if it is given), oldest first."""
+        ...
+
+    async def entry(self, seq: int) -> ParkedEntry | None:
+        """The entry that stood at a position, whole."""
+        ...
+
+    async def present(self, seqs: Sequence[int]) -> set[int]:
+        """Those of the positions whose entries are here."""
+        ...
+
+    async def threads(self, after: str, limit: int) -> list[str]:
+        """Threads that have entries here and come after one, in order."""
+        ...
+
+    async def replay(
+        self, thread_id: str, start: int, decide: Callable[[Row, Sequence[ParkedEntry]], Replay]
+    ) -> Replay:
+        """One transaction: lock the thread's row, `decide` on it and on some of its entries from a position on, write.
+
+        An exception of `decide` rolls back and passes through.
+        """
+        ...
+
+    async def discard(self, seqs: Sequence[int]) -> int:
+        """Delete these entries; how many there were. A thread of which none wait any more is whole again."""
+        ...
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What one replay transaction writes."""
+
+    plan: ReplayPlan
+    #: The domain's change that equals the applied entries; None if none is.
+    change: Any
+
+
+class Ledger(Protocol):
+    """Where the truth about flushing lives: watermarks, cursors, terms, quarantine.
+
+    Raises FlushFailed for anything the database says, StoreUnavailable when it cannot be reached.
+    """
+
+    async def open(self) -> None:
+        """Get ready; the database need not be up."""
+        ...
+
+    async def setup(self) -> None:
+        """Create or migrate the tables."""
+        ...
+
+    async def epoch(self) -> int | None:
+        """The generation of the stream that the rows belong to; None before the first."""
+        ...
+
+    async def set_epoch(self, epoch: int) -> None:
+        """Remember the generation of the stream before it is created."""
+        ...
+
+    async def target(self) -> Target | None:
+        """Where the log is flushed to: here, by this name; None: not put down yet."""
+        ...
+
+    async def claim(self, epoch: int, target: Target) -> Target:
+        """Put it down, unless it is, and remember the generation of the stream as `set_epoch`; what stands there."""
+        ...
+
+    async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
+        """Raise the terms: from now on only this owner may commit for these partitions.
+
+        Waits for nobody: partitions whose rows are held by somebody else are not taken, and left out.
+        """
+        ...
+
+    async def cursors(self) -> dict[int, Cursor]:
+        """All partitions' cursors."""
+        ...
+
+    async def row(self, thread_id: str) -> Row:
+        """The thread's row; an empty one if it has none."""
+        ...
+
+    async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
+        """The threads' rows, and up to where entries of them were discarded; threads without one are left out."""
+        ...
+
+    async def broken(self) -> frozenset[str]:
+        """The threads whose chain is broken: no more than entries wait in quarantine."""
+        ...
+
+    async def flush(
+        self,
+        held: Sequence[Cursor],
+        threads: Sequence[str],
+        decide: Callable[[Mapping[str, Row]], Decision],
+        *,
+        probe: int = 0,
+        size: int = 0,
+    ) -> Flushed:
+        """One transaction: check terms and cursors, lock the threads' rows, `decide` on those, write, commit.
+
+        `size`: bytes of payload, for which the transaction may take its time; without them it ends within the lease if
+        this process stands still.
+        A thread whose row is held by somebody else is not waited for: `decide` does not get its row. `probe`: find the
+        threads that are to blame for a batch that cannot be written; `decide` is called again without them. When so
+        many are refused, and more than are written, or it takes long, the others are not tried.
+
+        Raises NotOwner when a partition's row is not as `held` says: another owner has taken it, or Postgres has gone
+        back to a state of before; QuarantineFull. An exception of `decide` rolls back and passes through.
+        """
+        ...
+
+    async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
+        """Watermark and id of threads that are gone and whose watermark is below a position.
+
+        In the order of the ids, those behind `after`.
+        """
+        ...
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        """Remove these rows, but not of a thread that was written again meanwhile or that quarantine names."""
+        ...
+
+    async def archived(self) -> int:
+        """The position up to which an archive has the log, not included; 0: nothing."""
+        ...
+
+    async def set_archived(self, position: int) -> None:
+        """Remember it, unless it is known to be further already."""
+        ...
+
+    async def quarantined(self) -> int:
+        """How many entries wait in quarantine."""
+        ...
+
+    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
+        """Delete the rows of these threads that pipelines have set aside as unfit; how many there were."""
+        ...
+
+    @property
+    def parked(self) -> ParkedEntries:
+        """The entries that wait in quarantine."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release connections."""
+        ...

@@ -1,0 +1,205 @@
+"""The log, as the buffer needs it: a stream of entries, by partition and by generation."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.ports.stream import Stream
+from bufstore.buffer.target import Target
+from bufstore.buffer.windows import Windows
+
+
+class Feed(Protocol):
+    """The messages of one partition from a position on, in order, without a hole, until it is lost."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why the feed can deliver no more (a hole, a lost connection, a deleted consumer), or None."""
+        ...
+
+    def take(self) -> list[StoredMessage]:
+        """What has arrived since the last call."""
+        ...
+
+    async def more(self) -> None:
+        """Deliver on although the bounds are reached: what was delivered is the beginning of an oversize entry."""
+        ...
+
+    @property
+    def crowded(self) -> bool:
+        """Whether half of what may be delivered and not acknowledged is: see `go_on`."""
+        ...
+
+    async def go_on(self, seq: int) -> None:
+        """Deliver on although what stands up to this sequence is not acknowledged: it is not kept in memory.
+
+        Raises LogUnavailable, ConfigError; then nothing has changed.
+        """
+        ...
+
+    async def ack(self, seq: int) -> None:
+        """Tell the server that everything up to the message with this sequence is done."""
+        ...
+
+    async def close(self) -> None:
+        """Stop and remove the consumer."""
+        ...
+
+
+class Held(NamedTuple):
+    """What a log holds at one moment, roughly: it may be written to meanwhile."""
+
+    #: Bytes it holds, and may hold.
+    bytes: int
+    limit: int
+    #: How many messages that are, and how many of them stand above the positions that were asked about.
+    messages: int
+    above: int
+    #: The last position.
+    end: int
+
+
+class Generations(Protocol):
+    """The log as something that is made, looked at and taken out of service, one generation (epoch) at a time.
+
+    Raises ConfigDrift when it is not as configured, LogUnavailable.
+    """
+
+    async def epoch(self, *, checked: bool = True) -> int | None:
+        """The stream's epoch; None if there is no stream. `checked`: it must be as it is configured, and in service."""
+        ...
+
+    async def bounds(self) -> tuple[int, int]:
+        """The first sequence that is (or will be) in the log, and the last."""
+        ...
+
+    async def create(self, epoch: int, target: Target) -> None:
+        """Create the stream as generation `epoch`, to be flushed there; a no-op if another process was faster."""
+        ...
+
+    @property
+    def target(self) -> Target | None:
+        """Where the log is flushed to, as it said when `epoch` looked; None: it does not say."""
+        ...
+
+    async def set_target(self, target: Target) -> None:
+        """Make a log of before say where it is flushed to, and all else that a new one says.
+
+        Raises LogUnavailable, also when somebody changed it at the same time.
+        """
+        ...
+
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        """Take the stream out of service: it can be read, and takes no more entries.
+
+        Remembers `common`, a position per partition; if it was taken out of service before, those of then are returned.
+        """
+        ...
+
+    async def remove(self) -> None:
+        """Delete the stream and all that is in it; a no-op if it is gone."""
+        ...
+
+
+class Log(Stream, Generations, Protocol):
+    """The stream of entries."""
+
+    @property
+    def generation_start(self) -> int:
+        """The first position of this generation of the stream; cursors below it speak of an earlier one."""
+        ...
+
+    @property
+    def windows(self) -> Windows:
+        """What flushers and writers must agree on, as the log said when it was looked at last.
+
+        It is looked at by `epoch`, `end` and `fill`; before that, as it is configured.
+        """
+        ...
+
+    async def set_windows(self, windows: Windows) -> None:
+        """Change what the log says of them. Raises LogUnavailable, also when somebody changed it at the same time."""
+        ...
+
+    async def end(self, timeout_s: float) -> int:
+        """The last sequence of the log, asked now."""
+        ...
+
+    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        """The last sequence that matches each filter (wildcards allowed), from the leader; 0 for none."""
+        ...
+
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Feed:
+        """Deliver the partition from sequence `start`; `wake` is called when something arrived or was lost."""
+        ...
+
+    async def prove_leader(self, timeout_s: float) -> None:
+        """Return once the log's leader has proved that it leads: what it shows from now on is not old.
+
+        On a replicated log only; a single server always knows. It leaves nothing in the log. Raises AppendUnknown,
+        LogUnavailable.
+        """
+        ...
+
+    async def barrier(self, timeout_s: float) -> int:
+        """The same, with a proof that says where the log stands, for one that shows an old end.
+
+        It has proved it by storing something: at the position returned, which is above all that was acknowledged
+        before. On a replicated log only; a single server always knows (0). Raises AppendUnknown, LogUnavailable.
+        """
+        ...
+
+    async def latest(self, subject: str, timeout_s: float) -> int:
+        """The position of the subject's last message, 0 for none, as of a moment after this was asked.
+
+        On a replicated log that has to be proved; `last` is as old as the one may be who takes himself for the leader.
+        Raises LogUnavailable; the caller bounds the time.
+        """
+        ...
+
+    async def fill(self) -> tuple[int, int]:
+        """Bytes the log holds, and may hold."""
+        ...
+
+    async def held(self, positions: Mapping[int, int]) -> Held:
+        """What the log holds, and above a position in each partition; of partitions left out, all."""
+        ...
+
+    async def purge(self, partition: int, below: int) -> None:
+        """Remove the partition's messages below a sequence."""
+        ...
+
+    async def erase(self, subject: str, below: int) -> int:
+        """Remove the subject's messages below a sequence and overwrite them on disk; how many there were."""
+        ...
+
+    async def subjects(self, filter_: str, offset: int) -> list[str]:
+        """Some of the subjects that match and have messages, those behind the first `offset`; empty: no more."""
+        ...
+
+    async def acked(self, partition: int, term: int) -> int | None:
+        """Up to where the partition's consumer of this term is acknowledged; None if there is no such consumer."""
+        ...
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        """The message at exactly this sequence, if it is still there."""
+        ...
+
+    @property
+    def refused(self) -> str | None:
+        """Why every call of this process raises LogRolledBack; None when none does."""
+        ...
+
+    def refuse(self, reason: str) -> None:
+        """From now on every call of this process raises LogRolledBack: this is not the log that Postgres speaks of.
+
+        A replicated log may have shown something old: it is looked at again, and accepted once it has come past all
+        that this process has seen in it, holds what this process wrote, and is vouched for.
+        """
+        ...
+
+    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
+        """`mismatch` says why a log that was refused still is not the right one; None when it is."""
+        ...
