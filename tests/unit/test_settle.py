@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from nats.aio.client import Client
 
-from bufstore.nats.connection import settle
+from bufstore.nats.client import settle
 
 
 class Recorder:

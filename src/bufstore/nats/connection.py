@@ -19,14 +19,13 @@ from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer.ports.stream import AppendUnknown, BegunBatch, Outgoing
 from bufstore.config import NatsConfig, mask_url, split_url
 from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
 from bufstore.nats import frames, hooks
+from bufstore.nats.client import ListeningClient, TlsClient, close_client, settle, text_of
 from bufstore.nats.credentials import read_credentials
 from bufstore.nats.headers import status_of
 from bufstore.nats.pace import Pace, Watch
@@ -42,10 +41,6 @@ _FORBIDDEN_NAMED = 20
 _PING_INTERVAL_S = 5
 #: After so long a request that got no answer is sent once more, then after twice as long, and so on.
 AGAIN_S = 0.5
-
-
-#: Called with subject, reply subject, payload and headers as they came; what it returns is awaited.
-Listener = Callable[[str, str, bytes, bytes], Awaitable[None] | None]
 
 
 @dataclass(slots=True)
@@ -109,7 +104,7 @@ class Connection:
         except Exception as e:
             if "authorization violation" in str(e).lower() or isinstance(e, nats.errors.AuthorizationError):
                 raise ConfigError(f"NATS refused the credentials ({self._where()})") from None
-            raise LogUnavailable(f"cannot reach NATS at {self._where()}: {_text(e)}") from None
+            raise LogUnavailable(f"cannot reach NATS at {self._where()}: {text_of(e)}") from None
         self._supervisor = asyncio.create_task(self._supervise(), name="bufstore-nats-connection")
 
     async def aclose(self) -> None:
@@ -231,7 +226,7 @@ class Connection:
             error = AppendUnknown("no answer from NATS in time")
             self._drop(client, "a write got no answer")
         except OSError as e:
-            error = AppendUnknown(f"the connection failed: {_text(e)}")
+            error = AppendUnknown(f"the connection failed: {text_of(e)}")
             self._drop(client, "a write failed")
         finally:
             self._pace.end(tokens[0])
@@ -274,7 +269,7 @@ class Connection:
         except TimeoutError:
             raise AppendUnknown("no answer from NATS in time") from None
         except OSError as e:
-            raise AppendUnknown(f"the connection failed: {_text(e)}") from None
+            raise AppendUnknown(f"the connection failed: {text_of(e)}") from None
         finally:
             self._answers.pop(token, None)
             if paced:
@@ -318,7 +313,7 @@ class Connection:
     async def _connect(self) -> None:
         error: Exception | None = None
         for url in self._config.servers:
-            client = _TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
+            client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
             errors: list[Exception] = []
             bare, user, password = split_url(url)
             try:
@@ -336,12 +331,12 @@ class Connection:
             except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
                 # nats-py says "no servers" when it has given up; why, it has told before.
                 error = errors[-1] if isinstance(e, nats.errors.NoServersError) and errors else e
-                await _close(client)
+                await close_client(client)
                 if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both
-                    raise ConfigError(f"NATS configuration: {_text(e)}") from None
+                    raise ConfigError(f"NATS configuration: {text_of(e)}") from None
                 continue
             except BaseException:
-                await _close(client)
+                await close_client(client)
                 raise
             self._client = client
             self._lost.clear()
@@ -356,14 +351,14 @@ class Connection:
         """How to connect; `user` and `password` are the URL's, which count when no other way to sign in is given."""
 
         async def on_closed() -> None:
-            self._drop(client, _text(client.last_error) if client.last_error else "the connection was closed")
+            self._drop(client, text_of(client.last_error) if client.last_error else "the connection was closed")
 
         async def on_error(e: Exception) -> None:
             errors.append(e)
             del errors[:-_ERRORS_KEPT]
             if violation := _FORBIDDEN.search(str(e).lower()):
                 self._on_violation(*violation.groups())
-            _log.debug("nats client: %s", _text(e), extra={"action": "nats_error"})
+            _log.debug("nats client: %s", text_of(e), extra={"action": "nats_error"})
 
         c = self._config
         explicit = any(way is not None for way in (c.credentials, c.user, c.token))
@@ -415,7 +410,7 @@ class Connection:
         try:
             await self._connect()
         except Exception as e:
-            self._reason = _text(e)
+            self._reason = text_of(e)
             raise
 
     async def _discard(self) -> None:
@@ -429,94 +424,10 @@ class Connection:
         if client is not None:
             self._past[0] += client.stats["out_msgs"]
             self._past[1] += client.stats["in_msgs"]
-            await _close(client)
+            await close_client(client)
 
     def _where(self) -> str:
         return ", ".join(mask_url(u) for u in self._config.servers)
-
-
-class ListeningClient(Client):
-    """Reads on whatever others have published: headers that are none would end nats-py's reading task."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: Subscriptions whose messages do not take nats-py's way; see `listen`.
-        self._listeners: dict[int, Listener] = {}
-
-    async def listen(self, subject: str, heard: Listener) -> Subscription:
-        """Have `heard` called with every message on `subject` as it arrives, in the task that reads.
-
-        nats-py makes a message of it first, with its headers parsed as those of an email, and hands it to a task of
-        its own: half of what reading the log costs. For this a private method is replaced, so only with a version
-        that was looked at; with any other the messages come that way.
-        """
-
-        async def on_message(msg: Msg) -> None:
-            raw = msg.headers or {}
-            status = f" {raw['Status']} {raw.get('Description', '')}" if "Status" in raw else ""
-            lines = "".join(f"{name}: {value}\r\n" for name, value in raw.items())
-            headers = f"NATS/1.0{status}\r\n{lines}\r\n".encode("utf-8", "surrogateescape") if raw else b""
-            more = heard(msg.subject, msg.reply, msg.data, headers)
-            if more is not None:
-                await more
-
-        found = await self.subscribe(subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
-        if frames.supported:
-            self._listeners[found._id] = heard
-        return found
-
-    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
-        heard = self._listeners.get(sid)
-        if heard is None:
-            await super()._process_msg(sid, subject, reply, data, headers)
-            return
-        self.stats["in_msgs"] += 1
-        self.stats["in_bytes"] += len(data)
-        try:
-            more = heard(subject.decode("utf-8", "replace"), reply.decode("utf-8", "replace"), data, headers or b"")
-            if more is not None:
-                await more
-        except Exception as e:
-            # Anybody may send anything to an inbox: it must not end the task that reads. What was ours is missed, and
-            # whoever waits for it notices.
-            _log.warning("a message that is none: %s", type(e).__name__, extra={"action": "nats_message"})
-
-    def heard(self) -> None:
-        """What was sent is on its way: an answer to a PING behind it need not be here yet."""
-        self._pings_outstanding = 0
-
-    def _remove_sub(self, sid: int, *limit: int) -> None:
-        # Unsubscribed. What is on its way still comes, and is dropped like that of any unknown subscription.
-        self._listeners.pop(sid, None)
-        super()._remove_sub(sid, *limit)
-
-    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
-        try:
-            found: dict[str, str] | None = await super()._process_headers(headers)
-        except Exception as e:  # an IndexError for a block without a line, for one
-            _log.debug("headers that are none: %s", type(e).__name__, extra={"action": "nats_headers"})
-            return None
-        return found
-
-
-class _TlsClient(ListeningClient):
-    """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it.
-
-    Raises ConfigError when the installed nats-py would not ask us before it sends them.
-    """
-
-    def __init__(self) -> None:
-        if hooks.GUARD in hooks.changed():
-            raise ConfigError(
-                f"with {hooks.installed()} it cannot be made sure that credentials go over TLS only: {hooks.advice()}"
-            )
-        super().__init__()
-
-    def _connect_command(self) -> bytes:
-        if not self._server_info.get("tls_required"):
-            raise nats.errors.Error("the server does not ask for TLS, which is configured")
-        command: bytes = super()._connect_command()
-        return command
 
 
 def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
@@ -526,27 +437,3 @@ def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
         answer.set_result(outcome)
     else:
         answer.set_exception(outcome)
-
-
-async def settle(client: Client, timeout_s: int = 10) -> None:
-    """A round trip after everything that was published and subscribed so far. Raises nats-py's errors.
-
-    nats-py's `flush` alone is one before it: its PING goes to the socket at once, and overtakes what still waits for
-    the writing task.
-    """
-    while client.is_connected and client.pending_data_size:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-    await client.flush(timeout_s)
-
-
-async def _close(client: Client) -> None:
-    try:
-        async with asyncio.timeout(2):
-            await client.close()
-    except Exception as e:
-        _log.debug("closing a nats client: %s", _text(e), extra={"action": "nats_close"})
-
-
-def _text(error: BaseException | None) -> str:
-    # nats-py puts URLs into some messages; a URL may carry a password.
-    return " ".join(mask_url(w) if "@" in w else w for w in f"{type(error).__name__}: {error}".split(" "))

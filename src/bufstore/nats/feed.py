@@ -24,7 +24,8 @@ from nats.aio.subscription import Subscription
 from bufstore.buffer.entry import StoredMessage
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.nats.connection import Connection, ListeningClient
+from bufstore.nats.client import ListeningClient
+from bufstore.nats.connection import Connection
 from bufstore.nats.headers import entry_header, fields, status_of
 from bufstore.nats.setup import check
 from bufstore.nats.stream import NatsStream

@@ -17,7 +17,8 @@ from bufstore.buffer.ports.log import Held
 from bufstore.buffer.ports.stream import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.nats import frames
-from bufstore.nats.connection import Connection, ListeningClient
+from bufstore.nats.client import ListeningClient
+from bufstore.nats.connection import Connection
 from bufstore.nats.errors import ApiError, TooManyResults, to_error
 from bufstore.nats.headers import added, entry_header, status_of
 

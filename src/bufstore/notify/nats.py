@@ -20,7 +20,8 @@ from nats.js.kv import KeyValue
 
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
-from bufstore.nats.connection import Connection, settle
+from bufstore.nats.client import settle
+from bufstore.nats.connection import Connection
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
 from bufstore.notify.notifier import BrokerNotifier
