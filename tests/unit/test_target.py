@@ -24,6 +24,7 @@ from bufstore import (
 from bufstore.buffer.target import Kind, Target, check_flushable, check_same, is_proven
 from bufstore.memory import MemoryNats
 from bufstore.nats.setup import metadata_of, target_of
+from bufstore.threads.preparing import new_target
 from bufstore.threads.protocol import kind_of
 from helpers import fresh, run_of
 from unit.fake_log import run
@@ -171,7 +172,7 @@ def test_a_log_that_is_named_while_somebody_makes_sure_is_still_his() -> None:
 
         async def overtaken() -> Any:
             if stream.target is None:
-                stream.target = await ledger.claim(0, Target.new(kind_of(inner)))
+                stream.target = await ledger.claim(0, new_target(kind_of(inner)))
             return await there()
 
         ledger.cursors = overtaken  # type: ignore[method-assign]
@@ -279,8 +280,8 @@ def test_a_command_takes_no_log_that_does_not_say_what_it_is_flushed_into() -> N
 
 
 def test_what_a_log_says_of_its_target_comes_back() -> None:
-    target = Target.new(Kind("threads", "app"))
-    assert target.id != Target.new(Kind("threads", "app")).id
+    target = new_target(Kind("threads", "app"))
+    assert target.id != new_target(Kind("threads", "app")).id
     assert target_of(metadata_of(LogConfig(), 0, target)) == target
     assert target_of(metadata_of(LogConfig(), 0)) is None
     check_same("LOG", target, None)

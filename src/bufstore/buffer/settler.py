@@ -1,5 +1,8 @@
 """Settling entries: one transaction for all that waits; of what cannot be committed whole, all that can.
 
+Here is decided who is tried together, who waits, and whose entry is to blame; the transaction itself is the
+committer's (`bufstore.buffer.committer`).
+
 What passes is tried again from memory. What is about some threads is found: a locked row delays its own thread only,
 poison parks alone, and the others are committed. See `bufstore.buffer.verdict` for what an error means, and
 `bufstore.buffer.blame` for when nobody's entry is to blame.
@@ -10,31 +13,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-
-import msgspec
+from collections.abc import Callable, Mapping, Sequence
 
 from bufstore.buffer.blame import THREADS_MIN, Blame
-from bufstore.buffer.chain import Parked, Row
-from bufstore.buffer.deciding import Threads, by_partition, decide_thread, halves, is_one_entry, payload_bytes
-from bufstore.buffer.entry import Malformed, StoredEntry, assemble
+from bufstore.buffer.committer import Committed, Committer, NoRoom, Outcome
+from bufstore.buffer.deciding import Threads, by_partition, halves, is_one_entry
+from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports.domain import Coalesce
 from bufstore.buffer.ports.hot import HotState
 from bufstore.buffer.ports.ledger import (
-    Decision,
-    Flushed,
     FlushFailed,
     Ledger,
     NotOwner,
-    QuarantineBusy,
-    QuarantineFull,
 )
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.stream import AppendUnknown
-from bufstore.buffer.share import Item, Share
+from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.takeover import Takeover
 from bufstore.buffer.verdict import Verdict
@@ -62,40 +57,6 @@ class Later(Exception):
     """Not now; everything stays as it is."""
 
 
-class _NoRoom(Exception):
-    """The quarantine has not room for what a flush would park: how many entries of which thread."""
-
-    def __init__(self, error: QuarantineFull, parked: Sequence[Parked]) -> None:
-        super().__init__(str(error))
-        self.room = error.room
-        self.busy = isinstance(error, QuarantineBusy)
-        self.parked = Counter(p.item.thread_id for p in parked)
-
-
-class _Gap(Exception):
-    """Entries are missing between a row and what has arrived; fetch them first."""
-
-    def __init__(self, threads: Mapping[str, int]) -> None:
-        super().__init__(f"{len(threads)} threads have gaps")
-        self.threads = threads
-
-
-@dataclass
-class _Outcome:
-    """Of which threads the store took something, and which were left out."""
-
-    taken: set[str] = field(default_factory=set)
-    locked: set[str] = field(default_factory=set)
-    refused: dict[str | None, FlushFailed] = field(default_factory=dict)
-    untried: set[str | None] = field(default_factory=set)
-
-    def add(self, other: _Outcome) -> None:
-        self.taken |= other.taken
-        self.locked |= other.locked
-        self.refused |= other.refused
-        self.untried |= other.untried
-
-
 class Settler:
     """Flushes what the followed partitions hold in memory."""
 
@@ -110,14 +71,12 @@ class Settler:
         takeover: Takeover,
         state: FlusherState,
     ) -> None:
-        self._log = log
-        self._hot = hot
         self._ledger = ledger
-        self._coalesce = coalesce
-        self._subjects = subjects
         self._config = config
         self._takeover = takeover
         self._shares = takeover.shares
+        self._committer = Committer(log, hot, ledger, coalesce, subjects, takeover.shares)
+        self._poison = self._committer.poison
         self._state = state
         self._loop = asyncio.get_running_loop()
         self.waiting = Waiting()
@@ -131,10 +90,6 @@ class Settler:
         self._room = config.flush_max_entries
         #: Whether the last window left something out for want of room.
         self.more = False
-        #: The partitions as they were when the window was gathered.
-        self._window: Mapping[int, Share] = {}
-        #: Entries that turned out not to be applicable, and why, until they are parked.
-        self._poison: dict[int, str] = {}
         self._quarantine_full = False
 
     # --- what is flushed when ---------------------------------------------------------------------------------
@@ -199,7 +154,7 @@ class Settler:
         """What to flush, by thread, bounded."""
         room = self._room
         found: Threads = {}
-        self._window = dict(self._shares)
+        self._committer.begin_window()
         for share in self._shares.values():
             for item in share.pending.values():
                 if not wanted(item.thread_id):
@@ -226,7 +181,7 @@ class Settler:
                 return
             self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
             raise Later from e
-        except _NoRoom as e:
+        except NoRoom as e:
             await self._settle_parkable(threads, e)
             return
         except FlushFailed as e:
@@ -272,7 +227,7 @@ class Settler:
             return True
         return False
 
-    async def _attempt(self, threads: Threads, *, probe: int = 0) -> _Outcome:
+    async def _attempt(self, threads: Threads, *, probe: int = 0) -> Outcome:
         """Commit what can be committed. Raises FlushFailed for what is not about some of the threads."""
         try:
             return await self._commit(threads, probe=probe)
@@ -283,10 +238,10 @@ class Settler:
         if not probe and error.of_batch:
             return await self._attempt(threads, probe=_REFUSED_MAX)
         # Not found by savepoints: at the commit, or in the buffer's own tables.
-        parts = by_partition(threads, self._partition_of)
+        parts = by_partition(threads, self._committer.partition_of)
         if len(threads) == 1 or (error.verdict is Verdict.LOCKED and len(parts) == 1):
-            return _Outcome(refused=dict.fromkeys(threads, error))
-        outcome = _Outcome()
+            return Outcome(refused=dict.fromkeys(threads, error))
+        outcome = Outcome()
         for part in parts if len(parts) > 1 else halves(threads):
             if len(outcome.refused) < _REFUSED_MAX:
                 outcome.add(await self._attempt(part, probe=probe or _REFUSED_MAX))
@@ -325,7 +280,7 @@ class Settler:
                 await self._settle(second, probe=len(second))
 
     def _is_settled(self, thread_id: str | None, items: Sequence[Item]) -> bool:
-        share = self._shares.get(self._partition_of(thread_id, items))
+        share = self._shares.get(self._committer.partition_of(thread_id, items))
         if share is None or thread_id in self.waiting:
             return False
         return not any(item.seq in share.pending for item in items)
@@ -354,7 +309,7 @@ class Settler:
         longest = {"longest_s": longest_s or _EVERYBODYS_MAX_S} if longest_s or everybodys else {}
         self.waiting.add(thread_id, str(error), self._loop.time(), cause=error.cause, alone=alone, **longest)
 
-    async def _settle_parkable(self, threads: Threads, error: _NoRoom) -> None:
+    async def _settle_parkable(self, threads: Threads, error: NoRoom) -> None:
         """There is no room in quarantine for all that would have to go there: nothing is dropped, that part waits."""
         room = error.room
         rest = dict(threads)
@@ -370,125 +325,24 @@ class Settler:
         if rest:
             await self._settle(rest)
 
-    # --- the transaction --------------------------------------------------------------------------------------
-
-    async def _commit(self, threads: Threads, *, probe: int) -> _Outcome:
-        """Flush these threads' entries in one transaction; on return they are settled, but for those left out.
-
-        Entries that were missing between are added to `threads`: if one of them is to blame it must be found, too.
-        """
-        complete: set[str] = set()
-        parked: list[Parked] = []
-        settled: set[int] = set()
-        shares: list[Share] = []
-
-        def decide(rows: Mapping[str, Row]) -> Decision:
-            decision = self._decide(threads, complete, rows)
-            parked[:] = decision.parked
-            settled.clear()
-            settled.update(i.seq for t, items in threads.items() if t is None or t in rows for i in items)
-            decision.cursors = [share.cursor_after(settled) for share in shares]
-            return decision
-
-        while True:
-            self._leave_lost(threads)
-            if not threads:
-                return _Outcome()
-            seqs = {item.seq for items in threads.values() for item in items}
-            shares[:] = [share for _, share in sorted(self._shares.items()) if not seqs.isdisjoint(share.pending)]
-            try:
-                names = sorted(t for t in threads if t is not None)
-                reach(Failpoint.FLUSH_BEFORE)
-                held = [share.cursor for share in shares]
-                flushed = await self._ledger.flush(held, names, decide, probe=probe, size=payload_bytes(threads))
-                break
-            except QuarantineFull as e:
-                raise _NoRoom(e, parked) from e
-            except _Gap as gap:
-                for thread_id, after in gap.threads.items():
-                    threads[thread_id] = await self._fill(thread_id, after, threads[thread_id])
-                complete.update(gap.threads)
-        # The second line that matters, the commit, is behind us: entries, watermarks and cursor are in Postgres
-        # together. Acknowledging before it would lose what a crash rolls back.
-        reach(Failpoint.FLUSH_COMMITTED)
-        decision = flushed.decision
-        now = self._loop.time()
+    async def _commit(self, threads: Threads, *, probe: int) -> Outcome:
+        committed = await self._committer.commit(threads, probe=probe)
+        if committed is None:
+            return Outcome()
         self._room = min(2 * self._room, self._config.flush_max_entries)
-        for share, cursor in zip(shares, decision.cursors, strict=True):
-            share.settle(settled, cursor, now)
-        self._count(threads, flushed, len(settled))
-        with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
-            await self._hot.report({cursor.partition: cursor.seq for cursor in decision.cursors})
-            for thread_id in {p.item.thread_id for p in decision.parked if p.item.thread_id is not None}:
-                await self._hot.tell_parked(thread_id)
-        reach(Failpoint.FLUSH_REPORTED)
-        for share in shares:
-            await share.feed.ack(share.cursor.seq)
-        reach(Failpoint.FLUSH_ACKED)
-        taken = {change.thread_id for change in decision.batch}
-        return _Outcome(
-            taken, set(flushed.locked), dict[str | None, FlushFailed](flushed.refused.items()), set(flushed.untried)
-        )
+        self._count(threads, committed)
+        await self._committer.acknowledge(committed)
+        return committed.outcome
 
-    def _leave_lost(self, threads: Threads) -> None:
-        """Forget the threads of partitions that were given up since they were gathered: they are not ours to flush."""
-        lost = {p for p, share in self._window.items() if self._shares.get(p) is not share}
-        for thread_id in [t for t, items in threads.items() if self._partition_of(t, items) in lost] if lost else ():
-            del threads[thread_id]
-
-    def _decide(self, threads: Threads, complete: Set[str], rows: Mapping[str, Row]) -> Decision:
-        batch = []
-        new_rows: dict[str, Row] = {}
-        parked: list[Parked] = []
-        gaps: dict[str, int] = {}
-        for thread_id, items in threads.items():
-            if thread_id is None:
-                parked += [Parked(item, item.cause) for item in items if isinstance(item, Malformed)]
-                continue
-            row = rows.get(thread_id)
-            if row is None:  # left out
-                continue
-            todo, change = decide_thread(
-                thread_id, row, items, self._poison, self._coalesce, complete=thread_id in complete
-            )
-            if todo.gap_before is not None:
-                gaps[thread_id] = row.flushed_seq
-                continue
-            if change is not None:
-                batch.append(change)
-            new_rows[thread_id] = todo.row
-            parked += map(self._with_cause, todo.park)
-        if gaps:
-            raise _Gap(gaps)
-        return Decision(batch=batch, rows=new_rows, parked=parked)
-
-    def _with_cause(self, parked: Parked) -> Parked:
-        cause = self._poison.get(parked.item.entry.id) if isinstance(parked.item, StoredEntry) else None
-        return parked if cause is None else msgspec.structs.replace(parked, cause=cause)
-
-    async def _fill(self, thread_id: str, after: int, items: Sequence[Item]) -> list[Item]:
-        """The thread's `items`, and what else stands in the log above position `after` up to the last of them."""
-        messages = await self._log.after(self._subjects.of(thread_id), after, 10.0)
-        last = max(item.seq for item in items)
-        found = {item.seq: item for item in (*assemble(messages, thread_id), *items) if item.seq <= last}
-        return [found[seq] for seq in sorted(found)]
-
-    def _partition_of(self, thread_id: str | None, items: Sequence[Item]) -> int:
-        if thread_id is not None:
-            return self._subjects.partition(thread_id)
-        item = items[0]
-        assert isinstance(item, Malformed)
-        return next((p for p, s in self._window.items() if item.seq in s.pending), -1)
-
-    def _count(self, threads: Threads, flushed: Flushed, entries: int) -> None:
-        decision = flushed.decision
-        left_out: Iterable[str | None] = {*flushed.locked, *flushed.refused, *flushed.untried}
+    def _count(self, threads: Threads, committed: Committed) -> None:
+        decision = committed.decision
+        left_out = committed.outcome.left_out
         settled = [t for t in threads if t is not None and t not in left_out]
         self.waiting.discard(settled)
         self._blame.settled(settled)
         self._quarantine_full = self._quarantine_full and not decision.parked
         self._state.transactions += 1
-        self._state.entries += entries
+        self._state.entries += committed.entries
         self._state.changes += len(decision.batch)
         self._state.parked += len(decision.parked)
         for parked in decision.parked:

@@ -8,9 +8,6 @@ release that did not write it down; then it takes a proof to put down the other'
 
 from __future__ import annotations
 
-import secrets
-from typing import Self
-
 import msgspec
 
 from bufstore.errors import ConfigDrift
@@ -30,11 +27,6 @@ class Target(msgspec.Struct, frozen=True):
     store: str
     #: Of the database: of its row of the log, to be exact.
     id: str
-
-    @classmethod
-    def new(cls, kind: Kind) -> Self:
-        """That of a database that has none yet."""
-        return cls(kind.domain, kind.store, secrets.token_hex(8))
 
     @property
     def kind(self) -> Kind:

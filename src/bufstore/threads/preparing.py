@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
@@ -72,12 +73,12 @@ async def _name(
     `named`: by the log when that was found out. What it says by now may be what another one has just written.
     """
     if epoch is None:
-        target = await ledger.claim(known, Target.new(ours))
+        target = await ledger.claim(known, new_target(ours))
         reach(Failpoint.EPOCH_SET)
         await log.create(known, target)
         reach(Failpoint.STREAM_CREATED)
     else:
-        target = await ledger.claim(epoch, named or Target.new(ours))
+        target = await ledger.claim(epoch, named or new_target(ours))
         if named is None:
             await log.set_target(target)
             await asyncio.sleep(_OTHERS_S)
@@ -100,10 +101,15 @@ async def adopt(log: Log, ledger: Ledger, stream: str, ours: Kind) -> Target:
     for named in (log.target, noted):
         check_kind(f"stream {stream}", named, ours)
     check_same(stream, log.target, noted)
-    target = await ledger.claim(epoch, log.target or Target.new(ours))
+    target = await ledger.claim(epoch, log.target or new_target(ours))
     if log.target is None:
         await log.set_target(target)
     return target
+
+
+def new_target(kind: Kind) -> Target:
+    """That of a database that has none yet."""
+    return Target(kind.domain, kind.store, secrets.token_hex(8))
 
 
 async def proven_by_ledger(log: Log, ledger: Ledger, epoch: int, named: Target | None) -> bool:
