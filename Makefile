@@ -24,13 +24,20 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Run the demo: real servers, many writers, an outage of Postgres, a verified report
 	$(BIN)/bufstore demo
 
+# Most tests wait for servers, so several files run at a time, each process with servers of its own. Spark, chaos and the
+# benchmarks need the machine for themselves.
+WORKERS ?= 4
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
+ALONE := chaos spark bench
+
 .PHONY: test
 test: check ## Run all tests on real servers (lint, types and layers first)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=tests/,$(ALONE))
+	$(BIN)/python -m pytest $(addprefix tests/,$(ALONE))
 
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers (under a minute)
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/unit
 
 .PHONY: check
 check: $(READY) ## Lint, format, types, layers (no servers, under a minute)

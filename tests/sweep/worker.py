@@ -39,6 +39,8 @@ from chaos.history import EDITED, SHARED, Begin, End, Read, Recorder, load
 
 _THREADS = 10
 _APPENDS = 12
+#: Threads that are written while what is refused is flushed: more than are refused in all lives.
+_OTHERS = 10
 #: Retrying these with the same key is safe.
 _TRANSIENT = (OutcomeUnknown, LogUnavailable, LogFull, StoreUnavailable, ReadNotFresh)
 
@@ -153,7 +155,8 @@ class Life:
                 await self._append(thread_id, f"{thread_id}.first")
             # Together, so that a window has to be split to find out who is to blame.
             await asyncio.gather(*(self._append_poison(t) for t in threads))
-            await self._patiently(lambda: store.force_flush_all(timeout_s=20))
+            flushing = asyncio.create_task(self._patiently(lambda: store.force_flush_all(timeout_s=20)))
+            await self._go_on(flushing, n)
             for thread_id in threads:
                 if replayed:
                     inner.mended = True
@@ -162,6 +165,15 @@ class Life:
                     continue
                 seqs = [p.seq for p in await store.quarantine.page(thread_id=thread_id)]
                 await self._call("discard", thread_id, [str(s) for s in seqs], lambda s=seqs: _discard(store, s))
+
+    async def _go_on(self, flushing: asyncio.Task[None], n: int) -> None:
+        """Others are written meanwhile, as ever: with the poison of lives before, too few may be left to tell by."""
+        for i in range(_OTHERS * 20):
+            if flushing.done():
+                break
+            await self._append(f"{SHARED}-{_THREADS + i % _OTHERS}", f"{self._process}.beside.{n}.{i}")
+            await asyncio.wait([flushing], timeout=0.1)
+        await flushing
 
     async def _append_poison(self, thread_id: str) -> None:
         for what in ("poison", "behind", "last"):

@@ -25,7 +25,7 @@ from bufstore.nats.log import NatsLog
 from bufstore.postgres.ledger import PostgresLedger
 from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.coalesce import coalesce
-from bufstore.threads.health import asked, health_of, is_full
+from bufstore.threads.health import asked, behind, health_of, is_full
 from bufstore.threads.protocol import kind_of
 
 _TIMEOUT_S = 5.0
@@ -148,7 +148,7 @@ def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, owner: 
     else:
         cursor = cursors.get(number)
         at, term = (cursor.seq, cursor.term) if cursor is not None else (0, 0)
-        lag = max(0, end - at)
+        lag = behind(end, cursor)
     return Partition(partition=number, end=end, cursor=at, term=term, lag=lag, owner=owner)
 
 

@@ -111,7 +111,7 @@ class BufferedThreadStore:
         self._appender = Appender[MessageMemory](
             self._log, self._subjects, config, self._writer, self._writer.row, self._rooms.explain
         )
-        self._vitals = Vitals(link, ledger, self._rooms, self._appender, self._flusher)
+        self._vitals = Vitals(link, ledger, self._rooms, self._appender, self._flusher, self._subjects)
         self._lists = BufferedLists(store, ledger, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
         self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
@@ -495,11 +495,7 @@ class BufferedThreadStore:
 
     async def lag(self) -> Mapping[int, int]:
         """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
-        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        ends, cursors = await asyncio.gather(
-            self._log.ends(filters, self._config.read_timeout_s), self._ledger.cursors()
-        )
-        return {p: max(0, end - (cursors[p].seq if p in cursors else 0)) for p, end in enumerate(ends)}
+        return await self._vitals.lag()
 
 
 def _content(kind: str, call: Call, key: str | None) -> bytes:

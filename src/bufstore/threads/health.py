@@ -11,13 +11,15 @@ from bufstore.buffer.appender import Appender
 from bufstore.buffer.flusher import Flusher
 from bufstore.buffer.flusher_state import FlusherState
 from bufstore.buffer.ports.hot import Link
-from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.ledger import Cursor, Ledger
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.buffer.room import Rooms
+from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, LogRolledBack
 
 _TIMEOUT_S = 2.0
+_LAG_TIMEOUT_S = 10.0
 #: With less than this part of the log free, it is taken for full before it refuses a write.
 _FREE_MIN = 0.01
 
@@ -105,13 +107,20 @@ class Vitals:
     """Looks at the parts of one buffered store."""
 
     def __init__(
-        self, link: Link, ledger: Ledger, rooms: Rooms, appender: Appender[Any], flusher: Flusher | None
+        self,
+        link: Link,
+        ledger: Ledger,
+        rooms: Rooms,
+        appender: Appender[Any],
+        flusher: Flusher | None,
+        subjects: Subjects,
     ) -> None:
         self._link = link
         self._ledger = ledger
         self._rooms = rooms
         self._appender = appender
         self._flusher = flusher
+        self._subjects = subjects
 
     async def statistics(self) -> Statistics:
         """See `BufferedThreadStore.statistics`."""
@@ -145,6 +154,17 @@ class Vitals:
             full=full or "",
             flushers=self._flusher is not None or bool(members),
         )
+
+    async def lag(self) -> dict[int, int]:
+        """See `BufferedThreadStore.lag`."""
+        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
+        ends, cursors = await asyncio.gather(self._link.log.ends(filters, _LAG_TIMEOUT_S), self._ledger.cursors())
+        return {p: behind(end, cursors.get(p)) for p, end in enumerate(ends)}
+
+
+def behind(end: int, cursor: Cursor | None) -> int:
+    """How far, in positions of the log, a partition's cursor is behind its last entry; None: nothing was flushed."""
+    return max(0, end - (cursor.seq if cursor is not None else 0))
 
 
 async def is_full(log: Log) -> str:
