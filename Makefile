@@ -24,16 +24,15 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Run the demo: real servers, many writers, an outage of Postgres, a verified report
 	$(BIN)/bufstore demo
 
-# Most tests wait for servers, so several files run at a time, each process with servers of its own. Spark, chaos and the
-# benchmarks need the machine for themselves.
+# Most tests wait for servers, so several files run at a time, each process with servers of its own. What measures time or
+# needs the whole machine is marked `alone` and runs after them.
 WORKERS ?= 4
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
-ALONE := chaos spark bench
 
 .PHONY: test
 test: check ## Run all tests on real servers (lint, types and layers first)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(addprefix --ignore=tests/,$(ALONE))
-	$(BIN)/python -m pytest $(addprefix tests/,$(ALONE))
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers (under a minute)

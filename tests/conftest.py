@@ -22,6 +22,17 @@ from bufstore.embedded import EmbeddedError, RedisServer, Servers
 pytest.register_assert_rewrite("bufstore.testing")
 
 
+_ALONE = ("bench", "chaos", "spark")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs the machine for itself, by its folder."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in _ALONE:
+            item.add_marker("alone")
+
+
 #: The servers of the whole run, once a test has asked for them.
 _shared: list[Servers] = []
 

@@ -21,6 +21,9 @@ from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from transaction_pooler import TransactionPooler
 
+#: They measure time or let it run out.
+pytestmark = pytest.mark.alone
+
 
 @asynccontextmanager
 async def limited(deployment: Deployment, *settings: str) -> AsyncIterator[str]:

@@ -33,6 +33,9 @@ from bufstore.embedded import NatsServer, PostgresServer, Servers
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 
+#: They measure time or let it run out.
+pytestmark = pytest.mark.alone
+
 SHORT = {"append_timeout_s": 3.0, "read_timeout_s": 3.0, "flush_timeout_s": 3.0}
 
 

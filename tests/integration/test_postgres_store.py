@@ -80,7 +80,7 @@ async def applied(server: PostgresServer) -> AsyncIterator[PostgresThreadStore]:
 
 
 async def apply_to(store: PostgresThreadStore, *batch: ThreadChange) -> None:
-    async with store.pool.lend(10) as connection, connection.transaction():
+    async with store.pool.lend(60) as connection, connection.transaction():
         await store.apply(connection, batch)
 
 
@@ -448,6 +448,7 @@ async def test_connections_that_died_in_the_pool_are_not_noticed(server: Postgre
         assert thread.version == 32
 
 
+@pytest.mark.alone
 async def test_a_store_opens_while_postgres_is_down(server: PostgresServer) -> None:
     await asyncio.to_thread(server.kill)
     try:
@@ -491,6 +492,7 @@ async def test_a_lost_reply_is_found_out(server: PostgresServer) -> None:
         assert await store.load_messages(thread_id) == [None, "k", 3]
 
 
+@pytest.mark.alone
 async def test_calls_end_in_time_when_postgres_hangs(server: PostgresServer) -> None:
     async with ready(server.dsn, timeout_s=1) as store:
         thread_id = fresh()

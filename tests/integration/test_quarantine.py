@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from typing import Any
 
@@ -399,15 +398,12 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
 
         for i in range(0, len(threads), 500):
             await asyncio.gather(*(talk(t, good // len(threads)) for t in threads[i : i + 500]))
-    began = time.monotonic()
     async with deployment.store(inner) as store:
-        await store.force_flush_all(timeout_s=60)
-        seconds = time.monotonic() - began
+        await store.force_flush_all(timeout_s=120)
         assert await store.quarantined() == bad
         sql = f"SELECT count(*), sum(version), count(broken_since) FROM {deployment.name}.buffer_threads"
         assert await query(deployment.servers.postgres.dsn, sql) == [(len(threads), good, bad)]
         causes = Counter(p.cause for p in await store.quarantine.page(limit=2_000))
         assert len(causes) == 2
-        state = (await store.statistics()).flusher
-        print(f"{seconds:.1f} s, {state.transactions} transactions")
-        assert seconds < 20
+        # 16 when nothing else runs: who is to blame is found out inside the windows' transactions.
+        assert (await store.statistics()).flusher.transactions < 60

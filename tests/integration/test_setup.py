@@ -129,6 +129,7 @@ async def test_more_replicas_than_servers_is_an_error(deploy: Any) -> None:
             pass
 
 
+@pytest.mark.alone
 async def test_a_wrong_nats_url_is_a_clear_error_in_time(deployment: Deployment) -> None:
     began = time.monotonic()
     with pytest.raises(LogUnavailable, match="cannot reach NATS"):

@@ -21,6 +21,9 @@ from bufstore.threads.model import ThreadChange
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 
+#: They measure time or let it run out.
+pytestmark = pytest.mark.alone
+
 
 async def test_a_process_that_died_in_the_middle_of_everything_holds_nobody_up(deployment: Deployment) -> None:
     """Its change of lineage is begun, its run has an id and no checkpoint, its share of the partitions is its own."""

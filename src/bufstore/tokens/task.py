@@ -99,8 +99,9 @@ class Task:
     async def done(self) -> None:
         """The item is done, for good: it is given to nobody again.
 
-        Raises TokenLost when somebody else has the key: whatever this holder did, the other does it again. Raises
-        LogUnavailable when that could not be found out; call it again.
+        Raises TokenLost when somebody else has the key: whatever this holder did, the other does it again (unless the
+        answer to an earlier try was lost: then the item may be done). Raises LogUnavailable when that could not be
+        found out; call it again.
         """
         await self._stop_keeping()
         if self._reason and self._reason != _UNRENEWED:
