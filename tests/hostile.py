@@ -19,7 +19,7 @@ RUN = encode_run(Run(run_id="run", thread_id="t", status=RunStatus.DONE))
 
 async def publish_raw(store: BufferedThreadStore, subject: str, headers: bytes | None, body: bytes) -> None:
     """Publish what no client would; return once the stream has it."""
-    client: Client = store._link.connection.client()
+    client: Client = store._session.connection.client()
     inbox = client.new_inbox()
     answer = await client.subscribe(inbox, max_msgs=1)
     if headers is None:
@@ -50,7 +50,7 @@ def forged(payload: bytes, *, version: int = 1, chance: random.Random | None = N
         seen=2**62,
         version=version,
         self_contained=True,
-        ring=b"",
+        keys=b"",
         payload=payload,
     )
     ((header, _),) = encode(entry, 1 << 20)

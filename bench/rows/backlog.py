@@ -14,8 +14,8 @@ from bench.stage import Stage
 from bufstore import PostgresThreadStore
 from bufstore.buffer.target import Kind
 from bufstore.config import NatsConfig
-from bufstore.nats.link import NatsLink
-from bufstore.postgres.ledger import PostgresLedger
+from bufstore.nats.session import NatsSession
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.preparing import adopt
 from bufstore.threads.protocol import DOMAIN
 
@@ -71,7 +71,7 @@ async def _hand_over(ours: Ours) -> None:
         await client.close()
     store = PostgresThreadStore(place.dsn, schema=ours.schema, pool_size=1)
     ledger = PostgresLedger(place.dsn, store, schema=ours.schema)
-    link = NatsLink(NatsConfig(servers=(place.nats,)), ours.config, "bench")
+    link = NatsSession(NatsConfig(servers=(place.nats,)), ours.config, "bench")
     await link.open()
     try:
         await ledger.open()

@@ -1,10 +1,10 @@
 """bufstore: a buffered write-ahead checkpoint store in front of Postgres. See README.md."""
 
 from bufstore.blocking import BlockingBufferedStore, BlockingThreadStore
-from bufstore.buffer.audit import Finding, Verification
+from bufstore.buffer.operate.audit import Finding, Verification
+from bufstore.buffer.operate.repair import Repaired
+from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed
 from bufstore.buffer.ports.ledger import ParkedInfo
-from bufstore.buffer.repair import Repaired
-from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import (
@@ -40,13 +40,12 @@ from bufstore.errors import (
     Unavailable,
     VersionConflict,
 )
-from bufstore.memory.store import MemoryThreadStore
-from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.changing import change_log
 from bufstore.threads.erasing import Erasure
 from bufstore.threads.health import Health, Statistics
 from bufstore.threads.lineage import Children
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import (
     Checkpoint,
     Run,
@@ -58,6 +57,7 @@ from bufstore.threads.model import (
     decode_metadata,
     decode_run,
 )
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import Queryable, ThreadReader, ThreadRunStore, WrappableStore
 from bufstore.threads.queries import (
     MessagePage,
@@ -71,7 +71,7 @@ from bufstore.threads.queries import (
     Visibility,
 )
 from bufstore.threads.repairing import repair
-from bufstore.types import Consistency, Message, Receipt, SourceMark
+from bufstore.types import Consistency, Message, ProducerSequence, Receipt
 
 __all__ = [
     "AlreadyExists",
@@ -117,6 +117,7 @@ __all__ = [
     "ParkedEntry",
     "ParkedInfo",
     "PostgresThreadStore",
+    "ProducerSequence",
     "Queryable",
     "ReadNotFresh",
     "Receipt",
@@ -127,7 +128,6 @@ __all__ = [
     "RunPage",
     "RunQuery",
     "RunStatus",
-    "SourceMark",
     "StaleClaim",
     "Statistics",
     "StepUnknown",

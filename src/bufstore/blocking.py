@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError, Future
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from bufstore.buffer.quarantine import Quarantine
+from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.errors import CallTimeout, Closed, ConfigError
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.bulk import BulkWriter
@@ -174,7 +174,7 @@ class _Part:
 
 
 class BlockingQuarantine(_Part):
-    """`bufstore.buffer.quarantine.Quarantine`, whose calls block."""
+    """`bufstore.buffer.operate.quarantine.Quarantine`, whose calls block."""
 
     count = _blocking(Quarantine.count)
     page = _blocking(Quarantine.page)

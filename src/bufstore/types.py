@@ -31,17 +31,18 @@ class Consistency(enum.Enum):
     EVENTUAL = "eventual"
 
 
-class SourceMark(msgspec.Struct, frozen=True):
+class ProducerSequence(msgspec.Struct, frozen=True):
     """Who numbers a write, and its number: see `BufferedThreadStore.checkpoint`.
 
-    A source's numbers grow per thread, in the order in which they are to take effect: a batch's number, and within it
-    the row's. Whatever is not above the highest one that the thread has from the source is a repeat.
+    A producer's sequence numbers grow per thread, in the order in which the writes are to take effect: a batch's
+    number, say, and within it the row's. A number that is not above the highest one that the thread has from this
+    producer is a repeat.
     """
 
-    #: E.g. the name of a streaming query. At most 8 sources of a thread are remembered, those that wrote to it last.
-    name: str
+    #: E.g. the name of a streaming query. A thread remembers the 8 producers that wrote to it last.
+    producer_id: str
     #: 0 … 2⁶³ - 1.
-    number: int
+    sequence: int
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
@@ -82,12 +83,12 @@ def check_id(value: object, what: str) -> str:
     return value
 
 
-def check_source(source: object, key: str | None = None) -> None:
-    """Raise InvalidId or InvalidRecord unless `source` is a SourceMark, and the only sign that tells a repeat."""
-    if not isinstance(source, SourceMark):
-        raise InvalidRecord(f"source must be a SourceMark, not {type(source).__name__}")
+def check_producer(producer: object, key: str | None = None) -> None:
+    """Raise InvalidId or InvalidRecord unless `producer` is a ProducerSequence, and no key is given beside it."""
+    if not isinstance(producer, ProducerSequence):
+        raise InvalidRecord(f"producer must be a ProducerSequence, not {type(producer).__name__}")
     if key is not None:
-        raise InvalidRecord("a write has an idempotency key or a source, not both")
-    check_id(source.name, "the source's name")
-    if type(source.number) is not int or not 0 <= source.number < 1 << 63:
-        raise InvalidRecord(f"a source's number is an int from 0 to 2**63 - 1, not {source.number!r}")
+        raise InvalidRecord("a write has an idempotency key or a producer sequence, not both")
+    check_id(producer.producer_id, "the producer's id")
+    if type(producer.sequence) is not int or not 0 <= producer.sequence < 1 << 63:
+        raise InvalidRecord(f"a producer's sequence is an int from 0 to 2**63 - 1, not {producer.sequence!r}")

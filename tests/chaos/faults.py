@@ -303,7 +303,7 @@ async def _poison(site: Site, chance: random.Random) -> AsyncIterator[str]:
 
 def _no_entry(chance: random.Random) -> tuple[bytes, str | None]:
     entry = Entry(
-        id=chance.getrandbits(62) + 1, prev_id=1, base=Base.CHAINED, seen=0, version=1, self_contained=True, ring=b"",
+        id=chance.getrandbits(62) + 1, prev_id=1, base=Base.CHAINED, seen=0, version=1, self_contained=True, keys=b"",
         payload=b"a payload of no kind",
     )  # fmt: skip
     ((header, body),) = encode(entry, 1 << 20)

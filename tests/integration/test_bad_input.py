@@ -86,7 +86,7 @@ async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, b
     async with deployment.store(flusher=False) as store:
         good = fresh()
         run = run_of(good)
-        traffic = store._link.connection.traffic
+        traffic = store._session.connection.traffic
         calls = [
             store.checkpoint(bad, [], Run(run_id="r", thread_id=bad)),
             store.checkpoint(good, [], Run(run_id=bad, thread_id=good)),
@@ -119,13 +119,13 @@ async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, b
         for call in calls:
             with pytest.raises((InvalidId, InvalidRecord)):
                 await call
-        assert store._link.connection.traffic == traffic
+        assert store._session.connection.traffic == traffic
         assert await store.load_thread(good) is None
 
 
 async def test_what_is_no_run_no_list_or_no_query_is_refused_before_any_io(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
-        traffic = store._link.connection.traffic
+        traffic = store._session.connection.traffic
         calls: list[Any] = [
             *(store.checkpoint("t", [], no_run) for no_run in (None, {}, "run", Run)),
             *(store.checkpoint_append("t", [], no_run) for no_run in (None, {}, "run", Run)),
@@ -139,7 +139,7 @@ async def test_what_is_no_run_no_list_or_no_query_is_refused_before_any_io(deplo
         for call in calls:
             with pytest.raises(Rejected):
                 await call
-            assert store._link.connection.traffic == traffic, call
+            assert store._session.connection.traffic == traffic, call
 
 
 async def test_a_thread_of_no_one_and_ten_thousand_messages(deployment: Deployment) -> None:
@@ -183,7 +183,7 @@ async def test_an_entry_around_max_payload_with_its_headers(deployment: Deployme
         for size, receipt in zip(sizes, receipts, strict=True):
             found = await store.load_messages(receipt.thread_id, consistency=Consistency.EVENTUAL)
             assert found == [bytes(size)]
-        assert store._link.connection._past == [0, 0], "the connection was never lost"
+        assert store._session.connection._past == [0, 0], "the connection was never lost"
 
 
 async def test_values_hard_for_postgres_are_stored_exactly_or_refused(deployment: Deployment) -> None:
@@ -276,7 +276,7 @@ HEADERS = [
 
 async def test_headers_that_are_none_are_quarantined_and_nothing_else_stops(deployment: Deployment) -> None:
     async with deployment.store() as store:
-        connected = store._link.connection.client()
+        connected = store._session.connection.client()
         for head in HEADERS:
             thread_id, other = fresh(), fresh()
             await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
@@ -288,7 +288,7 @@ async def test_headers_that_are_none_are_quarantined_and_nothing_else_stops(depl
             with pytest.raises(ThreadQuarantined):
                 await store.load_messages(thread_id)
             assert await store.load_messages(other, at_least=receipt) == [said(0)]
-        assert store._link.connection.client() is connected
+        assert store._session.connection.client() is connected
 
 
 @pytest.mark.parametrize("head", [*HEADERS[4:9], b"x", None], ids=ascii)
@@ -404,14 +404,14 @@ async def test_garbage_in_the_hot_bucket_and_on_its_subjects_makes_nothing_wrong
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         bucket, name = f"$KV.{deployment.log.bucket}", deployment.name
-        client = store._link.connection.client()
+        client = store._session.connection.client()
         for data in garbage:
             for key in ("flushed.x", "flushed.-1", "run.dA", "run.*x", "lineage.x", "what", "a.b.c"):
                 await client.publish(f"{bucket}.{key}", data)
             for subject in (f"{name}-flush.x", f"{name}-flush.99", f"{name}-flush.members", f"{name}-parked"):
                 await client.publish(subject, data)
         await client.flush()
-        assert store._link.connection.client() is client
+        assert store._session.connection.client() is client
         await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
         assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(0), said(1)]
         other = fresh()

@@ -26,7 +26,7 @@ from bufstore import (
     VersionConflict,
 )
 from bufstore.embedded import Servers
-from bufstore.nats import frames
+from bufstore.jetstream import frames
 from bufstore.testing import CHECKS, Check
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
@@ -87,9 +87,9 @@ async def test_one_message_per_checkpoint_on_the_warm_path(deployment: Deploymen
         thread_id = fresh()
 
         async def cost(*arguments: Any) -> tuple[int, int]:
-            before = store._link.traffic
+            before = store._session.traffic
             await store.checkpoint(*arguments)
-            after = store._link.traffic
+            after = store._session.traffic
             return after[0] - before[0], after[1] - before[1]
 
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
@@ -323,8 +323,8 @@ async def test_while_somebody_else_parks_poison_waits_and_delays_no_other(deploy
         for number, thread_id in enumerate(threads):
             await writer.checkpoint(thread_id, [said(0)], run_of(thread_id))
             if number == 10:
-                await writer._link.connection.request(writer._subjects.of("poisoned"), b"no entry", 5)
-                await writer._link.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+                await writer._session.connection.request(writer._subjects.of("poisoned"), b"no entry", 5)
+                await writer._session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         other = await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn)
         async with other:
             await other.execute(f"SELECT 1 FROM {deployment.name}.buffer_log FOR UPDATE")  # type: ignore[arg-type]
@@ -340,8 +340,8 @@ async def test_poison_is_parked_whole_and_delays_nobody(deployment: Deployment) 
         thread_id, other = fresh(), fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         subject = store._subjects.of(thread_id)
-        await store._link.connection.request(subject, b"no entry at all", 5)
-        await store._link.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store._session.connection.request(subject, b"no entry at all", 5)
+        await store._session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         await store.checkpoint(other, [said(0)], run_of(other))
         await store.force_flush(other)
         await eventually(lambda: _is(store.quarantined(), 2))

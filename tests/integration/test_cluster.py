@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bufstore import BufstoreError, Consistency, LogFull, NatsConfig, ReadNotFresh
-from bufstore.buffer.ports.stream import Outgoing
 from bufstore.embedded import NatsServer, Servers
+from bufstore.jetstream.messages import Outgoing
 from cluster import three_servers
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said

@@ -21,7 +21,7 @@ async def _bucket(store: BufferedThreadStore, deployment: Deployment) -> dict[st
 
 
 async def _sent(store: BufferedThreadStore) -> int:
-    return store._link.traffic[0]
+    return store._session.traffic[0]
 
 
 async def test_the_hot_bucket_grows_with_runs_and_not_with_checkpoints(deployment: Deployment) -> None:
@@ -208,10 +208,10 @@ async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
         assert flusher is not None
 
         async def complete() -> bool:
-            return len(flusher._shares) == deployment.log.partitions
+            return len(flusher._owned) == deployment.log.partitions
 
         await eventually(complete)
-        feeds = [share.feed for share in flusher._shares.values()]
+        feeds = [owned.feed for owned in flusher._owned.values()]
         assert sum(feed._bytes_max for feed in feeds) <= server_holds / 2  # type: ignore[attr-defined]
 
 

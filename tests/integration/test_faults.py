@@ -167,7 +167,7 @@ async def test_a_lost_answer_is_resolved_without_the_caller(own_servers: Servers
         publish, lost = store._log.publish, []
 
         async def deaf(message: Any, timeout_s: float) -> int:
-            from bufstore.buffer.ports.stream import AppendUnknown
+            from bufstore.jetstream.messages import AppendUnknown
 
             seq = await publish(message, timeout_s)
             if not lost:
@@ -369,10 +369,10 @@ async def test_what_anybody_sends_to_our_inboxes_ends_no_connection(deployment: 
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.force_flush_all()
-        connection = store._link.connection  # type: ignore[attr-defined]
+        connection = store._session.connection  # type: ignore[attr-defined]
         client = connection.client()
         assert store._flusher is not None
-        feed = next(iter(store._flusher._shares.values())).feed
+        feed = next(iter(store._flusher._owned.values())).feed
         stranger = await nats.connect(deployment.servers.nats.url)
         try:
             for inbox in (f"{connection._inbox}.1", f"{store._log._inbox}.1", feed._inbox):  # type: ignore[attr-defined]

@@ -12,9 +12,9 @@ import psycopg
 import pytest
 
 from bufstore import Consistency, FlushTimeout, PostgresThreadStore, StoreUnavailable
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
-from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.testing.applying import change
 from bufstore.threads.model import ThreadChange
 from conftest import Deployment
@@ -92,11 +92,13 @@ class Slow(PostgresThreadStore):
 
 
 async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str) -> Any:
-    def decide(rows: Mapping[str, Row]) -> Decision:
+    def decide(rows: Mapping[str, Watermark]) -> Decision:
         if thread_id not in rows:
             return Decision()
         after = Cursor(cursor.partition, cursor.term, 5, 5)
-        return Decision([change(thread_id, 0, [5], run_of(thread_id))], {thread_id: Row(5, 5, 1, b"")}, cursors=[after])
+        return Decision(
+            [change(thread_id, 0, [5], run_of(thread_id))], {thread_id: Watermark(5, 5, 1, b"")}, cursors=[after]
+        )
 
     return await ledger.flush([cursor], [thread_id], decide)
 
@@ -149,7 +151,7 @@ async def test_a_large_window_may_take_a_busy_machine_longer_than_the_lease(depl
             await ledger.setup()
             (cursor,) = await ledger.take([0], "a")
 
-            def slowly(rows: Mapping[str, Row]) -> Decision:
+            def slowly(rows: Mapping[str, Watermark]) -> Decision:
                 time.sleep(3)  # as a processor that others need does
                 return Decision(cursors=[cursor])
 

@@ -25,8 +25,8 @@ from bufstore import (
     ThreadQuery,
     Visibility,
 )
-from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.embedded import Servers
+from bufstore.jetstream.messages import AppendUnknown
 from bufstore.threads.lineage import deletion, new_parent
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
@@ -116,13 +116,13 @@ async def test_tombstones_are_read_by_pages(deployment: Deployment) -> None:
             await store.save_thread(name)
             await store.delete_thread(name)
         await store.force_flush_all()
-        end = 1 + max([(await ledger.row(name)).flushed_seq for name in names])
+        end = 1 + max([(await ledger.watermark(name)).flushed_seq for name in names])
         found: list[str] = []
         while page := await ledger.tombstones(end, found[-1] if found else "", 2):
             found += [name for _, name in page]
-            assert [seq for seq, _ in page] == [(await ledger.row(name)).flushed_seq for _, name in page]
+            assert [seq for seq, _ in page] == [(await ledger.watermark(name)).flushed_seq for _, name in page]
         assert found == names
-        last = (await ledger.row(names[-1])).flushed_seq
+        last = (await ledger.watermark(names[-1])).flushed_seq
         assert names[-1] not in [name for _, name in await ledger.tombstones(last, "", 10)]
 
 
@@ -137,11 +137,11 @@ async def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_flushed(
         await one.force_flush_all()
         await one._log.purge(partition, await one._log.end(1))
         ledger, publish = one._ledger, two._log.publish
-        tombstone = (await ledger.row("dead")).flushed_seq, "dead"
+        tombstone = (await ledger.watermark("dead")).flushed_seq, "dead"
 
         async def burying(message: Any, timeout_s: float) -> int:
             await ledger.bury([tombstone])
-            assert (await ledger.row("dead")).flushed_seq == 0
+            assert (await ledger.watermark("dead")).flushed_seq == 0
             return await publish(message, timeout_s)
 
         monkeypatch.setattr(two._log, "publish", burying)
@@ -227,17 +227,17 @@ async def test_a_deletion_whose_process_died_before_it_was_marked_takes_nothing_
         deleted, kept, other = fresh(), fresh(), fresh()
         for thread_id in (deleted, kept, other):
             await store.checkpoint(thread_id, [1], run_of(thread_id))
-        bases = {t: (await store._reads.joined(t))[0].row.applied_id for t in (deleted, kept)}
+        bases = {t: (await store._reads.joined(t))[0].watermark.applied_id for t in (deleted, kept)}
         # One was carried out and written again, the other was not begun and written since.
         await store.delete_thread(deleted)
         for thread_id in (deleted, kept):
             await store.checkpoint(thread_id, [2], run_of(thread_id))
-            seq, _ = await store._hot.lineage(5)
+            seq, _ = await store._shared.lineage(5)
             begun = deletion(thread_id, Children.REJECT)
-            await store._hot.put_lineage(msgspec.msgpack.encode([7, begun, False, bases[thread_id]]), seq, 5)
+            await store._shared.put_lineage(msgspec.msgpack.encode([7, begun, False, bases[thread_id]]), seq, 5)
             await store.set_parent(other, thread_id)
             assert await store.load_messages(thread_id) == [2]
-            assert msgspec.msgpack.decode((await store._hot.lineage(5))[1])[2], "it stops nobody else"
+            assert msgspec.msgpack.decode((await store._shared.lineage(5))[1])[2], "it stops nobody else"
 
 
 @pytest.mark.parametrize("kind", ["parent", "detach"])
@@ -249,8 +249,8 @@ async def test_what_another_began_is_finished_first(deployment: Deployment, kind
             await store.save_thread(thread_id)
         await store.set_parent(low, middle)
         begun = new_parent(middle, top) if kind == "parent" else deletion(middle, Children.DETACH)
-        seq, _ = await store._hot.lineage(5)
-        await store._hot.put_lineage(msgspec.msgpack.encode([7, begun, False]), seq, 5)
+        seq, _ = await store._shared.lineage(5)
+        await store._shared.put_lineage(msgspec.msgpack.encode([7, begun, False]), seq, 5)
         if kind == "parent":
             with pytest.raises(LineageError):
                 await store.set_parent(top, low)
@@ -270,7 +270,7 @@ async def test_a_thread_in_quarantine_can_be_deleted(deployment: Deployment) -> 
         thread_id = fresh()
         run = run_of(thread_id)
         await store.checkpoint(thread_id, [said(0)], run)
-        await store._link.connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
+        await store._session.connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
 
         async def parked() -> bool:
             return await store.quarantined() > 0
@@ -348,7 +348,7 @@ async def test_a_deletion_that_was_answered_is_not_done_again(deployment: Deploy
         thread_id, other = fresh(), fresh()
         for t in (thread_id, other):
             await a.checkpoint(t, [said(0)], run_of(t))
-        put, calls = a._hot.put_lineage, 0
+        put, calls = a._shared.put_lineage, 0
 
         async def put_badly(record: bytes, expected: int, timeout_s: float) -> int:
             nonlocal calls
@@ -359,7 +359,7 @@ async def test_a_deletion_that_was_answered_is_not_done_again(deployment: Deploy
                 await put(record, expected, timeout_s)
             raise AppendUnknown("the test dropped the mark or its answer")
 
-        a._hot.put_lineage = put_badly  # type: ignore[method-assign]
+        a._shared.put_lineage = put_badly  # type: ignore[method-assign]
         await a.delete_thread(thread_id)
         assert calls > 1
         await a.checkpoint(thread_id, [said(1)], run_of(thread_id, 1))

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from bufstore import AlreadyExists, Closed, ConfigDrift, ConfigError
-from bufstore.buffer.subjects import token
 from bufstore.embedded import Servers
+from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox import Live, NatsMailboxNames, NatsMailboxStore, PostgresMailboxStore, Status, Sweeper, Worker
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.postgres import PostgresBackend

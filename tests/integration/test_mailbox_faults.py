@@ -16,8 +16,8 @@ import pytest
 from msgspec.structs import replace
 
 from bufstore import BufstoreError, LogUnavailable, StaleClaim, StepUnknown, StoreUnavailable
-from bufstore.buffer.ports.stream import AppendUnknown
 from bufstore.embedded import Servers
+from bufstore.jetstream.messages import AppendUnknown
 from bufstore.mailbox import Dispatch, Status, Sweeper
 from bufstore.mailbox.store import Mailbox
 from helpers import eventually, fresh

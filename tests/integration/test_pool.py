@@ -14,7 +14,7 @@ from psycopg.conninfo import make_conninfo
 
 from bufstore.embedded import Servers
 from bufstore.errors import Closed, ConfigError, StoreMisconfigured, StoreUnavailable
-from bufstore.postgres.pool import Pool, check_conninfo, open_pool
+from bufstore.postgres.connection.pool import Pool, check_conninfo, open_pool
 
 
 @pytest.fixture(scope="module")

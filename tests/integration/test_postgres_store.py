@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.errors import InvalidBinaryRepresentation
 
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
 from bufstore.embedded import PostgresServer
 from bufstore.errors import (
     AlreadyExists,
@@ -33,17 +33,18 @@ from bufstore.errors import (
     StoreMisconfigured,
     StoreUnavailable,
 )
-from bufstore.memory.store import MemoryThreadStore
-from bufstore.postgres import columns
-from bufstore.postgres.copying import COPY_FROM
-from bufstore.postgres.errors import map_errors, mapped_error
-from bufstore.postgres.migrate import migrate
-from bufstore.postgres.pool import open_pool
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.errors import map_errors, mapped_error
+from bufstore.postgres.connection.migrate import migrate
+from bufstore.postgres.connection.pool import open_pool
 from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Check
 from bufstore.testing.applying import change
 from bufstore.testing.basics import fresh, run_of
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import RunStatus, ThreadChange, ThreadMetadata, decode_message, encode_messages
+from bufstore.threads.postgres import columns
+from bufstore.threads.postgres.copying import COPY_FROM
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.queries import ThreadQuery
 from transaction_pooler import TransactionPooler
 
@@ -564,8 +565,8 @@ async def test_tables_of_the_first_release_are_upgraded(server: PostgresServer) 
 async def test_a_migration_that_meets_a_long_query_holds_nobody_else_up(
     server: PostgresServer, monkeypatch: pytest.MonkeyPatch, ends: bool
 ) -> None:
-    monkeypatch.setattr("bufstore.postgres.migrate._LOCK_S", 0.3, raising=False)
-    monkeypatch.setattr("bufstore.postgres.migrate._LOCKS_S", 30.0 if ends else 1.0, raising=False)
+    monkeypatch.setattr("bufstore.postgres.connection.migrate._LOCK_S", 0.3, raising=False)
+    monkeypatch.setattr("bufstore.postgres.connection.migrate._LOCKS_S", 30.0 if ends else 1.0, raising=False)
     schema = f"locked-{uuid.uuid4().hex}"
     async with PostgresThreadStore(server.dsn, schema=schema) as store:
         async with store.pool.lend(10) as connection:
@@ -594,7 +595,7 @@ class FirstRelease:
     """The folder of SQL files as the first release had it: as far as migrations go."""
 
     def iterdir(self) -> Iterator[Any]:
-        return iter([files("bufstore.postgres") / "threads" / "0001_threads.sql"])
+        return iter([files("bufstore.threads.postgres") / "sql" / "0001_threads.sql"])
 
 
 LISTS = [
@@ -636,7 +637,7 @@ async def test_lists_are_served_by_an_index(
     many_rows: PostgresThreadStore, name: str, parameters: tuple[Any, ...], index: str
 ) -> None:
     async with many_rows.pool.lend(10) as connection:
-        cursor = columns.Cursor(connection)
+        cursor = arrays.ArrayCursor(connection)
         await cursor.execute("EXPLAIN " + many_rows._sql[name], parameters)
         plan = "\n".join(row[0] for row in await cursor.fetchall())
     assert index in plan
@@ -765,7 +766,7 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
             await rows(store, "INSERT INTO {schema}.buffer_threads VALUES (%s, %s, %s, %s, %s, %s, %s)", row)
         both = await store.load_rows(known, with_watermark=True)
         assert both is not None
-        assert both.watermark == Row(7, 8, 2, b"ring", None, sources=b"sources")
+        assert both.watermark == Watermark(7, 8, 2, b"ring", None, producers=b"sources")
         assert len(both.messages) == 2
         thread = await store.load_rows(only_thread, with_watermark=True)
         assert thread is not None
@@ -780,7 +781,7 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
 async def test_a_kept_plan_of_a_read_uses_the_indexes(server: PostgresServer) -> None:
     """Its plans are made while the tables are small, and kept by the session when they are not any more."""
     async with ready(server.dsn, schema="kept") as store, store.pool.lend(30) as connection:
-        cursor = columns.Cursor(connection)
+        cursor = arrays.ArrayCursor(connection)
         await cursor.execute("INSERT INTO \"kept\".threads (thread_id) VALUES ('t0')")
         await cursor.execute('ANALYZE "kept".threads')
         read = store._sql["load_rows"]

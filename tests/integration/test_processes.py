@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bufstore import Consistency
-from bufstore.buffer.ports.stream import Outgoing
+from bufstore.jetstream.messages import Outgoing
 from conftest import Deployment
 from helpers import eventually, fresh, run_of
 
@@ -105,12 +105,12 @@ async def test_a_record_of_a_dead_flusher_that_the_server_forgot_to_remove_holds
         for thread_id in threads:
             await writer.checkpoint(thread_id, [1], run_of(thread_id))
         ghost = f"$KV.{deployment.log.bucket}.member.0123456789abcdef"
-        await writer._link.hot._put(Outgoing(ghost, b""), 5.0)  # type: ignore[attr-defined]
-        assert list(await writer._hot.members()) == ["0123456789abcdef"]
+        await writer._session.shared._put(Outgoing(ghost, b""), 5.0)  # type: ignore[attr-defined]
+        assert list(await writer._shared.members()) == ["0123456789abcdef"]
         async with deployment.store() as store:
             await store.force_flush_all(timeout_s=20)
             await eventually(lambda: _alone(store))
 
 
 async def _alone(store: Any) -> bool:
-    return len(await store._hot.members()) == 1
+    return len(await store._shared.members()) == 1

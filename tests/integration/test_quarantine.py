@@ -20,7 +20,7 @@ from bufstore import (
     ThreadQuery,
 )
 from bufstore.buffer.entry import Malformed, StoredEntry
-from bufstore.buffer.replay import Outcome
+from bufstore.buffer.operate.replay import Outcome
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 
@@ -162,7 +162,7 @@ async def test_lists_show_what_is_flushed_of_a_thread_in_quarantine_and_mark_it(
     deployment: Deployment, kind: str
 ) -> None:
     inner: Any = picky(deployment) if kind == "postgres" else PickyMemory()
-    async with deployment.store(inner) as store:
+    async with deployment.store(inner, flush_interval_s=600) as store:
         prefix = fresh()
         bad, good = f"{prefix}-bad", f"{prefix}-good"
         await store.checkpoint(good, [said(5)], run_of(good))
@@ -246,7 +246,7 @@ async def test_equal_garbage_is_kept_each_time_it_comes(deployment: Deployment) 
     async with deployment.store() as store:
         threads = [fresh(), fresh()]
         for n in range(6):
-            await store._link.connection.request(store._subjects.of(threads[n % 2]), b"garbage", 5)
+            await store._session.connection.request(store._subjects.of(threads[n % 2]), b"garbage", 5)
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == threads * 3
@@ -278,8 +278,8 @@ async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deploymen
     async with deployment.store(inner, flush_interval_s=600) as store:
         thread_id = fresh()
         await poisoned(store, thread_id, behind=0)
-        await store._link.connection.request(store._subjects.of(thread_id), b"garbage", 5)
-        await store._link.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store._session.connection.request(store._subjects.of(thread_id), b"garbage", 5)
+        await store._session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == [thread_id, thread_id, None]
@@ -304,7 +304,10 @@ async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deploymen
 
 async def test_replays_at_once_beside_writers_and_a_flusher_apply_each_entry_once(deployment: Deployment) -> None:
     inner = picky(deployment)
-    async with deployment.store(inner) as store, deployment.store(picky(deployment), flusher=False) as other:
+    async with (
+        deployment.store(inner, flush_interval_s=600) as store,
+        deployment.store(picky(deployment), flusher=False) as other,
+    ):
         threads = [fresh() for _ in range(10)]
         expected: dict[str, list[Any]] = {}
         for thread_id in threads:
@@ -344,7 +347,7 @@ async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deploy
         for thread_id in [*bad, *good]:
             content = {"content": "poison"} if thread_id in bad else said(0)
             await store.checkpoint(thread_id, [content], run_of(thread_id))
-        await store._link.connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
+        await store._session.connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
         for thread_id in good:
             await store.force_flush(thread_id)
 
@@ -394,7 +397,7 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
             if thread_id in refused:
                 await writer.checkpoint_append(thread_id, [{"content": "poison"}], run_of(thread_id))
             elif thread_id in garbage:
-                await writer._link.connection.request(writer._subjects.of(thread_id), b"garbage", 10)
+                await writer._session.connection.request(writer._subjects.of(thread_id), b"garbage", 10)
 
         for i in range(0, len(threads), 500):
             await asyncio.gather(*(talk(t, good // len(threads)) for t in threads[i : i + 500]))

@@ -11,7 +11,7 @@ import psycopg
 import pytest
 
 from bufstore import BufferedThreadStore, ConfigError, Consistency, LogRolledBack, NotFound, ThreadQuarantined
-from bufstore.buffer.repair import Repaired
+from bufstore.buffer.operate.repair import Repaired
 from bufstore.embedded import Servers
 from bufstore.nats.log import NatsLog
 from bufstore.threads.repairing import repair
@@ -119,9 +119,9 @@ class Backup:
         self._nats.start()
 
     @staticmethod
-    def _copy(source: Any, target: Any) -> None:
+    def _copy(producer: Any, target: Any) -> None:
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(source, target)
+        shutil.copytree(producer, target)
 
 
 async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
@@ -292,8 +292,8 @@ async def test_an_older_copy_of_postgres_or_stream_is_told_by_the_generation(dep
 async def test_a_lost_hot_bucket_is_made_anew_and_needs_no_repair(deployment: Deployment) -> None:
     async with deployment.store() as store:
         await append(store, "t", 1)
-        await store._hot._stream.api(f"STREAM.UPDATE.KV_{deployment.log.bucket}", await _deletable(store))
-        await store._hot._stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store._shared._stream.api(f"STREAM.UPDATE.KV_{deployment.log.bucket}", await _deletable(store))
+        await store._shared._stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
         await append(store, "t", 2)
         await store.checkpoint("u", [1], run_of("u", 7))
         assert await store.load_run(run_of("u", 7).run_id) == run_of("u", 7)
@@ -302,7 +302,7 @@ async def test_a_lost_hot_bucket_is_made_anew_and_needs_no_repair(deployment: De
 
 
 async def _deletable(store: BufferedThreadStore) -> dict[str, Any]:
-    info = await store._hot._stream.api(f"STREAM.INFO.{store._hot._stream._name}")
+    info = await store._shared._stream.api(f"STREAM.INFO.{store._shared._stream._name}")
     config: dict[str, Any] = info["config"]
     return config
 

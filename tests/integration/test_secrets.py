@@ -21,7 +21,7 @@ import bufstore
 from bufstore import BufferedThreadStore, BufstoreError, NatsConfig, PostgresThreadStore
 from bufstore.config import mask_url
 from bufstore.embedded import NatsServer, Servers
-from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from conftest import Deployment
 from helpers import eventually, query, run_of
 
@@ -127,11 +127,11 @@ async def test_nothing_secret_is_said_while_all_is_well_and_when_servers_fail(he
         inner = PostgresThreadStore(dsn, schema=deployment.name, timeout_s=2)
         said: list[str] = []
         async with deployment.store(inner, nats=nats, **short) as store:
-            said += [repr(v) for v in (store, inner, inner.pool, store._link.connection, store._ledger, servers)]
+            said += [repr(v) for v in (store, inner, inner.pool, store._session.connection, store._ledger, servers)]
             await store.checkpoint("t", [payload], run_of("t", input=payload, error=payload))
             await store.save_thread_state("t", payload)
             await store.force_flush_all()
-            await store._link.connection.request(store._subjects.of("u"), payload.encode(), 5)
+            await store._session.connection.request(store._subjects.of("u"), payload.encode(), 5)
             await store.force_flush_all()
             said += [repr(await store.health()), repr(await store.statistics()), repr(await store.verify())]
             for server in (servers.postgres, servers.nats):

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from bufstore import Consistency, PostgresThreadStore, ThreadQuarantined
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, NotOwner
-from bufstore.buffer.verdict import Verdict
-from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.testing.applying import change
 from bufstore.threads.lineage import new_parent
 from bufstore.threads.model import ThreadChange
@@ -31,11 +31,11 @@ async def test_a_process_that_died_in_the_middle_of_everything_holds_nobody_up(d
         a, b = fresh(), fresh()
         for thread_id in (a, b):
             await store.save_thread(thread_id)
-        seq, _ = await store._hot.lineage(5)
-        await store._hot.put_lineage(msgspec.msgpack.encode([7, new_parent(a, b), False]), seq, 5)
-        await store._hot.claim_run(run_of(a).run_id, a, 5)
-        await store._hot.renew_member("0dead", 2)
-        await store._hot.announce()
+        seq, _ = await store._shared.lineage(5)
+        await store._shared.put_lineage(msgspec.msgpack.encode([7, new_parent(a, b), False]), seq, 5)
+        await store._shared.claim_run(run_of(a).run_id, a, 5)
+        await store._shared.renew_member("0dead", 2)
+        await store._shared.announce()
 
         async def gave_up() -> bool:
             assert store._flusher is not None
@@ -81,7 +81,7 @@ async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deploy
 
         info = await eventually(delivered)
         last = f"1.{receipt.thread_seq}.{info['delivered']['consumer_seq']}.{time.time_ns()}.0"
-        await store._link.connection.client().publish(f"$JS.ACK.{stream}.{info['name']}.{last}", b"+ACK")
+        await store._session.connection.client().publish(f"$JS.ACK.{stream}.{info['name']}.{last}", b"+ACK")
 
         async def acknowledged() -> bool:
             found = await store._log.api(f"CONSUMER.INFO.{stream}.{info['name']}")
@@ -156,16 +156,16 @@ class Two:
             await part.aclose()
 
 
-async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str, seq: int) -> Mapping[str, Row]:
+async def _flush(ledger: PostgresLedger, cursor: Cursor, thread_id: str, seq: int) -> Mapping[str, Watermark]:
     """Flush one entry with the id `seq`, as the rows say; the rows it found."""
-    found: dict[str, Row] = {}
+    found: dict[str, Watermark] = {}
 
-    def decide(rows: Mapping[str, Row]) -> Decision:
+    def decide(rows: Mapping[str, Watermark]) -> Decision:
         found.update(rows)
-        before = rows.get(thread_id, Row())
+        before = rows.get(thread_id, Watermark())
         batch = [change(thread_id, before.version, [seq], run_of(thread_id))]
         after = Cursor(cursor.partition, cursor.term, seq, seq)
-        return Decision(batch, {thread_id: Row(seq, seq, before.version + 1, b"")}, cursors=[after])
+        return Decision(batch, {thread_id: Watermark(seq, seq, before.version + 1, b"")}, cursors=[after])
 
     await ledger.flush([cursor], [thread_id], decide)
     return found
@@ -182,8 +182,8 @@ async def test_two_flushes_of_one_new_thread_take_turns(deployment: Deployment) 
             await _flush(two.second, other, thread_id, 6)
         assert waits.value.verdict is Verdict.LOCKED
         two.slow.go.set()
-        assert (await held).get(thread_id) == Row()
-        assert (await _flush(two.second, other, thread_id, 6))[thread_id] == Row(5, 5, 1, b"")
+        assert (await held).get(thread_id) == Watermark()
+        assert (await _flush(two.second, other, thread_id, 6))[thread_id] == Watermark(5, 5, 1, b"")
         assert await two.plain.load_messages(thread_id) == [5, 6]
 
 
@@ -197,7 +197,7 @@ async def test_an_owner_that_was_replaced_commits_nothing_however_late_it_comes(
         with pytest.raises(NotOwner):
             await _flush(two.first, old, thread_id, 5)
         assert await two.plain.load_thread(thread_id) is None
-        assert await two.second.row(thread_id) == Row()
+        assert await two.second.watermark(thread_id) == Watermark()
         await _flush(two.second, new, thread_id, 5)
         with pytest.raises(NotOwner):
             await _flush(two.first, old, thread_id, 6)

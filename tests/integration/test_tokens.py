@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from bufstore import ConfigDrift, InvalidId, TooLarge
-from bufstore.buffer.ports.stream import Outgoing
 from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
+from bufstore.jetstream.messages import Outgoing
 from bufstore.tokens import ExclusiveWork, Form, Policy, Task, TokensConfig
 from helpers import eventually
 

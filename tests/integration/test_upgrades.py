@@ -13,8 +13,8 @@ import pytest
 from bufstore import ConfigError
 from bufstore.embedded import Servers
 from bufstore.mailbox import PostgresMailboxStore
-from bufstore.postgres.migrate import migrate, newest, waiting
-from bufstore.postgres.pool import new_pool
+from bufstore.postgres.connection.migrate import migrate, newest, waiting
+from bufstore.postgres.connection.pool import new_pool
 from bufstore.spark.ledger import SparkLedger
 from conftest import Deployment
 from helpers import fresh, run_of, said
@@ -33,8 +33,8 @@ EXPANDED = {
     "spark": "ALTER TABLE {schema}.spark_sources ADD COLUMN later text;",
 }
 FOLDERS = {
-    "threads": files("bufstore.postgres") / "threads",
-    "buffer": files("bufstore.postgres") / "buffer",
+    "threads": files("bufstore.threads.postgres") / "sql",
+    "buffer": files("bufstore.postgres.ledger") / "sql",
     "mailbox": files("bufstore.mailbox") / "sql",
     "spark": files("bufstore.spark") / "sql",
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bufstore.buffer import retention
+from bufstore.buffer.flush import retention
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from integration.test_cli import bufstore_cli, where

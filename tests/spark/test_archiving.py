@@ -14,10 +14,10 @@ import nats
 import pytest
 
 from bufstore import ArchiveOvertaken, StoreUnavailable
-from bufstore.memory.store import MemoryThreadStore
 from bufstore.nats.ranges import LogReader
-from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import archive, drain, restore
+from bufstore.threads.memory_store import MemoryThreadStore
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 from spark.jobs import in_postgres, where, write

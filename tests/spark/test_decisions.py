@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import ArchiveOvertaken, ConfigError, DataLoss, InvalidRecord, Run
-from bufstore.buffer import sources
-from bufstore.buffer.chain import Row
+from bufstore.buffer import producers
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.subjects import first_position
 from bufstore.spark.archive import Manifest, check_alone, whole
 from bufstore.spark.direct import NeedLog, Prepared, fold, prepare
@@ -133,7 +133,7 @@ def test_options_of_any_case_and_no_secret_in_sight() -> None:
 
 def prepared(number: int, messages: list[Any], *, whole: bool = False, **run: Any) -> Prepared:
     wanted = Write("t", whole, messages, Run(run_id="r", thread_id="t", **run))
-    (found,) = prepare("t", [(wanted, sources.item("q", number))])
+    (found,) = prepare("t", [(wanted, producers.item("q", number))])
     return found
 
 
@@ -149,29 +149,29 @@ def test_rows_folded_in_parts_and_again_are_as_if_written_one_by_one(
         wanted = [*([] if is_whole else wanted), *messages]
     writes = [prepared(n, messages, whole=is_whole) for n, (is_whole, messages) in enumerate(rows)]
     held: list[int] = []
-    row, written = Row(), 0
+    row, written = Watermark(), 0
     for cut in [*cuts, len(writes)]:  # each try does all of its part again
         found = fold("t", row, row.version, writes[:cut], new_id=cut + 1)
         assert found.written + found.repeated == min(cut, len(writes))
         written += found.written
         if found.change is None:
-            assert found.row == row
+            assert found.watermark == row
             continue
         held = [*held[: found.change.keep], *(decode_message(m) for m in found.change.messages)]
-        row = found.row
+        row = found.watermark
         assert row.version == len(held)
     assert (held, written) == (wanted, len(writes))
 
 
 def test_what_the_log_must_judge_goes_there() -> None:
     with pytest.raises(NeedLog):
-        fold("t", Row(flushed_seq=5, applied_id=1, broken_since=5), 0, [prepared(0, [1])], 7)
+        fold("t", Watermark(flushed_seq=5, applied_id=1, broken_since=5), 0, [prepared(0, [1])], 7)
     with pytest.raises(NeedLog):
-        fold("t", Row(), 0, [prepared(0, [1], parent_thread_id="p")], 7)
+        fold("t", Watermark(), 0, [prepared(0, [1], parent_thread_id="p")], 7)
     with_id = prepared(1, [{"id": "a"}])
-    assert fold("t", Row(), 0, [with_id], 7).written == 1
+    assert fold("t", Watermark(), 0, [with_id], 7).written == 1
     with pytest.raises(NeedLog):
-        fold("t", Row(applied_id=1, version=2), 2, [with_id], 7)
+        fold("t", Watermark(applied_id=1, version=2), 2, [with_id], 7)
     with pytest.raises(InvalidRecord):
         prepared(1, [{"id": "a"}, {"id": "a"}])
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, encode
-from bufstore.buffer.ports.stream import Outgoing
-from bufstore.buffer.share import Item
+from bufstore.buffer.flush.owned_partition import Item
+from bufstore.jetstream.messages import Outgoing
 from bufstore.spark.restore import decided
 from bufstore.spark.restore_log import Wanted, wanted
 from bufstore.spark.restoring import applicable
@@ -58,7 +58,7 @@ def there(world: World) -> list[int]:
 async def bring_back(world: World, items: list[Item], count: int = 1000) -> Wanted:
     """Into the log of `world`; at most `count` entries, then it is stopped."""
     version = len(await world.store.load_messages("t") or [])
-    found = wanted("t", await world.ledger.row("t"), version, there(world), items, world.log.last_seq + 1)
+    found = wanted("t", await world.ledger.watermark("t"), version, there(world), items, world.log.last_seq + 1)
     for entry in found.entries[:count]:
         header, body = encode(entry, 1 << 20)[0]
         world.log.store([Outgoing(SUBJECTS.of("t"), body, header)])
@@ -124,8 +124,8 @@ def test_what_is_broken_or_ahead_is_refused() -> None:
     items = asyncio.run(history([("append", 0, [1])]))[0]
     (item,) = items
     assert isinstance(item, StoredEntry)
-    broken = wanted("t", Row(flushed_seq=9, applied_id=3, broken_since=9), 0, [], items, 50)
-    ahead = wanted("t", Row(flushed_seq=90, applied_id=item.entry.id), 1, [], [*items, *items], 50)
+    broken = wanted("t", Watermark(flushed_seq=9, applied_id=3, broken_since=9), 0, [], items, 50)
+    ahead = wanted("t", Watermark(flushed_seq=90, applied_id=item.entry.id), 1, [], [*items, *items], 50)
     assert ("quarantine" in broken.reason, broken.entries) == (True, [])
     assert ahead.entries == []
 
@@ -137,10 +137,10 @@ def test_up_to_what_cannot_be_applied(cause: str) -> None:
         del items[2]
     else:
         items[2] = Malformed("thread.x", items[2].seq, (), "checksum mismatch", "t")
-    found = wanted("t", Row(), 0, [], items, 50)
+    found = wanted("t", Watermark(), 0, [], items, 50)
     assert (len(found.entries), found.refused) == (2, len(items) - 2)
     assert f"position {items[2].seq}" in found.reason
-    decision, counts = decided({"t": Row()}, {}, {"t": items})
+    decision, counts = decided({"t": Watermark()}, {}, {"t": items})
     assert (counts.applied, counts.refused, len(decision.batch)) == (2, len(items) - 2, 1)
 
 
@@ -150,6 +150,6 @@ def test_messages_that_were_there_before_the_log_are_missed() -> None:
     (item,) = items
     assert isinstance(item, StoredEntry)
     first = StoredEntry("t", item.seq, msgspec.structs.replace(item.entry, base=Base.NONE, prev_id=0))
-    assert "before the log" in applicable("t", Row(), 0, [first]).reason
-    assert "before the log" in wanted("t", Row(), 1, [], [first], 50).reason
-    assert applicable("t", Row(), 2, [first]).reason == ""
+    assert "before the log" in applicable("t", Watermark(), 0, [first]).reason
+    assert "before the log" in wanted("t", Watermark(), 1, [], [first], 50).reason
+    assert applicable("t", Watermark(), 2, [first]).reason == ""

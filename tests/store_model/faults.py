@@ -10,19 +10,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.hot import Link
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import FlushFailed
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
+from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.target import Target
-from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import AlreadyExists, LogFull, LogUnavailable, StoreUnavailable
-from bufstore.memory.hot import MemoryBucket, MemoryHotState
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.log import MemoryLog, MemoryStream
-from bufstore.memory.server import MemoryLink, MemoryNats
-from bufstore.memory.store import MemoryThreadStore
+from bufstore.memory.server import MemoryNats, MemorySession
+from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import ThreadChange
 from store_model.story import BAD_RUN
 
@@ -173,7 +172,7 @@ class FaultyLog(MemoryLog):
         loop.call_later(after, arrive)
 
 
-class FaultyHot(MemoryHotState):
+class FaultyHot(MemorySharedState):
     """One instance's hot state."""
 
     def __init__(self, weather: Weather, bucket: MemoryBucket) -> None:
@@ -202,9 +201,9 @@ class FaultyNats(MemoryNats):
         assert isinstance(stream, ArchivingStream)
         return stream
 
-    def link(self, config: BufferConfig) -> Link:
+    def session(self, config: BufferConfig) -> Session:
         log = FaultyLog(self._weather, self.streams, config, message_bytes_max=4096)
-        return MemoryLink(log, FaultyHot(self._weather, self.bucket))
+        return MemorySession(log, FaultyHot(self._weather, self.bucket))
 
 
 class Postgres:

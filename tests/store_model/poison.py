@@ -6,8 +6,8 @@ import contextlib
 import random
 from typing import Any
 
-from bufstore.buffer.ports.stream import Outgoing
 from bufstore.errors import BufstoreError, FlushTimeout, Unavailable
+from bufstore.jetstream.messages import Outgoing
 from bufstore.threads.model import Run
 from bufstore.types import Receipt
 from store_model.calls import Call

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from bufstore.buffer.entry import Assembler, Base, Malformed, StoredEntry, StoredMessage
-from bufstore.buffer.replay import Outcome
+from bufstore.buffer.entry import Assembler, Base, Malformed, StoredEntry
+from bufstore.buffer.operate.replay import Outcome
 from bufstore.errors import MalformedEntry
-from bufstore.memory.store import MemoryThreadStore
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import Thread, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Payload, Removal, decode_payload
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 from unittest import mock
 
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError
@@ -65,9 +65,9 @@ class Instance:
         return self.store is not None
 
     async def _make(self, world: World, member: str) -> BufferedThreadStore | None:
-        link, ledger = world.nats.link(CONFIG), LedgerView(world.postgres)
+        session, ledger = world.nats.session(CONFIG), LedgerView(world.postgres)
         view = StoreView(world.postgres)
-        store = BufferedThreadStore(view, ledger, link, member, Consistency.READ_YOUR_WRITES, CONFIG)  # type: ignore[arg-type]
+        store = BufferedThreadStore(view, ledger, session, member, Consistency.READ_YOUR_WRITES, CONFIG)  # type: ignore[arg-type]
         try:
             await store._start()
         except BufstoreError as e:
@@ -86,7 +86,7 @@ class Instance:
         if store is None:
             return
         store._log.close()  # type: ignore[attr-defined]
-        store._hot.close()  # type: ignore[attr-defined]
+        store._shared.close()  # type: ignore[attr-defined]
         while tasks := [t for t in self._world.tasks[self._number] if not t.done()]:
             for task in tasks:
                 task.cancel()
@@ -124,7 +124,7 @@ class World:
         self.instances = [Instance(self, n) for n in range(2)]
         #: Copies of the database, when they were made, and how many events each story had by then.
         self.copies: deque[tuple[float, Any, Counter[str]]] = deque()
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, Watermark] = {}
         self._cursors: dict[int, tuple[int, int]] = {}
         self.counts: Counter[str] = Counter()
         #: Reads what is new in the archive, after each step.
@@ -154,7 +154,7 @@ class World:
 
     def _calls(self) -> int:
         stores = [i.store for i in self.instances if i.store is not None]
-        return sum(s._log.calls + s._hot.calls for s in stores)  # type: ignore[attr-defined]
+        return sum(s._log.calls + s._shared.calls for s in stores)  # type: ignore[attr-defined]
 
     def check_nothing_left(self) -> None:
         """Everything that was started has ended."""
@@ -194,23 +194,23 @@ class World:
             if (cursor.term, cursor.seq) < self._cursors.get(partition, (0, 0)):
                 raise Violation(f"the cursor of partition {partition} went back to {cursor}")
             self._cursors[partition] = cursor.term, cursor.seq
-        for thread_id, row in ledger._rows.items():
-            if row.flushed_seq < self._rows.get(thread_id, row).flushed_seq:
-                raise Violation(f"the watermark of {thread_id} went back to {row.flushed_seq}")
-            self._rows[thread_id] = row
+        for thread_id, watermark in ledger._rows.items():
+            if watermark.flushed_seq < self._rows.get(thread_id, watermark).flushed_seq:
+                raise Violation(f"the watermark of {thread_id} went back to {watermark.flushed_seq}")
+            self._rows[thread_id] = watermark
         for thread_id in THREADS:
             self.check_flushed(thread_id)
 
     def check_flushed(self, thread_id: str) -> None:
         """What Postgres holds of the thread is what the story says at its watermark."""
-        row = self.postgres.ledger._rows.get(thread_id, Row())
+        watermark = self.postgres.ledger._rows.get(thread_id, Watermark())
         story = self.archive.story(thread_id)
-        if row.flushed_seq > story.end:
+        if watermark.flushed_seq > story.end:
             return  # the archive is read at the end of the step
-        point, found = story.at(row.flushed_seq), self.in_store(thread_id)
+        point, found = story.at(watermark.flushed_seq), self.in_store(thread_id)
         if found != point.seen:
-            raise Violation(f"{thread_id} at {row.flushed_seq}: the store has {found}, the story {point.seen}")
-        shown = (row.flushed_seq, row.applied_id, row.version, row.broken_since is not None)
+            raise Violation(f"{thread_id} at {watermark.flushed_seq}: the store has {found}, the story {point.seen}")
+        shown = (watermark.flushed_seq, watermark.applied_id, watermark.version, watermark.broken_since is not None)
         expected = (point.seq, point.applied_id, len(point.seen.messages), point.broken)
         if shown != expected:
             raise Violation(f"{thread_id}: the row is {shown}, the story says {expected}")
@@ -227,7 +227,7 @@ class World:
         return seen_in(self.postgres.store, thread_id)
 
     def flushed(self, thread_id: str) -> int:
-        return self.postgres.ledger._rows.get(thread_id, Row()).flushed_seq
+        return self.postgres.ledger._rows.get(thread_id, Watermark()).flushed_seq
 
     # --- Postgres and its copies
 

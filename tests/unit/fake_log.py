@@ -10,11 +10,11 @@ import selectors
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from bufstore.buffer import ring as rings
-from bufstore.buffer.entry import Base, Entry, StoredMessage, decode, encode
-from bufstore.buffer.ports.stream import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
+from bufstore.buffer import recent_keys
+from bufstore.buffer.entry import Base, Entry, decode, encode
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogFull, LogUnavailable
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, StoredMessage
 from bufstore.memory.log import MemoryLog, MemoryStream
 from bufstore.threads.model import Run, encode_messages, encode_run
 from bufstore.threads.payload import Payload, encode_payload
@@ -157,9 +157,9 @@ class FakeLog(MemoryLog):
             seen=0 if before else self.last_seq,
             version=1,
             self_contained=True,
-            ring=rings.add(before.ring if before else b"", rings.item(rings.key_of(id_), b"")),
+            keys=recent_keys.add(before.keys if before else b"", recent_keys.item(recent_keys.key_of(id_), b"")),
             # Like any writer: it knows of all keys only if the one before it did.
-            ring_complete=before is not None and before.ring_complete,
+            keys_complete=before is not None and before.keys_complete,
             payload=encode_payload(Payload(0, encode_messages([f"{content} {id_}"]), encode_run(run_), save_of(run_))),
         )
         ((header, body),) = encode(entry, self.message_bytes_max)

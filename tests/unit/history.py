@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bufstore.buffer import ring as rings
-from bufstore.buffer.appender import Tip
-from bufstore.buffer.chain import Parked, Row, plan
+from bufstore.buffer import recent_keys
+from bufstore.buffer.append.appender import Tip
+from bufstore.buffer.chain import Parked, Watermark, plan
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
 from bufstore.buffer.ports.domain import Inapplicable
-from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.coalesce import coalesce
-from bufstore.threads.memory import MessageMemory, digests_of, ids_of
+from bufstore.threads.digests import MessageMemory, digests_of, ids_of
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import Run, RunStatus, Thread, ThreadChange, encode_messages, encode_run
 from bufstore.threads.payload import decode_payload
 from bufstore.threads.write import Call, save_of
@@ -35,19 +35,23 @@ class Oracle:
     messages: list[bytes] = field(default_factory=list)
     runs: dict[str, bytes] = field(default_factory=dict)
     thread: Thread | None = None
-    row: Row = field(default_factory=Row)
+    watermark: Watermark = field(default_factory=Watermark)
     parked: list[int] = field(default_factory=list)
 
     def take(self, item: Item, *, poison: bool = False) -> None:
-        row = self.row
+        watermark = self.watermark
         if isinstance(item, Malformed):
             self._park(item)
             return
         e = item.entry
-        if e.base is not Base.CHAINED and (row.flushed_seq > e.seen or (e.base is Base.NONE and row.flushed_seq)):
-            self.row = Row(item.seq, row.applied_id, row.version, row.ring, row.broken_since)  # it came too late
+        if e.base is not Base.CHAINED and (
+            watermark.flushed_seq > e.seen or (e.base is Base.NONE and watermark.flushed_seq)
+        ):
+            self.watermark = Watermark(
+                item.seq, watermark.applied_id, watermark.version, watermark.keys, watermark.broken_since
+            )  # it came too late
             return
-        builds_on_this = e.self_contained or e.base is Base.UNKNOWN or e.prev_id == row.applied_id
+        builds_on_this = e.self_contained or e.base is Base.UNKNOWN or e.prev_id == watermark.applied_id
         if poison or not builds_on_this:
             self._park(item)
             return
@@ -66,14 +70,16 @@ class Oracle:
             active_run_id=after.active_run_id,
             open_run_id=after.open_run_id,
         )
-        broken = None if e.self_contained else row.broken_since
-        self.row = Row(item.seq, e.id, len(self.messages), rings.merge(row.ring, e.ring), broken)
+        broken = None if e.self_contained else watermark.broken_since
+        self.watermark = Watermark(
+            item.seq, e.id, len(self.messages), recent_keys.merge(watermark.keys, e.keys), broken
+        )
 
     def _park(self, item: Item) -> None:
-        row = self.row
+        watermark = self.watermark
         self.parked.append(item.seq)
-        since = row.broken_since if row.broken_since is not None else item.seq
-        self.row = Row(item.seq, row.applied_id, row.version, row.ring, since)
+        since = watermark.broken_since if watermark.broken_since is not None else item.seq
+        self.watermark = Watermark(item.seq, watermark.applied_id, watermark.version, watermark.keys, since)
 
 
 @dataclass
@@ -119,7 +125,7 @@ def write_story(chance: random.Random, *, chapters: int = 3, length: int = 8, da
             tip = writers[w]
             if tip is None or tip.seq != (last.seq if last else 0) or (last is None):
                 tip = _look_up(chance, oracle, chapter, seq - 1)
-            readable = tip.memory is not None and oracle.row.broken_since is None
+            readable = tip.memory is not None and oracle.watermark.broken_since is None
             if chance.random() < 0.4:
                 run_number += 1
             run = Run(
@@ -146,7 +152,7 @@ def write_story(chance: random.Random, *, chapters: int = 3, length: int = 8, da
                 seen=tip.seen,
                 version=draft.version,
                 self_contained=draft.self_contained,
-                ring=rings.add(tip.ring, rings.item(rings.key_of(entry_id), b"")),
+                keys=recent_keys.add(tip.keys, recent_keys.item(recent_keys.key_of(entry_id), b"")),
                 payload=draft.payload,
             )
             if tip.base is not Base.CHAINED and chance.random() < 0.5:
@@ -159,32 +165,41 @@ def write_story(chance: random.Random, *, chapters: int = 3, length: int = 8, da
             stored = StoredEntry(THREAD, seq, entry)
             chapter.append(stored)
             oracle.take(stored, poison=entry_id in poison)
-            writers[w] = Tip(seq, entry_id, Base.CHAINED, 0, draft.version, entry.ring, draft.memory)
+            writers[w] = Tip(seq, entry_id, Base.CHAINED, 0, draft.version, entry.keys, draft.memory)
         told.append(chapter)
         writers = [None] * 3
     return Story(told, frozenset(poison))
 
 
 def _without_memory(tip: Tip[MessageMemory]) -> Tip[MessageMemory]:
-    return Tip(tip.seq, tip.id, tip.base, tip.seen, tip.version, tip.ring, None)
+    return Tip(tip.seq, tip.id, tip.base, tip.seen, tip.version, tip.keys, None)
 
 
 def _look_up(chance: random.Random, oracle: Oracle, chapter: list[Item], seen: int) -> Tip[MessageMemory]:
     """What a writer finds out that remembers nothing of the thread."""
-    row = oracle.row
+    watermark = oracle.watermark
     memory = MessageMemory(digests_of(oracle.messages), digests_of(oracle.messages))
     if not chapter:
         if chance.random() < 0.5:
             return Tip(0, 0, Base.UNKNOWN, seen, 0, b"", None)
-        base = Base.STORED if row.flushed_seq else Base.NONE
-        return Tip(0, row.applied_id, base, seen, row.version, row.ring, memory)
+        base = Base.STORED if watermark.flushed_seq else Base.NONE
+        return Tip(0, watermark.applied_id, base, seen, watermark.version, watermark.keys, memory)
     last = chapter[-1]
     if chance.random() < 0.5:
         if isinstance(last, Malformed):
             return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True)
-        return Tip(last.seq, last.entry.id, Base.CHAINED, 0, last.entry.version, last.entry.ring, None)
-    broken = row.broken_since is not None
-    return Tip(last.seq, row.applied_id, Base.CHAINED, 0, row.version, row.ring, None if broken else memory, broken)
+        return Tip(last.seq, last.entry.id, Base.CHAINED, 0, last.entry.version, last.entry.keys, None)
+    broken = watermark.broken_since is not None
+    return Tip(
+        last.seq,
+        watermark.applied_id,
+        Base.CHAINED,
+        0,
+        watermark.version,
+        watermark.keys,
+        None if broken else memory,
+        broken,
+    )
 
 
 class Flushed:
@@ -192,7 +207,7 @@ class Flushed:
 
     def __init__(self) -> None:
         self.store = MemoryThreadStore()
-        self.row = Row()
+        self.watermark = Watermark()
         self.parked: list[Parked] = []
         self.changes = 0
 
@@ -201,20 +216,20 @@ class Flushed:
         complete = False
         known = set(poison)
         while True:
-            todo = plan(self.row, items, complete=complete, poison=frozenset(known))
+            todo = plan(self.watermark, items, complete=complete, poison=frozenset(known))
             if todo.gap_before is not None:
                 last = max(i.seq for i in items)
-                items = [*(i for i in log if self.row.flushed_seq < i.seq < last), *items]
+                items = [*(i for i in log if self.watermark.flushed_seq < i.seq < last), *items]
                 complete = True
                 continue
             try:
                 if todo.apply:
-                    await apply(self.store, coalesce(THREAD, self.row.version, todo.apply))
+                    await apply(self.store, coalesce(THREAD, self.watermark.version, todo.apply))
                     self.changes += 1
             except Inapplicable as e:
                 known.add(e.entry_id)
                 continue
-            self.row = todo.row
+            self.watermark = todo.watermark
             self.parked += todo.park
             return
 

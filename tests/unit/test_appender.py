@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import StoredEntry
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.config import LogConfig
 from bufstore.errors import (
     AlreadyExists,
@@ -29,6 +28,7 @@ from bufstore.errors import (
     Unavailable,
     VersionConflict,
 )
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.threads.model import Run
 from bufstore.types import Receipt
 from unit.fake_log import WRITE_FAULTS, FakeLog, run
@@ -188,7 +188,7 @@ def test_another_writers_undecodable_payload_does_not_stop_this_one() -> None:
         await world.flush()
         assert receipt.version == 2
         assert await world.messages() == ["a", "b"]
-        assert (await world.ledger.row("t")).broken_since is None
+        assert (await world.ledger.watermark("t")).broken_since is None
 
     test(main)
 
@@ -260,7 +260,7 @@ async def _break(world: World, one: Instance) -> None:
     receipt = await one.append(["poison"])
     await world.flush(poison=frozenset({receipt.id}))
     one.appender.forget("t")
-    assert (await world.ledger.row("t")).broken_since is not None
+    assert (await world.ledger.watermark("t")).broken_since is not None
 
 
 @pytest.mark.parametrize("purged", [False, True], ids=["", "purged"])
@@ -273,8 +273,8 @@ def test_a_broken_thread_refuses_appends_until_a_full_checkpoint_heals_it(purged
             await one.append(["b"])
         await one.checkpoint(["a", "b"])
         await world.flush()
-        row = await world.ledger.row("t")
-        assert row.broken_since is None, "a full checkpoint heals"
+        watermark = await world.ledger.watermark("t")
+        assert watermark.broken_since is None, "a full checkpoint heals"
         assert await world.messages() == ["a", "b"]
         await one.append(["c"])
         await world.flush()
@@ -298,7 +298,7 @@ def test_a_busy_thread_is_healed_too() -> None:
         await on_its_way
         await one.checkpoint(["a", "poison", "b", "c"])
         await world.flush()
-        assert (await world.ledger.row("t")).broken_since is None
+        assert (await world.ledger.watermark("t")).broken_since is None
         assert await world.messages() == ["a", "poison", "b", "c"]
 
     test(main)
@@ -341,8 +341,8 @@ def test_a_key_is_known_after_a_flush_and_a_purge() -> None:
         two = Instance(world)
         receipt = await two.checkpoint(["a"], key="k")
         assert receipt.repeated
-        row = await world.ledger.row("t")
-        assert receipt.thread_seq <= row.flushed_seq, "a read that takes this receipt must be able to reach it"
+        watermark = await world.ledger.watermark("t")
+        assert receipt.thread_seq <= watermark.flushed_seq, "a read that takes this receipt must be able to reach it"
 
     test(main)
 
@@ -751,7 +751,7 @@ def test_whatever_fails_each_call_ends_as_it_says(seed: int, share: float, kinds
         for thread in saved:
             receipt = await asyncio.gather(*(one.append(["end"], thread) for one in writers))
             assert max(r.thread_seq for r in receipt) == log.last_of(SUBJECTS.of(thread))
-            assert (await world.shown(thread)).row.broken_since is None, "every chain is whole"
+            assert (await world.shown(thread)).watermark.broken_since is None, "every chain is whole"
             await world.flush(thread)
         assert world.ledger.parked.entries == {}
         for one in writers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer.blame import THREADS_MIN, Blame
+from bufstore.buffer.flush.blame import THREADS_MIN, Blame
 
 THREAD = st.integers(0, 12).map(str)
 STEP = st.tuples(st.sampled_from(["refused", "taken", "settled"]), THREAD)

@@ -26,7 +26,7 @@ from bufstore import (
     VersionConflict,
 )
 from bufstore.blocking import BlockingBulkWriter, BlockingQuarantine
-from bufstore.buffer.quarantine import Quarantine
+from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.memory import MemoryNats
 from bufstore.threads.bulk import BulkWriter, Step
 

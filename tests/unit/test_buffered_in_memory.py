@@ -21,6 +21,7 @@ from bufstore import (
     LogFull,
     LogRolledBack,
     LogUnavailable,
+    MemoryThreadStore,
     NotFound,
     OutcomeUnknown,
     ReadNotFresh,
@@ -28,10 +29,10 @@ from bufstore import (
     StoreUnavailable,
     ThreadQuarantined,
 )
-from bufstore.buffer.ports.stream import BatchRefused, Conflict, Outgoing
-from bufstore.memory import MemoryNats, MemoryThreadStore
-from bufstore.memory.hot import MemoryBucket, MemoryHotState
+from bufstore.jetstream.messages import BatchRefused, Conflict, Outgoing
+from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryLog, MemoryStream
+from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.testing import CHECKS, Check
 from helpers import fresh, run_of
 from unit.fake_log import run
@@ -151,7 +152,7 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
             same = (t for n in range(99) if subjects.partition(t := f"other-{n}") == subjects.partition(thread_id))
             await one.save_thread(next(same))  # the cursor moves on, and all below it goes
             await asyncio.sleep(60)
-            assert (await inner.ledger(0).row(thread_id)).flushed_seq == 0
+            assert (await inner.ledger(0).watermark(thread_id)).flushed_seq == 0
             for store in (one, two):
                 for level in Consistency:
                     assert await store.load_checkpoint(thread_id, consistency=level, at_least=receipt) is None
@@ -179,7 +180,7 @@ def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str
             await one.save_thread(next(t for n in range(99) if subjects.partition(t := f"o{n}") == partition))
             await one.force_flush_all()
             await one._log.purge(partition, await one._log.end(1))
-            tombstone = (await ledger.row(thread_id)).flushed_seq, thread_id
+            tombstone = (await ledger.watermark(thread_id)).flushed_seq, thread_id
             write = two._log._write  # type: ignore[attr-defined]
 
             async def burying(messages: Any) -> int:
@@ -430,13 +431,13 @@ def test_a_feed_holds_no_more_than_it_may_until_it_is_acked() -> None:
 
 def test_what_has_a_time_to_live_is_gone_after_it() -> None:
     async def main() -> None:
-        hot = MemoryHotState(MemoryBucket())
-        await hot.renew_member("a", 2)
-        assert await hot.claim_run("r", "t", 1) == await hot.claim_run("r", "u", 1) == "t"
-        assert list(await hot.members()) == ["a"]
+        shared = MemorySharedState(MemoryBucket())
+        await shared.renew_member("a", 2)
+        assert await shared.claim_run("r", "t", 1) == await shared.claim_run("r", "u", 1) == "t"
+        assert list(await shared.members()) == ["a"]
         await asyncio.sleep(2)
-        assert await hot.members() == {}
+        assert await shared.members() == {}
         await asyncio.sleep(7 * 24 * 3600)
-        assert await hot.thread_of_run("r", 1) is None
+        assert await shared.thread_of_run("r", 1) is None
 
     run(main())

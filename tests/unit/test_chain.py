@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from bufstore.buffer.chain import Row, counts, plan, superseded
+from bufstore.buffer.chain import Watermark, counts, plan, superseded
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
 
 
 def at(
     seq: int, id_: int, prev: int = 0, base: Base = Base.CHAINED, *, whole: bool = False, seen: int = 0
 ) -> StoredEntry:
-    entry = Entry(id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, ring=b"", payload=b"")
+    entry = Entry(id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, keys=b"", payload=b"")
     return StoredEntry("t", seq, entry)
 
 
@@ -19,7 +19,7 @@ def malformed(seq: int) -> Malformed:
     return Malformed("s", seq, (), "damage", "t")
 
 
-ROW = Row(flushed_seq=10, applied_id=100, version=3)
+ROW = Watermark(flushed_seq=10, applied_id=100, version=3)
 
 
 def applied(todo: object) -> list[int]:
@@ -33,12 +33,12 @@ def parked(todo: object) -> list[int]:
 def test_a_chain_is_applied_in_order_whatever_the_order_it_came_in() -> None:
     todo = plan(ROW, [at(14, 103, 102), at(12, 101, 100), at(13, 102, 101), at(12, 101, 100)], complete=False)
     assert applied(todo) == [12, 13, 14]
-    assert (todo.row.flushed_seq, todo.row.applied_id) == (14, 103)
+    assert (todo.watermark.flushed_seq, todo.watermark.applied_id) == (14, 103)
 
 
 def test_what_is_at_or_below_the_watermark_is_nothing_new() -> None:
     todo = plan(ROW, [at(10, 100, 99), at(9, 99, 98), malformed(8)], complete=False)
-    assert (applied(todo), parked(todo), todo.row) == ([], [], ROW)
+    assert (applied(todo), parked(todo), todo.watermark) == ([], [], ROW)
 
 
 def test_a_missing_predecessor_is_a_gap_even_behind_entries_that_fit() -> None:
@@ -54,31 +54,31 @@ def test_a_gap_is_looked_for_before_a_snapshot_too(whole: bool) -> None:
 def test_a_predecessor_that_is_nowhere_parks_what_builds_on_it() -> None:
     todo = plan(ROW, [at(13, 103, 102), at(14, 104, 103)], complete=True)
     assert (applied(todo), parked(todo)) == ([], [13, 14])
-    assert todo.row == Row(flushed_seq=14, applied_id=100, version=3, broken_since=13)
+    assert todo.watermark == Watermark(flushed_seq=14, applied_id=100, version=3, broken_since=13)
 
 
 def test_a_snapshot_heals() -> None:
     todo = plan(ROW, [malformed(11), at(12, 102, 999), at(13, 103, 102, whole=True), at(14, 104, 103)], complete=True)
     assert (applied(todo), parked(todo)) == ([13, 14], [11, 12])
-    assert todo.row.broken_since is None
+    assert todo.watermark.broken_since is None
 
 
 def test_while_broken_the_first_position_is_remembered() -> None:
     todo = plan(ROW, [malformed(11), malformed(12)], complete=False)
-    assert todo.row.broken_since == 11
-    assert plan(todo.row, [malformed(15)], complete=False).row.broken_since == 11
+    assert todo.watermark.broken_since == 11
+    assert plan(todo.watermark, [malformed(15)], complete=False).watermark.broken_since == 11
 
 
 def test_poison_parks_alone_and_takes_what_builds_on_it_along() -> None:
     items = [at(11, 101, 100), at(12, 102, 101), at(13, 103, 102), at(14, 104, 103, whole=True)]
     todo = plan(ROW, items, complete=True, poison=frozenset({102}))
     assert (applied(todo), parked(todo)) == ([11, 14], [12, 13])
-    assert todo.row.broken_since is None
+    assert todo.watermark.broken_since is None
 
 
 def test_a_snapshot_that_is_poison_does_not_heal() -> None:
     todo = plan(ROW, [at(11, 101, 100, whole=True)], complete=True, poison=frozenset({101}))
-    assert (parked(todo), todo.row.broken_since, todo.row.applied_id) == ([11], 11, 100)
+    assert (parked(todo), todo.watermark.broken_since, todo.watermark.applied_id) == ([11], 11, 100)
 
 
 @pytest.mark.parametrize("base", [Base.NONE, Base.UNKNOWN, Base.STORED])
@@ -86,21 +86,21 @@ def test_a_snapshot_that_is_poison_does_not_heal() -> None:
 def test_an_entry_that_expected_nothing_is_superseded_once_the_thread_moved_on(
     base: Base, flushed: int, late: bool
 ) -> None:
-    row = Row(flushed_seq=flushed, applied_id=7 if flushed else 0)
+    watermark = Watermark(flushed_seq=flushed, applied_id=7 if flushed else 0)
     late = late or (base is Base.NONE and flushed > 0)
     entry = at(20, 5, 7 if base is Base.STORED and flushed else 0, base, whole=base is Base.UNKNOWN, seen=10)
-    assert superseded(entry, row) is late
-    todo = plan(row, [entry], complete=True)
+    assert superseded(entry, watermark) is late
+    todo = plan(watermark, [entry], complete=True)
     assert applied(todo) == ([] if late else [20])
-    assert todo.row.flushed_seq == 20
+    assert todo.watermark.flushed_seq == 20
     assert todo.park == []
-    parking = plan(row, [entry], complete=True, poison=frozenset({5}))
-    for before_or_after in (row, todo.row, parking.row):
+    parking = plan(watermark, [entry], complete=True, poison=frozenset({5}))
+    for before_or_after in (watermark, todo.watermark, parking.watermark):
         assert counts(entry, before_or_after, None) is not late
 
 
 def test_a_chained_entry_is_never_superseded() -> None:
-    assert not superseded(at(20, 5, 7), Row(flushed_seq=15, applied_id=8))
+    assert not superseded(at(20, 5, 7), Watermark(flushed_seq=15, applied_id=8))
 
 
 def test_a_snapshot_on_a_superseded_entry_is_applied_and_a_delta_on_it_is_not() -> None:

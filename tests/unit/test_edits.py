@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer.chain import Row, plan
+from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Base, Entry, StoredEntry
 from bufstore.buffer.ports.domain import Inapplicable
-from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import (
     Run,
     RunStatus,
@@ -89,7 +89,7 @@ def entries_of(steps: list[Any]) -> list[StoredEntry]:
             seen=0,
             version=length,
             self_contained=kind == "removal",
-            ring=b"",
+            keys=b"",
             payload=data,
         )
         entries.append(StoredEntry(T, 10 * n, entry))
@@ -106,13 +106,13 @@ def test_folded_in_any_windows_they_mean_the_same(steps: list[Any], cuts: set[in
     entries = entries_of(steps)
 
     async def flushed(windows: list[list[StoredEntry]]) -> Any:
-        store, row = MemoryThreadStore(), Row()
+        store, watermark = MemoryThreadStore(), Watermark()
         for window in windows:
             # Redelivered: whatever is at or below the watermark changes nothing, a removal neither.
-            todo = plan(row, [*entries[: len(entries) // 2], *window], complete=True)
+            todo = plan(watermark, [*entries[: len(entries) // 2], *window], complete=True)
             if todo.apply:
-                await apply(store, coalesce(T, row.version, todo.apply))
-            row = todo.row
+                await apply(store, coalesce(T, watermark.version, todo.apply))
+            watermark = todo.watermark
         return await content(store)
 
     bounds = sorted({0, len(entries), *(c for c in cuts if c < len(entries))})
@@ -126,25 +126,25 @@ def test_a_read_shows_what_a_flush_will_make(steps: list[Any], cut: int) -> None
     entries = entries_of(steps)
 
     async def check() -> None:
-        store, row = MemoryThreadStore(), Row()
-        todo = plan(row, entries[:cut], complete=True)
+        store, watermark = MemoryThreadStore(), Watermark()
+        todo = plan(watermark, entries[:cut], complete=True)
         if todo.apply:
-            await apply(store, coalesce(T, row.version, todo.apply))
-            row = todo.row
+            await apply(store, coalesce(T, watermark.version, todo.apply))
+            watermark = todo.watermark
         before = await store.load_checkpoint(T)
         state = ThreadState(
-            row=row,
+            watermark=watermark,
             thread=before.thread if before else None,
             messages=encode_messages(before.messages) if before else [],
             latest_run=encode_run(before.latest_run) if before and before.latest_run else None,
             state=encode_value(before.state, "state") if before and before.state is not None else None,
         )
         shown = overlay(state, T, entries[cut:])
-        rest = plan(row, entries[cut:], complete=True)
+        rest = plan(watermark, entries[cut:], complete=True)
         if rest.apply:
-            await apply(store, coalesce(T, row.version, rest.apply))
+            await apply(store, coalesce(T, watermark.version, rest.apply))
         after = await store.load_checkpoint(T)
-        assert shown.row == rest.row
+        assert shown.watermark == rest.watermark
         assert (shown.thread is None) == (after is None)
         if after is not None:
             assert shown.thread == after.thread
@@ -166,6 +166,6 @@ def test_a_read_shows_what_a_flush_will_make(steps: list[Any], cut: int) -> None
     ],
 )
 def test_what_cannot_be_read_is_poison(payload: bytes) -> None:
-    entry = Entry(id=1, prev_id=0, base=Base.NONE, seen=0, version=0, self_contained=False, ring=b"", payload=payload)
+    entry = Entry(id=1, prev_id=0, base=Base.NONE, seen=0, version=0, self_contained=False, keys=b"", payload=payload)
     with pytest.raises(Inapplicable):
         coalesce(T, 0, [StoredEntry(T, 1, entry)])

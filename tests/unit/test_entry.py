@@ -11,21 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer import ring as rings
-from bufstore.buffer.entry import (
-    HEADER,
-    HEADER_BYTES_MAX,
-    Assembler,
-    Base,
-    Entry,
-    Malformed,
-    StoredEntry,
-    StoredMessage,
-    assemble,
-    decode,
-    encode,
-)
+from bufstore.buffer import recent_keys
+from bufstore.buffer.entry import Assembler, Base, Entry, Malformed, StoredEntry, assemble, decode, encode
 from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import HEADER, HEADER_BYTES_MAX, StoredMessage
 
 SUBJECT = "thread.0.dA"
 NUMBERS = st.integers(0, 2**63 - 1)
@@ -37,7 +26,7 @@ ENTRIES = st.builds(
     seen=NUMBERS,
     version=NUMBERS,
     self_contained=st.booleans(),
-    ring=st.binary(max_size=16).map(lambda b: (b * 16)[: 12 * (len(b) % 17)]),
+    keys=st.binary(max_size=16).map(lambda b: (b * 16)[: 12 * (len(b) % 17)]),
     payload=st.binary(max_size=300),
 )
 
@@ -49,7 +38,7 @@ def messages_of(entry: Entry, message_bytes_max: int = 1 << 20, start: int = 1) 
 
 def an_entry(payload: bytes = b"x", **fields: Any) -> Entry:
     given_ = {"id": 7, "prev_id": 0, "base": Base.CHAINED, "seen": 0, "version": 1, "self_contained": False}
-    return Entry(**(given_ | fields), ring=rings.item("k", b""), payload=payload)
+    return Entry(**(given_ | fields), keys=recent_keys.item("k", b""), payload=payload)
 
 
 def sealed(meta: Any, body: bytes = b"", version: object = 1) -> StoredMessage:
@@ -95,7 +84,7 @@ def test_headers_at_their_largest_stay_below_the_bound() -> None:
         version=2**63 - 1,
         self_contained=True,
     )
-    largest = msgspec.structs.replace(largest, ring=b"\xff" * 192, payload=b"x" * 1000)
+    largest = msgspec.structs.replace(largest, keys=b"\xff" * 192, payload=b"x" * 1000)
     batch = "Nats-Batch-Id: 0123456789abcdef\r\nNats-Batch-Sequence: 1000\r\nNats-Batch-Commit: 1\r\n"
     expected = f"Nats-Expected-Last-Subject-Sequence: {2**64}\r\n"
     for header, _ in encode(largest, HEADER_BYTES_MAX + 1):

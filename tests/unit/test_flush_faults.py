@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from bufstore.buffer.blame import THREADS_MIN
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.flush.blame import THREADS_MIN
+from bufstore.buffer.flush.verdict import Verdict, verdict
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
-from bufstore.buffer.verdict import Verdict, verdict
 from bufstore.errors import StoreUnavailable
 from unit.test_flusher import SUBJECTS, Bench, bench, failing, other_partition
 
@@ -44,7 +44,7 @@ def transactions(it: Bench) -> list[int]:
     async def counted(
         held: Sequence[Cursor],
         threads: Sequence[str],
-        decide: Callable[[Mapping[str, Row]], Decision],
+        decide: Callable[[Mapping[str, Watermark]], Decision],
         *,
         probe: int = 0,
         size: int = 0,
@@ -372,7 +372,7 @@ def test_taking_a_partition_takes_no_time_of_the_others() -> None:
         other = other_partition("t")
         await write(it, ["t", other])
         assert await it.flushed("t", other)
-        lost = it.flusher._shares[SUBJECTS.partition("t")]  # type: ignore[union-attr]
+        lost = it.flusher._owned[SUBJECTS.partition("t")]  # type: ignore[union-attr]
 
         async def hangs(partitions: Sequence[int], owner: str) -> list[Cursor]:
             await asyncio.sleep(30)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, StoredEntry
 from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.threads.coalesce import coalesce
@@ -24,7 +24,7 @@ SEEDS = st.integers(0, 2**32)
 
 async def agrees(flushed: Flushed, oracle: Oracle) -> None:
     found = flushed.store
-    assert flushed.row == oracle.row
+    assert flushed.watermark == oracle.watermark
     assert sorted(p.item.seq for p in flushed.parked) == sorted(oracle.parked)
     assert await found.load_thread(THREAD) == oracle.thread
     assert found._messages.get(THREAD, []) == oracle.messages
@@ -79,7 +79,7 @@ async def state_of(flushed: Flushed) -> ThreadState:
     thread = await flushed.store.load_thread(THREAD)
     latest = flushed.store._runs[thread.latest_run_id][1] if thread and thread.latest_run_id else None
     return ThreadState(
-        row=flushed.row, thread=thread, messages=flushed.store._messages.get(THREAD, []), latest_run=latest
+        watermark=flushed.watermark, thread=thread, messages=flushed.store._messages.get(THREAD, []), latest_run=latest
     )
 
 
@@ -102,7 +102,7 @@ def test_a_read_shows_what_a_flush_of_the_same_entries_makes(seed: int, damage: 
             for item in chapter:
                 oracle.take(item)
             for state in (shown, again):
-                assert state.row == after.row == oracle.row
+                assert state.watermark == after.watermark == oracle.watermark
                 assert state.thread == after.thread == oracle.thread
                 assert state.messages == after.messages == oracle.messages
                 assert state.latest_run == after.latest_run
@@ -120,7 +120,7 @@ def test_the_log_alone_tells_the_same_or_nothing(seed: int) -> None:
     shown = from_log_alone(THREAD, story.chapters[0])
     if shown is not None:
         assert shown.messages == oracle.messages
-        assert shown.row.applied_id == oracle.row.applied_id
+        assert shown.watermark.applied_id == oracle.watermark.applied_id
         assert shown.latest_run is None or shown.latest_run in oracle.runs.values()
 
 
@@ -143,7 +143,7 @@ def stored(
 ) -> StoredEntry:  # fmt: skip
     data = payload if isinstance(payload, bytes) else encode_payload(payload)
     entry = Entry(
-        id=id_, prev_id=prev, base=base, seen=seen, version=version, self_contained=whole, ring=b"", payload=data
+        id=id_, prev_id=prev, base=base, seen=seen, version=version, self_contained=whole, keys=b"", payload=data
     )
     return StoredEntry(THREAD, seq, entry)
 
@@ -181,12 +181,12 @@ def test_a_thread_that_the_wrapped_store_knew_before_the_buffer_can_be_appended_
         assert await flushed.store.load_messages(THREAD) == ["first", "second", "third"]
         return flushed
 
-    assert asyncio.run(main()).row == Row(flushed_seq=5, applied_id=1, version=3)
+    assert asyncio.run(main()).watermark == Watermark(flushed_seq=5, applied_id=1, version=3)
 
 
 def test_a_read_of_nothing_is_the_state_as_it_was() -> None:
-    state = ThreadState(row=Row(), thread=None, messages=[], latest_run=None)
+    state = ThreadState(watermark=Watermark(), thread=None, messages=[], latest_run=None)
     assert overlay(state, THREAD, []) == state
     thread = Thread(thread_id=THREAD, version=1)
-    known = ThreadState(row=Row(9, 9, 1), thread=thread, messages=[b"\x01"], latest_run=None)
+    known = ThreadState(watermark=Watermark(9, 9, 1), thread=thread, messages=[b"\x01"], latest_run=None)
     assert overlay(known, THREAD, [stored(9, 9, b"")]) == known

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import Base, Entry, StoredMessage, encode
-from bufstore.buffer.flusher import Flusher
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.entry import Base, Entry, encode
+from bufstore.buffer.flush.flusher import Flusher
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
-from bufstore.buffer.ports.stream import Outgoing
 from bufstore.buffer.subjects import Subjects
-from bufstore.buffer.verdict import Verdict
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, LogRolledBack, StoreUnavailable
-from bufstore.memory.hot import MemoryBucket, MemoryHotState
+from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.log import MemoryFeed
-from bufstore.memory.store import MemoryThreadStore
+from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import Run
 from unit.fake_log import FakeLog, run
 from unit.test_appender import Instance, World
@@ -71,7 +71,7 @@ class Bench:
     async def start(self) -> None:
         self.flusher = Flusher(
             self.log,
-            MemoryHotState(MemoryBucket()),
+            MemorySharedState(MemoryBucket()),
             self.ledger,
             coalesce,
             SUBJECTS,
@@ -89,8 +89,8 @@ class Bench:
     async def flushed(self, *threads: str, within_s: float = 60.0) -> bool:
         """Whether everything of the threads gets flushed in time."""
         for _ in range(int(within_s * 10)):
-            rows = [await self.ledger.row(t) for t in threads]
-            if all(r.flushed_seq >= self.log.last_of(SUBJECTS.of(t)) for r, t in zip(rows, threads, strict=True)):
+            watermarks = [await self.ledger.watermark(t) for t in threads]
+            if all(r.flushed_seq >= self.log.last_of(SUBJECTS.of(t)) for r, t in zip(watermarks, threads, strict=True)):
                 return True
             await asyncio.sleep(0.1)
         return False
@@ -139,13 +139,13 @@ def test_a_postgres_that_went_back_gets_what_it_missed() -> None:
         await it.start()
         await it.writer.checkpoint(["a"], "t")
         assert await it.flushed("t")
-        rows, cursors = dict(it.ledger._rows), dict(it.ledger._cursors)
+        watermarks, cursors = dict(it.ledger._rows), dict(it.ledger._cursors)
         store = MemoryThreadStore()
         await store.apply(None, [coalesce("t", 0, it.world.tail("t"))])  # type: ignore[arg-type]
         await it.writer.append(["b"], "t")
         await it.writer.checkpoint(["u"], "u")
         assert await it.flushed("t", "u")
-        it.ledger._rows, it.ledger._cursors = rows, cursors
+        it.ledger._rows, it.ledger._cursors = watermarks, cursors
         it.world.store.__dict__.update(store.__dict__)
         others = [f"v{n}" for n in range(12)]  # some of each partition: every cursor moves on
         for thread_id in others:
@@ -379,7 +379,9 @@ def test_an_owner_whose_term_was_raised_commits_nothing_and_starts_again() -> No
         await it.writer.append([1])
         assert await it.flushed("t")
         assert await it.stored() == [0, 1]
-        assert (await it.ledger.cursors())[partition] == Cursor(partition, 3, 2, (await it.ledger.row("t")).applied_id)
+        assert (await it.ledger.cursors())[partition] == Cursor(
+            partition, 3, 2, (await it.ledger.watermark("t")).applied_id
+        )
 
     bench(main)
 
@@ -404,7 +406,7 @@ def test_a_thread_that_the_wrapped_store_held_before_is_flushed_on_top() -> None
         await it.writer.append(["new"])
         assert await it.flushed("t")
         assert await it.stored() == ["old", "new"]
-        assert (await it.ledger.row("t")) != Row()
+        assert (await it.ledger.watermark("t")) != Watermark()
 
     bench(main)
 
@@ -460,9 +462,13 @@ def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
             for m in it.log.messages:
                 if m.seq <= seq and int(m.subject.split(".")[1]) == partition:
                     thread_id = "t" if m.subject == SUBJECTS.of("t") else "u"
-                    row = it.ledger._rows[thread_id]
-                    assert row.flushed_seq >= m.seq, "acknowledged, and Postgres knows nothing of it"
-                    assert m.seq in it.ledger.parked.entries or row.broken_since is None or m.seq < row.broken_since
+                    watermark = it.ledger._rows[thread_id]
+                    assert watermark.flushed_seq >= m.seq, "acknowledged, and Postgres knows nothing of it"
+                    assert (
+                        m.seq in it.ledger.parked.entries
+                        or watermark.broken_since is None
+                        or m.seq < watermark.broken_since
+                    )
             acks.append(seq)
 
         feed = it.log.feed
@@ -495,7 +501,7 @@ def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
 def test_in_memory_what_was_begun_and_never_ended_is_waited_for_and_keeps_nothing_busy() -> None:
     async def main(it: Bench) -> None:
         entry = Entry(
-            id=5, prev_id=0, base=Base.NONE, seen=0, version=1, self_contained=True, ring=b"", payload=b"x" * 50_000
+            id=5, prev_id=0, base=Base.NONE, seen=0, version=1, self_contained=True, keys=b"", payload=b"x" * 50_000
         )
         header, body = encode(entry, 20_000)[0]
         it.log.store([Outgoing(SUBJECTS.of("t"), body, header, None)])

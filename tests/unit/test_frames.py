@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from nats.aio.client import Client
 
-from bufstore.buffer.ports.stream import Outgoing
-from bufstore.nats import frames
+from bufstore.jetstream import frames
+from bufstore.jetstream.messages import Outgoing
 
 _MESSAGES = [
     Outgoing("thread.1.a", b"body", "1.header", expected=7),

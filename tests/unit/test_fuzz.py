@@ -18,15 +18,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bufstore import ConfigError, InvalidQuery, MessageQuery, NatsConfig, RunQuery, ThreadQuery
-from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, StoredMessage, assemble, decode, encode
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, assemble, decode, encode
 from bufstore.buffer.ports.domain import Inapplicable
-from bufstore.buffer.ring import find, item
+from bufstore.buffer.recent_keys import find, item
 from bufstore.cli.app import app
 from bufstore.cli.lines import BadLine, Input, Line, _split
 from bufstore.config import split_url
 from bufstore.errors import MalformedEntry
-from bufstore.postgres.migrate import check_schema
-from bufstore.postgres.pool import check_conninfo
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.postgres.connection.migrate import check_schema
+from bufstore.postgres.connection.pool import check_conninfo
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Run, RunSave, RunStatus, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, decode_payload, encode_payload
@@ -52,7 +53,7 @@ ENTRIES = st.builds(
     seen=NUMBERS,
     version=st.integers(0, 2**40),
     self_contained=st.booleans(),
-    ring=st.binary(max_size=50),
+    keys=st.binary(max_size=50),
     payload=st.binary(max_size=60),
 )
 
@@ -72,7 +73,7 @@ def read(message: StoredMessage) -> Entry | None:
     assert 0 <= chunk < chunks
     assert 0 <= entry.id < 2**63
     # Whatever was read can be worked with.
-    find(entry.ring, item("k", b""))
+    find(entry.keys, item("k", b""))
     found = assemble([message], "t")
     assert all(isinstance(i, (StoredEntry, Malformed)) for i in found)
     for i in found:
@@ -249,11 +250,11 @@ def test_any_schema_is_usable_or_a_config_error(text: str) -> None:
 def test_any_file_is_lines_or_bad_lines(raw: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("lines") / "x.jsonl"
     file.write_bytes(raw)
-    source = Input(str(file))
+    producer = Input(str(file))
     try:
-        first, again = list(source.read()), list(source.read_again())
+        first, again = list(producer.read()), list(producer.read_again())
     finally:
-        source.close()
+        producer.close()
     assert all(isinstance(line, (Line, BadLine)) for line in first)
     assert list(map(repr, first)) == list(map(repr, again))
     assert len(list(_split(io.BufferedReader(io.BytesIO(raw))))) >= len(first)  # type: ignore[arg-type]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer.group_commit import GroupCommit
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import Closed, LogFull, LogUnavailable
+from bufstore.jetstream.group_commit import GroupCommit
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from unit.fake_log import WRITE_FAULTS, FakeLog, run
 
 

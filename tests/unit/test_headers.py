@@ -5,10 +5,9 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bufstore.buffer.entry import HEADER
-from bufstore.buffer.ports.stream import Outgoing
-from bufstore.nats.frames import framed
-from bufstore.nats.headers import entry_header, fields, status_of
+from bufstore.jetstream.frames import framed
+from bufstore.jetstream.headers import entry_header, fields, status_of
+from bufstore.jetstream.messages import HEADER, Outgoing
 
 TEXTS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=300)
 

@@ -9,8 +9,8 @@ import pytest
 from nats.aio.client import Client
 
 from bufstore import BufstoreError, ConfigError, NatsConfig
-from bufstore.nats import frames, hooks
-from bufstore.nats.connection import Connection
+from bufstore.jetstream import frames, hooks
+from bufstore.jetstream.connection import Connection
 
 
 def test_the_installed_client_has_all_that_is_replaced() -> None:

@@ -16,11 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer import elapsed, sources
+from bufstore.buffer import elapsed, producers
 from bufstore.buffer.chain import plan
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import IdempotencyConflict, OutcomeUnknown, StoreUnavailable
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.threads.model import decode_message
 from bufstore.threads.payload import decode_payload
 from bufstore.types import Consistency, Receipt
@@ -29,7 +28,7 @@ from unit.write_world import Instance, World, test
 
 #: How the write that is held up is made, and made again: by its token, by a key, with a source's number, in a series.
 HOW = ("token", "key", "source", "series")
-MARK = sources.item("feed", 7)
+MARK = producers.item("feed", 7)
 
 
 async def write(one: Instance, how: str, token: str | None = None, *, whole: bool = False) -> Receipt:
@@ -85,8 +84,8 @@ async def overtaken(world: World, one: Instance, how: str, *, whole: bool, exist
 async def check_it_is_there_once(world: World) -> None:
     await world.flush()
     assert (await world.messages()).count("mine") == 1
-    row = await world.ledger.row("t")
-    assert row.broken_since is None
+    watermark = await world.ledger.watermark("t")
+    assert watermark.broken_since is None
     assert world.ledger.parked.entries == {}
     run = await world.store.load_run("mine")
     assert run is not None
@@ -330,8 +329,8 @@ class Applied(World):
         self.applied: Counter[str] = Counter()
 
     async def flush(self, thread_id: str = "t", poison: frozenset[int] = frozenset()) -> None:
-        row = await self.ledger.row(thread_id)
-        for item in plan(row, self.tail(thread_id), complete=True).apply:
+        watermark = await self.ledger.watermark(thread_id)
+        for item in plan(watermark, self.tail(thread_id), complete=True).apply:
             self.applied[decode_payload(item.entry.payload).save.run_id] += 1
         await super().flush(thread_id, poison)
 
@@ -355,7 +354,7 @@ def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> 
             name, whole = f"r{len(calls)}", chance.random() < 0.5
             how = chance.choice(("token", "key", "source"))
             # A source of its own: of one, a lower number is a repeat once a higher one is stored.
-            mark = sources.item(name, 1) if how == "source" and len(marked) < sources.SIZE else None
+            mark = producers.item(name, 1) if how == "source" and len(marked) < producers.SIZE else None
             if mark is not None:
                 marked.add(name)
 

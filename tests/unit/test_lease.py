@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bufstore.buffer.flusher import Flusher
+from bufstore.buffer.flush.flusher import Flusher
 from bufstore.errors import LogUnavailable
-from bufstore.memory.hot import MemoryBucket, MemoryHotState
+from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.threads.coalesce import coalesce
 from unit.test_flusher import SUBJECTS, Bench, bench
 
@@ -17,7 +17,7 @@ PARTITION = SUBJECTS.partition("t")
 EVERYTHING = {0, 1, 2, 3}
 
 
-class Away(MemoryHotState):
+class Away(MemorySharedState):
     """A hot state that may not be reached."""
 
     away = False
@@ -37,13 +37,13 @@ class World(Bench):
         self.flushers: dict[str, tuple[Flusher, Away]] = {}
 
     async def join(self, name: str) -> tuple[Flusher, Away]:
-        hot = Away(self._bucket)
+        shared = Away(self._bucket)
         made = Flusher(
-            self.log, hot, self.ledger, coalesce, SUBJECTS, self.world.config, name, prepare=self.ledger.setup
+            self.log, shared, self.ledger, coalesce, SUBJECTS, self.world.config, name, prepare=self.ledger.setup
         )
-        self.flushers[name] = made, hot
+        self.flushers[name] = made, shared
         await made.start()
-        return made, hot
+        return made, shared
 
     async def aclose(self) -> None:
         for made, _ in self.flushers.values():
@@ -58,9 +58,9 @@ def world(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
-        _, hot = await it.join("a")
+        _, shared = await it.join("a")
         await asyncio.sleep(2)
-        hot.away = True
+        shared.away = True
         await asyncio.sleep(30)
         await it.writer.append([1])
         assert await it.flushed("t", within_s=5.0)
@@ -70,15 +70,15 @@ def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.Monke
 
 def test_what_is_lost_while_the_lease_cannot_be_renewed_is_taken_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
-        made, hot = await it.join("a")
+        made, shared = await it.join("a")
         await asyncio.sleep(2)
-        hot.away = True
+        shared.away = True
         await asyncio.sleep(30)
         it.log.feeds[PARTITION]._feed.lose("the consumer ended")
         await it.writer.append([1])
         assert not await it.flushed("t", within_s=20.0), "it may be somebody else's by now"
         assert set(made.cursors()) == EVERYTHING - {PARTITION}
-        hot.away = False
+        shared.away = False
         assert await it.flushed("t", within_s=5.0)
 
     world(main, monkeypatch)
@@ -86,10 +86,10 @@ def test_what_is_lost_while_the_lease_cannot_be_renewed_is_taken_when_it_can(mon
 
 def test_who_cannot_renew_his_lease_leaves_others_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
-        first, hot = await it.join("a")
+        first, shared = await it.join("a")
         await asyncio.sleep(2)
         assert set(first.cursors()) == EVERYTHING
-        hot.away = True
+        shared.away = True
         await asyncio.sleep(30)
         assert set(first.cursors()) == EVERYTHING
         second, _ = await it.join("b")
@@ -102,7 +102,7 @@ def test_who_cannot_renew_his_lease_leaves_others_what_they_take(monkeypatch: py
         assert await it.stored() == list(range(20))
         assert PARTITION not in first.cursors()
         assert second.state.takeovers == len(EVERYTHING)
-        hot.away = False
+        shared.away = False
         await asyncio.sleep(10)
         assert set(first.cursors()) | set(second.cursors()) == EVERYTHING
         assert not set(first.cursors()) & set(second.cursors())

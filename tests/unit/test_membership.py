@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer.membership import Pulse, owned, owners
+from bufstore.buffer.flush.membership import Pulse, owned, owners
 
 MEMBERS = st.lists(st.text("0123456789abcdef", min_size=16, max_size=16), unique=True, max_size=8)
 

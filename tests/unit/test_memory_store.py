@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from bufstore.memory.store import MemoryThreadStore
 from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Check
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import ThreadChange
 
 

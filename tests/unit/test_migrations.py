@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.postgres.migrate import oldest_release, works_with
+from bufstore.postgres.connection.migrate import oldest_release, works_with
 
 #: The rooms, and their newest migration of the releases that did not record which releases work with it.
-ROOMS = {
-    ("bufstore.postgres", "buffer"): 6,
-    ("bufstore.postgres", "threads"): 3,
+PARTS = {
+    ("bufstore.postgres.ledger", "sql"): 6,
+    ("bufstore.threads.postgres", "sql"): 3,
     ("bufstore.mailbox", "sql"): 3,
     ("bufstore.spark", "sql"): 1,
 }
@@ -52,11 +52,11 @@ def test_a_release_that_works_is_followed_by_releases_that_work(said: list[int],
     assert works_with(applied, max(applied))
 
 
-@pytest.mark.parametrize(("package", "folder"), ROOMS)
+@pytest.mark.parametrize(("package", "folder"), PARTS)
 def test_every_new_migration_says_which_releases_work_with_it(package: str, folder: str) -> None:
     for file in (files(package) / folder).iterdir():
         numbered = re.fullmatch(r"(\d{4})_.+\.sql", file.name)
-        if numbered and int(numbered[1]) > ROOMS[package, folder]:
+        if numbered and int(numbered[1]) > PARTS[package, folder]:
             text = file.read_text(encoding="utf-8")
             assert "-- Works with: " in text, f"{file.name} names no oldest release: `-- Works with: NNNN`"
             assert oldest_release(text, 0) in range(1, int(numbered[1]) + 1), file.name

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from bufstore.buffer.entry import StoredMessage
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import FlushFailed
-from bufstore.buffer.verdict import Verdict
+from bufstore.jetstream.messages import StoredMessage
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing
 
 PARTITION = SUBJECTS.partition("t")
@@ -129,7 +129,7 @@ def test_a_feed_that_has_no_room_is_not_taken_for_one_that_lags(monkeypatch: pyt
         await asyncio.sleep(1)
         feed = it.log.feeds[PARTITION]
         feed._feed._messages_max = 4
-        monkeypatch.setattr("bufstore.buffer.recaller.Recaller.look", lambda _: None)
+        monkeypatch.setattr("bufstore.buffer.flush.recaller.Recaller.look", lambda _: None)
         for n in range(8):
             await it.writer.append([n])
         assert not await it.ask_until_flushed(30.0)

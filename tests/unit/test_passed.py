@@ -7,7 +7,7 @@ from bisect import bisect_right
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer.passed import Passed, purgeable, share_to_go
+from bufstore.buffer.flush.passed import Passed, purgeable, share_to_go
 
 NEVER = float("-inf")
 GAPS = st.lists(st.floats(0.001, 30), min_size=1, max_size=400)

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore import BufferedThreadStore, LogUnavailable, NotFound, ReadNotFresh, StoreUnavailable
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.stream import AppendUnknown
+from bufstore import BufferedThreadStore, LogUnavailable, MemoryThreadStore, NotFound, ReadNotFresh, StoreUnavailable
 from bufstore.buffer.shared_call import SharedCall
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.memory import MemoryNats, MemoryThreadStore
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+from bufstore.memory import MemoryNats
 from bufstore.nats.log import NatsLog
 from helpers import fresh, run_of
 from unit.fake_log import run

@@ -13,24 +13,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed, plan_replay
 from bufstore.buffer.ports.ledger import FlushFailed
-from bufstore.buffer.quarantine import Quarantine
-from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed, plan_replay
-from bufstore.buffer.verdict import Verdict
 from bufstore.errors import NotFound
 from bufstore.memory.quarantine import MemoryParked
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import decode_message
 from unit.history import THREAD, Flushed, Oracle, write_story
 
-ROW = Row(flushed_seq=20, applied_id=100, version=3, broken_since=11)
+ROW = Watermark(flushed_seq=20, applied_id=100, version=3, broken_since=11)
 
 
 def waits(seq: int, id_: int, prev: int, *, base: int | None = 100, whole: bool = False) -> ParkedEntry:
     entry = Entry(
-        id=id_, prev_id=prev, base=Base.CHAINED, seen=0, version=seq, self_contained=whole, ring=b"", payload=b""
+        id=id_, prev_id=prev, base=Base.CHAINED, seen=0, version=seq, self_contained=whole, keys=b"", payload=b""
     )
     item = StoredEntry("t", seq, entry)
     return ParkedEntry(seq=seq, thread_id="t", base_id=base, cause="c", parked_at=datetime.now(UTC), item=item)
@@ -41,18 +41,18 @@ def damaged(seq: int) -> ParkedEntry:
     return ParkedEntry(seq=seq, thread_id="t", base_id=100, cause="c", parked_at=datetime.now(UTC), item=item)
 
 
-def outcomes(row: Row, *parked: ParkedEntry, refused: dict[int, str] | None = None) -> list[str]:
-    return [o.outcome.value for o in plan_replay(row, parked, refused=refused).outcomes]
+def outcomes(watermark: Watermark, *parked: ParkedEntry, refused: dict[int, str] | None = None) -> list[str]:
+    return [o.outcome.value for o in plan_replay(watermark, parked, refused=refused).outcomes]
 
 
 def test_what_builds_on_the_row_is_applied_in_order_with_what_was_parked_behind_it() -> None:
     plan = plan_replay(ROW, [waits(13, 103, 102), waits(11, 101, 100), waits(12, 102, 101)])
     assert [e.seq for e in plan.apply] == [11, 12, 13]
-    assert (plan.row.applied_id, plan.row.version, plan.row.flushed_seq) == (103, 13, 20)
+    assert (plan.watermark.applied_id, plan.watermark.version, plan.watermark.flushed_seq) == (103, 13, 20)
 
 
 def test_once_the_thread_has_gone_on_nothing_is_applied_not_even_a_snapshot() -> None:
-    healed = Row(flushed_seq=20, applied_id=200, version=3)
+    healed = Watermark(flushed_seq=20, applied_id=200, version=3)
     assert outcomes(healed, waits(11, 101, 100), waits(12, 102, 999, whole=True)) == ["superseded"] * 2
     assert outcomes(healed, waits(11, 101, 200, base=None)) == ["superseded"]
 
@@ -71,9 +71,9 @@ class Bench:
     """A thread that was flushed with poison in it, and its quarantine."""
 
     def __init__(self, flushed: Flushed) -> None:
-        self.rows = {THREAD: flushed.row}
+        self.watermarks = {THREAD: flushed.watermark}
         self.store = flushed.store
-        self.parked = MemoryParked(self.rows, flushed.store)
+        self.parked = MemoryParked(self.watermarks, flushed.store)
         self.parked.park(flushed.parked)
         self.told: list[str] = []
         self.quarantine = Quarantine(SimpleNamespace(parked=self.parked), coalesce, self._tell)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_a_replay_makes_what_the_log_would_have_made_without_that_poison(seed: i
     async def main() -> None:
         story, bench = await flushed(seed)
         before = set(bench.parked.entries)
-        last = bench.rows[THREAD]
+        last = bench.watermarks[THREAD]
         if single and before:
             done = []
             for seq in sorted(before):
@@ -115,15 +115,15 @@ def test_a_replay_makes_what_the_log_would_have_made_without_that_poison(seed: i
             poison = isinstance(item, StoredEntry) and item.entry.id in story.poison and item.seq not in applied
             oracle.take(item, poison=poison)
         assert bench.messages() == [decode_message(m) for m in oracle.messages]
-        row = bench.rows[THREAD]
-        assert (row.applied_id, row.version, row.flushed_seq) == (
-            oracle.row.applied_id,
-            oracle.row.version,
+        watermark = bench.watermarks[THREAD]
+        assert (watermark.applied_id, watermark.version, watermark.flushed_seq) == (
+            oracle.watermark.applied_id,
+            oracle.watermark.version,
             last.flushed_seq,
         )
         again = await bench.quarantine.replay_thread(THREAD)
         assert not [o for o in again if o.outcome is Outcome.APPLIED]
-        assert bench.rows[THREAD] == row
+        assert bench.watermarks[THREAD] == watermark
         assert bool(bench.told) == bool(applied)
 
     asyncio.run(main())
@@ -170,15 +170,15 @@ def _id(other: Bench, seq: int, bench: Bench) -> int:
 
 async def test_discarding_all_that_waits_makes_a_thread_whole_again() -> None:
     flushed = Flushed()
-    flushed.row = ROW
+    flushed.watermark = ROW
     items = [waits(11, 101, 100).item, Malformed("s", 12, (), "damage", "t")]
     flushed.parked = [Parked(i, "c", 100) for i in items]
     bench = Bench(flushed)
-    bench.rows["t"] = ROW
+    bench.watermarks["t"] = ROW
     assert await bench.quarantine.discard([11, 11, 99]) == 1
-    assert bench.rows["t"].broken_since == 12
+    assert bench.watermarks["t"].broken_since == 12
     assert await bench.quarantine.discard([12]) == 1
-    assert bench.rows["t"].broken_since is None
+    assert bench.watermarks["t"].broken_since is None
     assert bench.told == ["t", "t"]
     with pytest.raises(NotFound):
         await bench.quarantine.show(12)

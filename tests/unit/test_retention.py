@@ -69,8 +69,8 @@ def test_what_a_postgres_that_is_away_confirmed_before_makes_room() -> None:
         assert await writes(it, 3600) > 750
         await asyncio.sleep(60)
         assert it.flusher is not None
-        for share in it.flusher._shares.values():
-            assert share.passed.purged < share.cursor.seq, "the last of it may be missing in the copy that takes over"
+        for owned in it.flusher._owned.values():
+            assert owned.passed.purged < owned.cursor.seq, "the last of it may be missing in the copy that takes over"
 
     bench(main, outage_reserve=0.01)
 

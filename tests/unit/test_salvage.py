@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer import ring as rings
-from bufstore.buffer.chain import Row
+from bufstore.buffer import recent_keys
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
-from bufstore.buffer.salvage import known_up_to, plan_salvage, reason_to_repair
+from bufstore.buffer.operate.salvage import known_up_to, plan_salvage, reason_to_repair
 from bufstore.threads.coalesce import coalesce
 from unit.history import THREAD, Flushed, Item, Oracle, write_story
 
@@ -39,25 +39,25 @@ def test_a_log_that_does_not_fit_is_told_from_one_that_does(differs: dict[str, i
 
 
 def entry(seq: int, id_: int, prev: int, *, whole: bool = False, base: Base = Base.CHAINED, seen: int = 0) -> Item:
-    ring = rings.item(rings.key_of(id_), b"")
-    found = Entry(id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, ring=ring, payload=b"")
+    keys = recent_keys.item(recent_keys.key_of(id_), b"")
+    found = Entry(id=id_, prev_id=prev, base=base, seen=seen, version=seq, self_contained=whole, keys=keys, payload=b"")
     return StoredEntry(THREAD, seq, found)
 
 
 def ring_of(*ids: int) -> bytes:
-    return b"".join(rings.item(rings.key_of(i), b"") for i in ids)
+    return b"".join(recent_keys.item(recent_keys.key_of(i), b"") for i in ids)
 
 
 #: Postgres has applied entries 1 … 5 at 11 … 15; the log lost all from 13 on.
-AHEAD = Row(flushed_seq=15, applied_id=5, version=5, ring=ring_of(1, 2, 3, 4, 5))
+AHEAD = Watermark(flushed_seq=15, applied_id=5, version=5, keys=ring_of(1, 2, 3, 4, 5))
 REST = [entry(11, 1, 0), entry(12, 2, 1)]
 
 
 def saved(
-    row: Row, items: list[Item], *, common: int = 0, settled: set[int] | None = None
+    watermark: Watermark, items: list[Item], *, common: int = 0, settled: set[int] | None = None
 ) -> tuple[list[int], list[int]]:
-    found = plan_salvage(row, items, common=common, settled=settled or set())
-    assert found.row.flushed_seq == max([row.flushed_seq, *(i.seq for i in items)])
+    found = plan_salvage(watermark, items, common=common, settled=settled or set())
+    assert found.watermark.flushed_seq == max([watermark.flushed_seq, *(i.seq for i in items)])
     return [i.seq for i in found.apply], [p.item.seq for p in found.park]
 
 
@@ -69,12 +69,12 @@ def test_a_log_that_only_lost_its_end_has_nothing_that_postgres_lacks() -> None:
 
 
 def test_what_was_not_flushed_is_applied_in_order() -> None:
-    behind = Row(flushed_seq=11, applied_id=1, version=1)
+    behind = Watermark(flushed_seq=11, applied_id=1, version=1)
     assert saved(behind, [*REST, entry(20, 3, 2)]) == ([12, 20], [])
 
 
 def test_deltas_whose_base_is_gone_are_parked_and_a_snapshot_behind_them_applied() -> None:
-    behind = Row(flushed_seq=11, applied_id=1, version=1)
+    behind = Watermark(flushed_seq=11, applied_id=1, version=1)
     assert saved(behind, [entry(30, 7, 6), entry(31, 8, 7)]) == ([], [30, 31])
     assert saved(behind, [entry(30, 7, 6), entry(31, 8, 7, whole=True), entry(32, 9, 8)]) == ([31, 32], [30])
 
@@ -97,14 +97,14 @@ def test_a_snapshot_that_may_be_older_than_all_that_is_known_rewinds_nothing(bas
 def test_a_write_that_expected_nothing_is_not_dropped() -> None:
     found = plan_salvage(AHEAD, [entry(13, 70, 0, whole=True, base=Base.NONE, seen=12)], common=12, settled=set())
     assert [p.item.seq for p in found.park] == [13]
-    assert (found.row.broken_since, found.row.flushed_seq, found.row.applied_id) == (13, 15, 5)
+    assert (found.watermark.broken_since, found.watermark.flushed_seq, found.watermark.applied_id) == (13, 15, 5)
 
 
 def test_a_write_that_was_repeated_with_its_key_is_not_done_twice() -> None:
-    mine = rings.item("my key", b"content")
-    row = Row(flushed_seq=15, applied_id=5, version=5, ring=mine)
-    again = Entry(id=70, prev_id=2, base=Base.CHAINED, seen=0, version=3, self_contained=False, ring=mine, payload=b"")
-    assert saved(row, [StoredEntry(THREAD, 13, again)], common=12) == ([], [])
+    mine = recent_keys.item("my key", b"content")
+    watermark = Watermark(flushed_seq=15, applied_id=5, version=5, keys=mine)
+    again = Entry(id=70, prev_id=2, base=Base.CHAINED, seen=0, version=3, self_contained=False, keys=mine, payload=b"")
+    assert saved(watermark, [StoredEntry(THREAD, 13, again)], common=12) == ([], [])
 
 
 def test_what_is_in_quarantine_is_not_parked_again_and_garbage_is() -> None:
@@ -116,7 +116,7 @@ def test_a_thread_that_was_salvaged_before_is_left_alone() -> None:
     items = [*REST, entry(13, 70, 2, whole=True), *(entry(14 + n, 71 + n, 70 + n) for n in range(40))]
     once = plan_salvage(AHEAD, items, common=12, settled=set())
     assert len(once.apply) == 41
-    assert saved(once.row, items, common=12) == ([], [])
+    assert saved(once.watermark, items, common=12) == ([], [])
 
 
 @settings(max_examples=300, deadline=None)
@@ -136,17 +136,17 @@ def test_a_log_cut_anywhere_and_salvaged_equals_one_that_was_flushed(seed: int) 
             if chapter:
                 await flushed.window(chapter, chapter, story.poison)
         settled = {p.item.seq for p in flushed.parked}
-        known = known_up_to(flushed.row, log)
+        known = known_up_to(flushed.watermark, log)
         poison = story.poison & {i.entry.id for i in log if isinstance(i, StoredEntry)}
-        found = plan_salvage(flushed.row, log, common=known, settled=settled, poison=poison)
+        found = plan_salvage(flushed.watermark, log, common=known, settled=settled, poison=poison)
         if found.apply:
-            await flushed.store.apply(None, [coalesce(THREAD, flushed.row.version, found.apply)])
+            await flushed.store.apply(None, [coalesce(THREAD, flushed.watermark.version, found.apply)])
         oracle = Oracle()
         for item in [*before, *last[: max(flushed_to, cut)]]:
             oracle.take(item, poison=isinstance(item, StoredEntry) and item.entry.id in story.poison)
         assert flushed.store._messages.get(THREAD, []) == oracle.messages
-        assert found.row.applied_id == oracle.row.applied_id
-        assert found.row.flushed_seq == oracle.row.flushed_seq
+        assert found.watermark.applied_id == oracle.watermark.applied_id
+        assert found.watermark.flushed_seq == oracle.watermark.flushed_seq
         parked = settled | {p.item.seq for p in found.park}
         assert parked >= set(oracle.parked)
         if cut > flushed_to:

@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer.entry import HEADER
-from bufstore.buffer.ports.stream import Outgoing
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogRolledBack, LogUnavailable
+from bufstore.jetstream.messages import HEADER, Outgoing
 from bufstore.nats.log import NatsLog
 from bufstore.nats.same_log import GONE_S, SameLog, Unproven
 from bufstore.nats.setup import out_of_service

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bufstore.buffer import sources
+from bufstore.buffer import producers
 from bufstore.buffer.entry import StoredEntry
 from bufstore.errors import AlreadyExists, Closed, LogFull, LogUnavailable, OutcomeUnknown, Rejected, Unavailable
 from bufstore.types import Receipt
@@ -19,7 +19,7 @@ from unit.write_world import SUBJECTS, Instance, World, faults, test
 
 
 def step(name: str, number: int | None = None, **message: Any) -> tuple[list[Any], str, bytes | None]:
-    return [{"n": name} | message], name, sources.item("q", number) if number is not None else None
+    return [{"n": name} | message], name, producers.item("q", number) if number is not None else None
 
 
 def test_a_series_is_one_unit_behind_what_the_log_shows() -> None:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
-from bufstore.buffer.share import Share
-from bufstore.buffer.verdict import Verdict
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing
-from unit.test_share import FakeFeed, messages
+from unit.test_owned_partition import FakeFeed, messages
 
 #: What a feed may hold in these tests.
 BOUND = 40
@@ -39,9 +39,9 @@ class World(Bench):
         failing(self, lambda c: self.refused if c.thread_id == "t" else None)
 
     @property
-    def share(self) -> Share:
+    def owned(self) -> OwnedPartition:
         assert self.flusher is not None
-        return self.flusher._shares[PARTITION]
+        return self.flusher._owned[PARTITION]
 
     async def write(self, rounds: int, first: int = 0) -> None:
         for n in range(first, first + rounds):
@@ -50,14 +50,14 @@ class World(Bench):
                 await self.writer.append([n], thread_id)
 
     def in_memory(self) -> int:
-        return len(self.share.pending) + len(self.share._order)
+        return len(self.owned.pending) + len(self.owned._order)
 
     async def cursor(self) -> int:
         return (await self.ledger.cursors())[PARTITION].seq
 
 
 def world(main: Callable[[World], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bufstore.buffer.share._ORDER_SLACK", BOUND, raising=False)
+    monkeypatch.setattr("bufstore.buffer.flush.owned_partition._ORDER_SLACK", BOUND, raising=False)
     monkeypatch.setattr("unit.test_flusher.Bench", World)
     bench(main)
 
@@ -83,7 +83,7 @@ def test_a_thread_that_waits_stops_nobody_and_is_flushed_when_it_can_be(monkeypa
         assert await it.flushed("t", *GOOD)
         await asyncio.sleep(2)
         assert await it.cursor() == it.log.last_seq
-        assert (it.share.aside, it.share.pending, it.share.pending_bytes, it.share.unsettled) == ({}, {}, 0, 0)
+        assert (it.owned.aside, it.owned.pending, it.owned.pending_bytes, it.owned.unsettled) == ({}, {}, 0, 0)
         assert it.flusher.state.trouble == ""
         assert not it.ledger.parked.entries
 
@@ -153,7 +153,7 @@ def test_an_app_that_raises_for_a_thread_set_aside_is_asked_as_often_as_for_any(
         await it.write(50)
         await asyncio.sleep(5)
         assert not it.ledger.parked.entries
-        assert it.share.aside
+        assert it.owned.aside
         assert await it.flushed("t", within_s=300.0)
         assert len(it.ledger.parked.entries) == 50
 
@@ -188,7 +188,7 @@ def test_while_all_are_refused_only_those_are_read_again_that_are_tried(monkeypa
             await it.writer.append(["m"], thread_id)
             await asyncio.sleep(0.01)
         await asyncio.sleep(20)
-        assert len(it.share.aside) > 200
+        assert len(it.owned.aside) > 200
         reads, after = 0, it.log.after
 
         async def counted(*args: Any, **kwargs: Any) -> Any:
@@ -240,23 +240,23 @@ THREADS = ("t", "u", "v")
 @given(data=st.data())
 def test_whatever_is_set_aside_the_cursor_passes_nothing_that_is_open(data: st.DataObject) -> None:
     feed = FakeFeed()
-    share = Share(Cursor(0, 1, 0, 0), feed, SUBJECTS)  # type: ignore[arg-type]
+    owned = OwnedPartition(Cursor(0, 1, 0, 0), feed, SUBJECTS)  # type: ignore[arg-type]
     log: dict[str, list[int]] = {t: [] for t in THREADS}
     sizes: dict[int, int] = {}
     done: set[int] = set()
     end = 0
 
     def settle(settled: set[int]) -> None:
-        cursor = share.cursor_after(settled)
-        share.settle(settled, cursor, 0.0)
+        cursor = owned.cursor_after(settled)
+        owned.settle(settled, cursor, 0.0)
         done.update(settled)
 
     def recall(thread_id: str, count: int) -> None:
-        aside = share.aside[thread_id]
+        aside = owned.aside[thread_id]
         if not aside.recalled:
             positions = [p for p in log[thread_id] if aside.read_to < p <= aside.last][:count]
             if positions and positions[0] - sizes[positions[0]] + 1 > aside.read_to:
-                share.recall(thread_id, [items[p] for p in positions])
+                owned.recall(thread_id, [items[p] for p in positions])
 
     items: dict[int, Any] = {}
     for _ in range(data.draw(st.integers(1, 40))):
@@ -266,12 +266,12 @@ def test_whatever_is_set_aside_the_cursor_passes_nothing_that_is_open(data: st.D
                 made, (position,) = messages([size], end + 1)
                 end = position
                 feed.arrived = [type(m)(SUBJECTS.of(thread_id), m.seq, m.header, m.body) for m in made]
-                before = set(share.pending)
-                share.collect()
-                for seq in set(share.pending) - before:
-                    items[seq] = share.pending[seq]
+                before = set(owned.pending)
+                owned.collect()
+                for seq in set(owned.pending) - before:
+                    items[seq] = owned.pending[seq]
                 if position not in items:  # it is set aside at once; the log has it
-                    other = Share(Cursor(0, 1, 0, 0), (again := FakeFeed()), SUBJECTS)  # type: ignore[arg-type]
+                    other = OwnedPartition(Cursor(0, 1, 0, 0), (again := FakeFeed()), SUBJECTS)  # type: ignore[arg-type]
                     again.arrived = [type(m)(SUBJECTS.of(thread_id), m.seq, m.header, m.body) for m in made]
                     other.collect()
                     items[position] = other.pending[position]
@@ -279,21 +279,21 @@ def test_whatever_is_set_aside_the_cursor_passes_nothing_that_is_open(data: st.D
                 sizes[position] = size
             case "settle":
                 thread_id = data.draw(st.sampled_from(THREADS))
-                ready = sorted(seq for seq, i in share.pending.items() if i.thread_id == thread_id)
+                ready = sorted(seq for seq, i in owned.pending.items() if i.thread_id == thread_id)
                 settle(set(ready[: data.draw(st.integers(0, len(ready)))]))
             case "aside":
-                share.set_aside(data.draw(st.sets(st.sampled_from(THREADS), max_size=3)))
-            case "recall" if share.aside:
-                recall(data.draw(st.sampled_from(sorted(share.aside))), data.draw(st.integers(1, 4)))
+                owned.set_aside(data.draw(st.sets(st.sampled_from(THREADS), max_size=3)))
+            case "recall" if owned.aside:
+                recall(data.draw(st.sampled_from(sorted(owned.aside))), data.draw(st.integers(1, 4)))
         open_ = sorted(p for found in log.values() for p in found if p not in done)
-        assert not open_ or share.cursor.seq < open_[0], "the cursor passed an entry that is not settled"
-        assert share.cursor.seq in (0, *items)
-        assert not share.cursor.seq or share.cursor.id == items[share.cursor.seq].entry.id
-        assert share.unsettled == len(open_)
-        assert share.pending_bytes >= 0
-        assert all(p > share.passable for p, i in share.pending.items() if i.thread_id not in share.aside)
+        assert not open_ or owned.cursor.seq < open_[0], "the cursor passed an entry that is not settled"
+        assert owned.cursor.seq in (0, *items)
+        assert not owned.cursor.seq or owned.cursor.id == items[owned.cursor.seq].entry.id
+        assert owned.unsettled == len(open_)
+        assert owned.pending_bytes >= 0
+        assert all(p > owned.passable for p, i in owned.pending.items() if i.thread_id not in owned.aside)
     for _ in range(100):
-        settle(set(share.pending))
-        for thread_id in list(share.aside):
+        settle(set(owned.pending))
+        for thread_id in list(owned.aside):
             recall(thread_id, 10)
-    assert (share.cursor.seq, share.pending, share.aside, share.pending_bytes) == (end, {}, {}, 0)
+    assert (owned.cursor.seq, owned.pending, owned.aside, owned.pending_bytes) == (end, {}, {}, 0)

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer.subjects import Subjects, token, untoken
+from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
+from bufstore.jetstream.subject_tokens import token, untoken
 
 SUBJECTS = Subjects("thread", 8)
 HOSTILE = [

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from bufstore import BufstoreError, ConfigError
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import LogFull, LogUnavailable
-from bufstore.nats.errors import (
+from bufstore.jetstream.errors import (
     ApiError,
     ConsumerMissing,
     MessageMissing,
@@ -21,6 +19,7 @@ from bufstore.nats.errors import (
     SubjectFull,
     to_error,
 )
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.tokens import Form, Policy, TokensConfig
 from bufstore.tokens.fence import Register
 from bufstore.tokens.model import Fence, decode, encode, first_token

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore.buffer.verdict import Verdict, verdict
+from bufstore.buffer.flush.verdict import Verdict, verdict
 
 
 @pytest.mark.parametrize(

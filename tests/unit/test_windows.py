@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore import BufferConfig, BufferedThreadStore, ConfigDrift, ConfigError, LogConfig, NoLog, Windows, change_log
-from bufstore.memory import MemoryNats, MemoryThreadStore
+from bufstore import (
+    BufferConfig,
+    BufferedThreadStore,
+    ConfigDrift,
+    ConfigError,
+    LogConfig,
+    MemoryThreadStore,
+    NoLog,
+    Windows,
+    change_log,
+)
+from bufstore.memory import MemoryNats
 from bufstore.nats.setup import metadata_of, windows_of, with_windows
 from helpers import fresh, run_of
 from unit.fake_log import run

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bufstore.buffer.appender import Appender
-from bufstore.buffer.chain import Row, plan
+from bufstore.buffer.append.appender import Appender
+from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.ports.ledger import Decision
 from bufstore.buffer.subjects import Subjects
@@ -16,10 +16,10 @@ from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import StoreUnavailable
 from bufstore.memory.ledger import MemoryLedger
-from bufstore.memory.store import MemoryThreadStore
 from bufstore.threads.base import ComparingReader
 from bufstore.threads.coalesce import coalesce
-from bufstore.threads.memory import MessageMemory, digests_of, ids_of, ids_of_encoded
+from bufstore.threads.digests import MessageMemory, digests_of, ids_of, ids_of_encoded
+from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import Run, decode_message, encode_messages, encode_run
 from bufstore.threads.overlay import ThreadState, overlay
 from bufstore.threads.payload import decode_payload
@@ -43,22 +43,22 @@ class World:
         self.log.stream.windows = Windows.of(self.config.log)
         self.instances: list[Instance] = []
 
-    async def row(self, thread_id: str) -> Row:
+    async def watermark(self, thread_id: str) -> Watermark:
         await asyncio.sleep(0)
         if not self.store_is_up:
             raise StoreUnavailable("Postgres is down")
-        return await self.ledger.row(thread_id)
+        return await self.ledger.watermark(thread_id)
 
     def tail(self, thread_id: str, after: int = 0) -> list[StoredEntry | Malformed]:
         subject = SUBJECTS.of(thread_id)
         return assemble([m for m in self.log.messages if m.subject == subject and m.seq > after], thread_id)
 
     async def flush(self, thread_id: str = "t", poison: frozenset[int] = frozenset()) -> None:
-        def decide(rows: Any) -> Decision:
-            row = rows[thread_id]
-            todo = plan(row, self.tail(thread_id), complete=True, poison=poison)
-            batch = [coalesce(thread_id, row.version, todo.apply)] if todo.apply else []
-            return Decision(batch, {thread_id: todo.row}, todo.park)
+        def decide(watermarks: Any) -> Decision:
+            watermark = watermarks[thread_id]
+            todo = plan(watermark, self.tail(thread_id), complete=True, poison=poison)
+            batch = [coalesce(thread_id, watermark.version, todo.apply)] if todo.apply else []
+            return Decision(batch, {thread_id: todo.watermark}, todo.park)
 
         await self.ledger.flush([], [thread_id], decide)
 
@@ -70,10 +70,12 @@ class World:
 
     async def shown(self, thread_id: str = "t") -> ThreadState:
         """What a read joins from store and log."""
-        row = await self.ledger.row(thread_id)
+        watermark = await self.ledger.watermark(thread_id)
         thread = await self.store.load_thread(thread_id)
-        state = ThreadState(row=row, thread=thread, messages=self.store._messages.get(thread_id, []), latest_run=None)
-        return overlay(state, thread_id, self.tail(thread_id, row.flushed_seq))
+        state = ThreadState(
+            watermark=watermark, thread=thread, messages=self.store._messages.get(thread_id, []), latest_run=None
+        )
+        return overlay(state, thread_id, self.tail(thread_id, watermark.flushed_seq))
 
     async def messages(self, thread_id: str = "t") -> list[Any]:
         return [decode_message(m) for m in (await self.shown(thread_id)).messages]
@@ -98,7 +100,7 @@ class Instance:
             SUBJECTS,
             world.config,
             self,
-            world.row,  # type: ignore[arg-type]
+            world.watermark,  # type: ignore[arg-type]
         )
         self.appender.start()
         self._runs = 0
@@ -107,10 +109,10 @@ class Instance:
     def nothing(self) -> MessageMemory:
         return MessageMemory()
 
-    async def load_base(self, thread_id: str) -> tuple[int, Row, MessageMemory, bool]:
+    async def load_base(self, thread_id: str) -> tuple[int, Watermark, MessageMemory, bool]:
         state, last = await self.reads.joined(thread_id)
         memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
-        return last, state.row, memory, state.whole
+        return last, state.watermark, memory, state.whole
 
     def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
         payload = decode_payload(entry.entry.payload)
@@ -158,7 +160,7 @@ class _Rows:
     """The ledger as the reads see it: away while Postgres is down."""
 
     def __init__(self, world: World) -> None:
-        self.row = world.row
+        self.watermark = world.watermark
 
 
 def test(main: Any, **config: Any) -> None:

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence, Set
 
 import msgspec
 
-from bufstore.buffer import ring as rings
-from bufstore.buffer import sources as sources_
+from bufstore.buffer import producers as sources_
+from bufstore.buffer import recent_keys
 from bufstore.buffer.entry import Base, Malformed, StoredEntry
 
 
-class Row(msgspec.Struct, frozen=True):
+class Watermark(msgspec.Struct, frozen=True):
     """What Postgres knows of a thread's chain; all of it changes in the flush transaction only."""
 
     #: The watermark's position: everything of the thread up to here is applied, superseded or parked. 0: no row.
@@ -28,13 +28,13 @@ class Row(msgspec.Struct, frozen=True):
     #: The watermark's entry: the last one applied.
     applied_id: int = 0
     version: int = 0
-    ring: bytes = b""
+    keys: bytes = b""
     #: The `thread_seq` of the first parked entry while the chain is broken.
     broken_since: int | None = None
     #: A tombstone: nothing of the thread is left but this row.
     gone: bool = False
     #: The highest numbers of the thread's sources.
-    sources: bytes = b""
+    producers: bytes = b""
 
 
 class Parked(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Parked(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What to do with a thread's entries."""
 
-    row: Row
+    watermark: Watermark
     #: To be applied, in order.
     apply: Sequence[StoredEntry] = ()
     park: Sequence[Parked] = ()
@@ -57,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     gap_before: int | None = None
 
 
-def superseded(entry: StoredEntry, row: Row) -> bool:
+def superseded(entry: StoredEntry, watermark: Watermark) -> bool:
     """Whether an entry that expected nothing in the log came too late.
 
     Such an expectation also holds after the thread's entries were purged, so a publish that was given up can land
@@ -67,31 +67,31 @@ def superseded(entry: StoredEntry, row: Row) -> bool:
     e = entry.entry
     if e.base is Base.CHAINED:
         return False
-    return row.flushed_seq > e.seen or (e.base is Base.NONE and row.flushed_seq > 0)
+    return watermark.flushed_seq > e.seen or (e.base is Base.NONE and watermark.flushed_seq > 0)
 
 
-def counts(entry: StoredEntry, row: Row, behind: StoredEntry | Malformed | None) -> bool | None:
+def counts(entry: StoredEntry, watermark: Watermark, behind: StoredEntry | Malformed | None) -> bool | None:
     """Whether an entry is stored, as its writer may be told: applied, to be applied, or in quarantine.
 
     False: a flush passes over it, or did. None: nothing tells any more. `row` was read before the log. `behind`: what
     follows the entry in the log. Keys tell of what is behind us: only what counts passes its key on, to the row and
-    to the entries of those who know that it does (`bufstore.buffer.tip.tip_of_message`).
+    to the entries of those who know that it does (`bufstore.buffer.append.tip.tip_of_message`).
     """
     e = entry.entry
     if e.base is Base.CHAINED:
         return True
-    if entry.seq > row.flushed_seq:
-        return not superseded(entry, row)
-    key = rings.newest(e.ring)
-    if row.applied_id == e.id or row.broken_since == entry.seq or rings.holds(row.ring, key):
+    if entry.seq > watermark.flushed_seq:
+        return not superseded(entry, watermark)
+    key = recent_keys.newest(e.keys)
+    if watermark.applied_id == e.id or watermark.broken_since == entry.seq or recent_keys.holds(watermark.keys, key):
         return True
     if behind is None:
         return False
-    return True if isinstance(behind, StoredEntry) and rings.holds(behind.entry.ring, key) else None
+    return True if isinstance(behind, StoredEntry) and recent_keys.holds(behind.entry.keys, key) else None
 
 
 def plan(
-    row: Row,
+    watermark: Watermark,
     items: Iterable[StoredEntry | Malformed],
     *,
     complete: bool,
@@ -103,44 +103,48 @@ def plan(
     the row's watermark and the last item but these items, so that a missing predecessor will not turn up. `poison`:
     ids that are known not to be applicable; they are parked.
     """
-    pending = sorted({item.seq: item for item in items if item.seq > row.flushed_seq}.items())
+    pending = sorted({item.seq: item for item in items if item.seq > watermark.flushed_seq}.items())
     apply: list[StoredEntry] = []
     park: list[Parked] = []
     skipped: set[int] = set()
     for seq, item in pending:
-        broken = row.broken_since if row.broken_since is not None else seq
+        broken = watermark.broken_since if watermark.broken_since is not None else seq
         if isinstance(item, Malformed):
-            park.append(Parked(item, item.cause, row.applied_id))
-            row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken)
+            park.append(Parked(item, item.cause, watermark.applied_id))
+            watermark = msgspec.structs.replace(watermark, flushed_seq=seq, broken_since=broken)
             continue
         e = item.entry
-        if superseded(item, row):
+        if superseded(item, watermark):
             skipped.add(e.id)
-            row = msgspec.structs.replace(row, flushed_seq=seq)
+            watermark = msgspec.structs.replace(watermark, flushed_seq=seq)
             continue
-        chained = e.prev_id == row.applied_id or (e.base is Base.UNKNOWN)
-        if not chained and not complete and e.prev_id not in skipped and row.broken_since is None:
-            return Plan(row=row, apply=apply, park=park, gap_before=seq)
+        chained = e.prev_id == watermark.applied_id or (e.base is Base.UNKNOWN)
+        if not chained and not complete and e.prev_id not in skipped and watermark.broken_since is None:
+            return Plan(watermark=watermark, apply=apply, park=park, gap_before=seq)
         if e.id in poison:
-            park.append(Parked(item, "cannot be applied", row.applied_id))
-            row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken, sources=_sources(row, item))
+            park.append(Parked(item, "cannot be applied", watermark.applied_id))
+            watermark = msgspec.structs.replace(
+                watermark, flushed_seq=seq, broken_since=broken, producers=_sources(watermark, item)
+            )
             continue
         if not chained and not e.self_contained:
-            park.append(Parked(item, "its predecessor is not applied", row.applied_id))
-            row = msgspec.structs.replace(row, flushed_seq=seq, broken_since=broken, sources=_sources(row, item))
+            park.append(Parked(item, "its predecessor is not applied", watermark.applied_id))
+            watermark = msgspec.structs.replace(
+                watermark, flushed_seq=seq, broken_since=broken, producers=_sources(watermark, item)
+            )
             continue
         apply.append(item)
-        row = Row(
+        watermark = Watermark(
             flushed_seq=seq,
             applied_id=e.id,
             version=e.version,
-            ring=rings.merge(row.ring, e.ring),
-            broken_since=None if e.self_contained else row.broken_since,
-            sources=_sources(row, item),
+            keys=recent_keys.merge(watermark.keys, e.keys),
+            broken_since=None if e.self_contained else watermark.broken_since,
+            producers=_sources(watermark, item),
         )
-    return Plan(row=row, apply=apply, park=park)
+    return Plan(watermark=watermark, apply=apply, park=park)
 
 
-def _sources(row: Row, stored: StoredEntry) -> bytes:
+def _sources(watermark: Watermark, stored: StoredEntry) -> bytes:
     # Of a parked entry, too: its source has done its part, and the entry waits in quarantine.
-    return sources_.merge(row.sources, stored.entry.sources or b"")
+    return sources_.merge(watermark.producers, stored.entry.producers or b"")

@@ -18,12 +18,9 @@ from typing import Any
 import msgspec
 
 from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import HEADER, HEADER_BYTES_MAX, StoredMessage
 
-HEADER = "Bufstore-Entry"
 VERSION = 1
-#: Headers of one message never exceed this many bytes: ring (16 x 12 bytes in base64), sources (8 x 16), numbers,
-#: batch headers.
-HEADER_BYTES_MAX = 1024
 
 
 class Base(enum.IntEnum):
@@ -54,13 +51,13 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     version: int
     #: True when the payload needs no predecessor (a snapshot): it heals a broken chain.
     self_contained: bool
-    #: The thread's last idempotency keys, this entry's included (see `bufstore.buffer.ring`).
-    ring: bytes
+    #: The thread's last idempotency keys, this entry's included (see `bufstore.buffer.recent_keys`).
+    keys: bytes
     #: False while keys of before may be missing in the ring, because the writer did not ask Postgres.
-    ring_complete: bool = True
-    #: The highest numbers of the thread's sources (see `bufstore.buffer.sources`); None: none, or the writer did not
+    keys_complete: bool = True
+    #: The highest numbers of the thread's sources (see `bufstore.buffer.producers`); None: none, or the writer did not
     #: know them.
-    sources: bytes | None = None
+    producers: bytes | None = None
     payload: bytes
 
 
@@ -73,26 +70,16 @@ class _Meta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seen: int
     version: int
     self_contained: bool
-    ring: bytes
+    keys: bytes
     chunk: int
     chunks: int
-    ring_complete: bool = True
+    keys_complete: bool = True
 
 
 class _MetaWithSources(_Meta, array_like=True, frozen=True, gc=False):
     """The same of an entry that has something to say of sources."""
 
-    sources: bytes | None = None
-
-
-class StoredMessage(msgspec.Struct, frozen=True, gc=False):
-    """One message of the log, as an adapter hands it over."""
-
-    subject: str
-    seq: int
-    #: Value of the entry header; None when the message has none.
-    header: str | None
-    body: bytes
+    producers: bytes | None = None
 
 
 class StoredEntry(msgspec.Struct, frozen=True, gc=False):
@@ -131,13 +118,13 @@ def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
         entry.seen,
         entry.version,
         entry.self_contained,
-        entry.ring,
+        entry.keys,
         chunk,
         chunks,
-        entry.ring_complete,
+        entry.keys_complete,
     )
     # As `_Meta` (and `_MetaWithSources`) is encoded, without making one.
-    meta = _meta_encoder.encode((*fields, entry.sources) if entry.sources else fields)
+    meta = _meta_encoder.encode((*fields, entry.producers) if entry.producers else fields)
     text = b2a_base64(meta, newline=False)
     return f"{VERSION}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}"
 
@@ -173,9 +160,9 @@ def decode(message: StoredMessage) -> tuple[Entry, int, int]:
         seen=meta.seen,
         version=meta.version,
         self_contained=meta.self_contained,
-        ring=meta.ring,
-        ring_complete=meta.ring_complete,
-        sources=meta.sources,
+        keys=meta.keys,
+        keys_complete=meta.keys_complete,
+        producers=meta.producers,
         payload=message.body,
     )
     return entry, meta.chunk, meta.chunks

@@ -1,18 +1,13 @@
-"""Where a thread lives in the log: partition, token, subject; and where a generation of the log begins.
-
-A raw id never reaches a subject, key or header: `token` maps ids injectively into ``[A-Za-z0-9_-]``, so that no id
-can be a wildcard, end a protocol line, or meet another id.
-"""
+"""Where a thread lives in the log: partition and subject; and where a generation of the log begins."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 
 from bufstore.errors import MalformedEntry
+from bufstore.jetstream.subject_tokens import token, untoken
 
 #: Each generation of the stream starts at epoch x 2^40, so that a position is one growing number.
 _EPOCH_BITS = 40
@@ -21,22 +16,6 @@ _EPOCH_BITS = 40
 def first_position(epoch: int) -> int:
     """The first position of a generation of the log."""
     return max(1, epoch << _EPOCH_BITS)
-
-
-def token(id_: str) -> str:
-    """The id as base64url of its UTF-8, without padding: injective, at most 1366 characters for 1 KiB."""
-    return base64.urlsafe_b64encode(id_.encode()).rstrip(b"=").decode()
-
-
-def untoken(text: str) -> str:
-    """The id of a token. Raises MalformedEntry for anything that `token` does not make."""
-    try:
-        id_ = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode()
-    except (binascii.Error, ValueError) as e:
-        raise MalformedEntry(f"not a token: {text[:80]!r}") from e
-    if token(id_) != text:  # a second spelling of an id would be a second subject for one thread
-        raise MalformedEntry(f"not a canonical token: {text[:80]!r}")
-    return id_
 
 
 @lru_cache(maxsize=1 << 14)

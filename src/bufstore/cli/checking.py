@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bufstore.buffer.audit import Verification
+from bufstore.buffer.operate.audit import Verification
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.output import show_json

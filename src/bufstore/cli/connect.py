@@ -21,10 +21,10 @@ from bufstore.cli.running import configure_logs, reporting_errors
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import ConfigError, EmbeddedError
 from bufstore.nats.finding import find_log
-from bufstore.postgres.migrate import check_schema
-from bufstore.postgres.pool import check_conninfo
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.postgres.connection.migrate import check_schema
+from bufstore.postgres.connection.pool import check_conninfo
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from bufstore.cli.connect import Target
 from bufstore.errors import StoreUnavailable
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.threads.postgres.store import PostgresThreadStore
 
 _TIMEOUT_S = 5.0
 _PATIENCE_S = 60.0

@@ -10,21 +10,22 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
-from bufstore.buffer.room import Room, Rooms
+from bufstore.buffer.operate.log_fill import FillForecast, LogFill
 from bufstore.buffer.subjects import Subjects
 from bufstore.cli.connect import Target
 from bufstore.cli.diagnosis import Check, Level, Notes
 from bufstore.cli.output import lasting
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift
-from bufstore.nats import hooks
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import StreamMissing
-from bufstore.nats.hot import NatsHotState
+from bufstore.jetstream import hooks
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.drift import check
+from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.permissions import Role, permissions
-from bufstore.nats.setup import bucket_config, check, check_stream, target_of, windows_of
-from bufstore.nats.stream import NatsStream
+from bufstore.nats.setup import bucket_config, check_stream, target_of, windows_of
+from bufstore.nats.shared_state import NatsSharedState
 
 _VERSION_MIN = (2, 14, 0)
 _VERSION_ADVISED = (2, 15, 1)
@@ -42,20 +43,20 @@ async def check_nats(target: Target, role: Role) -> tuple[list[Check], int | Non
     connection = Connection(target.nats, target.session)
     # Made before the connection is: they subscribe to their answers when it opens.
     stream = NatsStream(connection, target.nats.api, target.stream, 1)
-    hot = NatsHotState(connection, target.nats.api, LogConfig(stream=target.stream, bucket=target.bucket))
+    shared = NatsSharedState(connection, target.nats.api, LogConfig(stream=target.stream, bucket=target.bucket))
     try:
         await connection.open()
     except BufstoreError as e:
         notes.say("reachable", Level.BAD, str(e), "see the address, the network and the credentials")
         return notes.checks, None
     try:
-        return notes.checks, await _look(notes, connection, target, stream, hot, role)
+        return notes.checks, await _look(notes, connection, target, stream, shared, role)
     finally:
         await connection.aclose()
 
 
 async def _look(
-    notes: Notes, connection: Connection, target: Target, stream: NatsStream, hot: NatsHotState, role: Role
+    notes: Notes, connection: Connection, target: Target, stream: NatsStream, shared: NatsSharedState, role: Role
 ) -> int | None:
     notes.say("reachable", Level.OK, "yes")
     concerns = hooks.concerns()
@@ -81,10 +82,10 @@ async def _look(
     _drift(notes, "log", lambda: check_stream(config, info["config"]))
     _agreed(notes, config, info["config"].get("metadata") or {})
     _copies(notes, info)
-    await _headroom(notes, stream, hot, config)
+    await _headroom(notes, stream, shared, config)
     bucket = await _bucket(notes, stream, config)
     await _permissions(notes, connection, stream, target.nats.api, config, role, bucket=bucket)
-    await _flushers(notes, hot)
+    await _flushers(notes, shared)
     return int((info["config"].get("metadata") or {}).get("bufstore.epoch", 0))
 
 
@@ -144,27 +145,27 @@ def _copies(notes: Notes, info: dict[str, Any]) -> None:
         notes.say("persist mode", Level.WARNING, "async", "a crash loses acknowledged entries: recreate the stream")
 
 
-async def _headroom(notes: Notes, stream: NatsStream, hot: NatsHotState, config: LogConfig) -> None:
+async def _headroom(notes: Notes, stream: NatsStream, shared: NatsSharedState, config: LogConfig) -> None:
     subjects = Subjects(config.subject, config.partitions)
 
-    async def look() -> Room:
-        progress = await hot.progress()
+    async def look() -> LogFill:
+        progress = await shared.progress()
         positions = {subjects.of_partition(p): progress.get(p, 0) for p in range(subjects.partitions)}
         held = await stream.held_above(positions, _TIMEOUT_S)
-        return Room(asyncio.get_running_loop().time(), held)
+        return LogFill(asyncio.get_running_loop().time(), held)
 
     try:
-        room, full_in_s = await Rooms(look).measured()
+        fill, full_in_s = await FillForecast(look).measured()
     except BufstoreError as e:
         notes.say("headroom of the log", Level.UNKNOWN, str(e))
         return
-    part = room.held.bytes / room.held.limit
-    used = f"{decimal(room.held.bytes)} of {decimal(room.held.limit)} ({part:.0%})"
+    part = fill.held.bytes / fill.held.limit
+    used = f"{decimal(fill.held.bytes)} of {decimal(fill.held.limit)} ({part:.0%})"
     full = "" if full_in_s is None else f", full in {lasting(full_in_s)} at this rate"
     notes.require(
         "headroom of the log",
         part < _PRESSED and full_in_s is None,
-        f"{used}, about {decimal(room.unflushed)} not flushed{full}",
+        f"{used}, about {decimal(fill.unflushed)} not flushed{full}",
         "see why the flusher lags (`bufstore status`), or raise LogConfig.max_bytes: a full log refuses writes",
     )
 
@@ -236,9 +237,9 @@ def _advice(role: Role) -> str:
     return f"permit bufstore's user what `bufstore permissions {role.value}` prints (or see --role)"
 
 
-async def _flushers(notes: Notes, hot: NatsHotState) -> None:
+async def _flushers(notes: Notes, shared: NatsSharedState) -> None:
     try:
-        members = await hot.members()
+        members = await shared.members()
     except BufstoreError as e:
         notes.say("flushers", Level.UNKNOWN, str(e))
         return

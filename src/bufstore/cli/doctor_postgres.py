@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Any
 
 from psycopg import AsyncConnection, sql
@@ -10,8 +9,9 @@ from psycopg import AsyncConnection, sql
 from bufstore.cli.connect import Target
 from bufstore.cli.diagnosis import Check, Level, Notes
 from bufstore.errors import BufstoreError
-from bufstore.postgres.migrate import applied_migrations, newest, works_with
-from bufstore.postgres.pool import new_pool
+from bufstore.postgres.connection.migrate import applied_migrations, newest, works_with
+from bufstore.postgres.connection.pool import new_pool
+from bufstore.threads.postgres.tables import folder_of
 
 _TIMEOUT_S = 5.0
 _VERSION_MIN = 15
@@ -22,7 +22,7 @@ _DURABLE = {
     "failover_window_s: set it on",
     "full_page_writes": "a crash may tear pages: set it on",
 }
-_ROOMS = ("buffer", "threads")
+_PARTS = ("buffer", "threads")
 # One privilege at a time: with several, Postgres is content with any of them.
 _REFUSED = """
 SELECT string_agg(tablename, ', ') FROM pg_tables
@@ -90,19 +90,19 @@ async def _schema(notes: Notes, connection: AsyncConnection[Any], schema: str) -
 
 async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, epoch: int | None) -> None:
     versions = await applied_migrations(connection, schema)
-    for room in _ROOMS:
-        if room not in versions:
+    for part in _PARTS:
+        if part not in versions:
             continue  # an app's own store has no threads' tables
-        known, theirs = newest(files("bufstore.postgres") / room), max(versions[room])
+        known, theirs = newest(folder_of(part)), max(versions[part])
         found = f"version {theirs} of {known}"
         if theirs > known:
-            fits = works_with(versions[room], known)
+            fits = works_with(versions[part], known)
             advice = "a newer release has migrated them: upgrade bufstore"
             if fits:
                 advice = "a newer release has migrated them; this one works with them: finish the upgrade"
-            notes.say(f"{room} tables", Level.WARNING if fits else Level.BAD, found, advice)
+            notes.say(f"{part} tables", Level.WARNING if fits else Level.BAD, found, advice)
         else:
-            notes.require(f"{room} tables", theirs == known, found, "the next store that opens migrates them")
+            notes.require(f"{part} tables", theirs == known, found, "the next store that opens migrates them")
     refused = await _value(
         connection,
         _REFUSED,

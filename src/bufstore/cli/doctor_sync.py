@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from bufstore.cli.diagnosis import Check, Level, Notes
 from bufstore.config import NatsConfig
 from bufstore.errors import BufstoreError
-from bufstore.nats.connection import Connection
+from bufstore.jetstream.connection import Connection
 
 _ANSWERS_S = 1.0
 _WHAT = "sync of the disk"

@@ -13,8 +13,8 @@ from bufstore.cli.database import existing
 from bufstore.cli.lines import BadLine, Line
 from bufstore.cli.verify import Expected
 from bufstore.cli.writing import ConversationWriter, Written
-from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.postgres.store import PostgresThreadStore
 
 _log = logging.getLogger(__name__)
 

@@ -7,25 +7,25 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from bufstore.buffer.audit import Verification
-from bufstore.buffer.lease import living
-from bufstore.buffer.membership import owners
+from bufstore.buffer.flush.lease import living
+from bufstore.buffer.flush.membership import owners
+from bufstore.buffer.operate.audit import Verification
+from bufstore.buffer.operate.log_fill import FillForecast, look
+from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.buffer.operate.verify import Verifier
 from bufstore.buffer.ports.ledger import Cursor
-from bufstore.buffer.quarantine import Quarantine
-from bufstore.buffer.room import Rooms, look
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import check_same
-from bufstore.buffer.verify import Verifier
 from bufstore.cli.connect import Target
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigError
-from bufstore.nats.connection import Connection
-from bufstore.nats.hot import NatsHotState
+from bufstore.jetstream.connection import Connection
 from bufstore.nats.log import NatsLog
-from bufstore.postgres.ledger import PostgresLedger
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.nats.shared_state import NatsSharedState
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.health import asked, behind, health_of, is_full
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 
 _TIMEOUT_S = 5.0
@@ -79,15 +79,15 @@ class Status(msgspec.Struct, kw_only=True):
 class Inspection:
     """Connected to NATS, and to Postgres if that is up."""
 
-    def __init__(self, log: NatsLog, hot: NatsHotState, ledger: PostgresLedger, config: LogConfig) -> None:
+    def __init__(self, log: NatsLog, shared: NatsSharedState, ledger: PostgresLedger, config: LogConfig) -> None:
         self._log = log
-        self._hot = hot
+        self._shared = shared
         self._ledger = ledger
         self._config = config
 
     def quarantine(self) -> Quarantine:
         """The entries in quarantine."""
-        return Quarantine(self._ledger, coalesce, self._hot.tell_parked)
+        return Quarantine(self._ledger, coalesce, self._shared.tell_parked)
 
     async def verify(self) -> Verification:
         """The self-check. Raises LogUnavailable, StoreUnavailable."""
@@ -97,17 +97,17 @@ class Inspection:
         named = self._log.target
         own = (named is None or named.kind == kind_of(PostgresThreadStore)) and await self._ledger.has_threads()
         return await Verifier(
-            self._log, self._hot, self._ledger, subjects, self._ledger.versions if own else None
+            self._log, self._shared, self._ledger, subjects, self._ledger.versions if own else None
         ).run()
 
     async def members(self) -> list[str]:
         """The live flushers. Raises LogUnavailable."""
-        return await living(self._hot)
+        return await living(self._shared)
 
     async def status(self) -> Status:
         """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
         subjects = Subjects(self._config.subject, self._config.partitions)
-        members = sorted(await self._hot.members())
+        members = sorted(await self._shared.members())
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
         quarantined, trouble = None, ""
@@ -116,7 +116,7 @@ class Inspection:
         except BufstoreError as e:
             trouble = str(e)
         flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
-        room, full_in_s = await Rooms(lambda: look(self._log, self._hot, flushed)).measured()
+        fill, full_in_s = await FillForecast(lambda: look(self._log, self._shared, flushed)).measured()
         nats_trouble, full = await asked(is_full(self._log))
         health = health_of(log=nats_trouble, store=trouble, flusher="", full=full or "", flushers=bool(members))
         owner = owners(members, subjects.partitions)
@@ -125,9 +125,9 @@ class Inspection:
             ok=not trouble,
             postgres_trouble=trouble,
             stream=self._config.stream,
-            log_bytes=room.held.bytes,
-            log_bytes_max=room.held.limit,
-            log_bytes_unflushed=room.unflushed,
+            log_bytes=fill.held.bytes,
+            log_bytes_max=fill.held.limit,
+            log_bytes_unflushed=fill.unflushed,
             log_full_in_s=full_in_s,
             can_write=health.can_write,
             write_trouble=health.write_trouble,
@@ -163,7 +163,7 @@ async def inspecting(target: Target, *, applies: bool = False) -> AsyncIterator[
         raise ConfigError(f"there is no log {target.stream!r} on this server yet: the first write makes it")
     connection = Connection(target.nats, target.session)
     log = NatsLog(connection, target.nats.api, BufferConfig.fitting(config))
-    hot = NatsHotState(connection, target.nats.api, config)
+    shared = NatsSharedState(connection, target.nats.api, config)
     store = target.plain(pool_size=1)
     ledger = PostgresLedger(str(store.pool.conninfo), store, schema=target.schema, timeout_s=_TIMEOUT_S)
     await connection.open()
@@ -172,7 +172,7 @@ async def inspecting(target: Target, *, applies: bool = False) -> AsyncIterator[
         if applies:
             await log.epoch(checked=False)
             check_same(target.stream, log.target, await ledger.target())
-        yield Inspection(log, hot, ledger, config)
+        yield Inspection(log, shared, ledger, config)
     finally:
         await ledger.aclose()
         await connection.aclose()

@@ -16,8 +16,8 @@ from bufstore.cli.running import Finite, run
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import NoLog
 from bufstore.nats.finding import find_log
-from bufstore.nats.link import NatsLink
-from bufstore.postgres.ledger import PostgresLedger
+from bufstore.nats.session import NatsSession
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.changing import change_log
 from bufstore.threads.preparing import adopt as adopt_log
 from bufstore.threads.protocol import DOMAIN
@@ -120,17 +120,17 @@ async def _adopt(target: Target, kind: Kind, windows: dict[str, Any]) -> Windows
     config = await target.find_log()
     if config is None:
         raise NoLog(target.stream)
-    link = NatsLink(target.nats, BufferConfig.fitting(replace(config, **windows)), target.session)
+    session = NatsSession(target.nats, BufferConfig.fitting(replace(config, **windows)), target.session)
     store = target.plain(pool_size=1)
     ledger = PostgresLedger(str(store.pool.conninfo), store, schema=target.schema, timeout_s=_TIMEOUT_S)
-    await link.open()
+    await session.open()
     try:
         await ledger.open()
-        await adopt_log(link.log, ledger, target.stream, kind)
-        return link.log.windows
+        await adopt_log(session.log, ledger, target.stream, kind)
+        return session.log.windows
     finally:
         await ledger.aclose()
-        await link.aclose()
+        await session.aclose()
 
 
 def _show(options: Options, target: Target, windows: Windows, title: str) -> None:

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from bufstore.buffer.entry import Malformed
+from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed
 from bufstore.buffer.ports.ledger import ParkedInfo
-from bufstore.buffer.quarantine import Quarantine
-from bufstore.buffer.replay import Outcome, ParkedEntry, Replayed
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.output import show, show_json

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from bufstore.buffer.repair import Repaired
+from bufstore.buffer.operate.repair import Repaired
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.output import show_json
 from bufstore.cli.running import EXIT_WRONG, run

@@ -15,9 +15,9 @@ from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.output import show_json
 from bufstore.cli.running import reporting_errors, run
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.postgres import owning
-from bufstore.postgres.migrate import check_schema
+from bufstore.postgres.connection.migrate import check_schema
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.postgres import tables
 
 _CONNECT_S = 5.0
 #: Of all migrations together: one may rewrite a table.
@@ -28,7 +28,7 @@ class Report(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore setup --json``."""
 
     schema: str
-    #: Per room of tables, the versions that were applied now.
+    #: Per part of tables, the versions that were applied now.
     migrated: Mapping[str, Sequence[int]]
     #: Roles that may use the tables now.
     granted: Sequence[str]
@@ -70,49 +70,49 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
     other settings than the ones given is an error (ConfigDrift) and left as it is. An app with a store of its own gets
     its log by opening that once with the owner's rights.
     """
-    rooms = owning.ROOMS[:1] if own_store else owning.ROOMS
+    parts = tables.PARTS[:1] if own_store else tables.PARTS
     context = click.get_current_context()
     if as_sql:
-        click.echo(_sql(options, rooms, roles, context.params["schema"]), nl=False)
+        click.echo(_sql(options, parts, roles, context.params["schema"]), nl=False)
         return
     if options.named and not (own_store or context.params["nats"] or context.params["embedded"]):
         raise click.UsageError("--nats (or BUFSTORE_NATS) is missing; only --sql and --own-store need none.")
     wanted = {name: value for name, value in log.items() if value is not None}
     reporting_errors(LogConfig)(**wanted)
     with options.target() as target:
-        report = run(_setup(target, rooms, roles, None if own_store else wanted))
+        report = run(_setup(target, parts, roles, None if own_store else wanted))
     if options.as_json:
         show_json(report)
     else:
         _show(report)
 
 
-def _sql(options: Options, rooms: Sequence[str], roles: Sequence[str], schema: str) -> str:
+def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: str) -> str:
     if not options.named:
-        return owning.script(check_schema(schema), owning.everything(schema, rooms), roles)
+        return tables.script(check_schema(schema), tables.everything(schema, parts), roles)
     with options.target() as target:
-        return run(_missing(target, rooms, roles))
+        return run(_missing(target, parts, roles))
 
 
-async def _missing(target: Target, rooms: Sequence[str], roles: Sequence[str]) -> str:
+async def _missing(target: Target, parts: Sequence[str], roles: Sequence[str]) -> str:
     async with _owner(target, roles) as connection:
         schema = target.schema
-        there = await owning.has_schema(connection, schema)
-        return owning.script(schema, await owning.missing(connection, schema, rooms), roles, new_schema=not there)
+        there = await tables.has_schema(connection, schema)
+        return tables.script(schema, await tables.missing(connection, schema, parts), roles, new_schema=not there)
 
 
-async def _setup(target: Target, rooms: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None) -> Report:
+async def _setup(target: Target, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None) -> Report:
     # Before anything is made: either side may be away.
     found = await target.find_log() if log is not None else None
     async with _owner(target, roles) as connection:
-        if found is not None and not await owning.has_flushed(connection, target.schema):
+        if found is not None and not await tables.has_flushed(connection, target.schema):
             await target.find_log(
                 applies=True
             )  # it may be that of an app's own store, which must be the one to name it
-        migrated = await owning.make_tables(connection, target.schema, rooms)
+        migrated = await tables.make_tables(connection, target.schema, parts)
         async with connection.transaction():
             for role in roles:
-                for statement in owning.grants(target.schema, role):
+                for statement in tables.grants(target.schema, role):
                     await connection.execute(statement)
     if log is not None:
         await _make_log(target, found or LogConfig(stream=target.stream, bucket=target.bucket), log)
@@ -125,7 +125,7 @@ async def _owner(target: Target, roles: Sequence[str]) -> AsyncIterator[AsyncCon
     async with target.plain(pool_size=1) as plain:
         async with plain.pool.lend(_CONNECT_S) as connection:  # a migration may take longer
             for role in roles:
-                await owning.check_grantee(connection, role)
+                await tables.check_grantee(connection, role)
         async with plain.pool.lend(_TIMEOUT_S) as connection:
             yield connection
 
@@ -138,9 +138,9 @@ async def _make_log(target: Target, found: LogConfig, wanted: dict[str, Any]) ->
 
 
 def _show(report: Report) -> None:
-    for room, versions in report.migrated.items():
+    for part, versions in report.migrated.items():
         done = f"migrations {versions[0]} to {versions[-1]} applied" if versions else "up to date"
-        click.echo(f"{room} tables in schema {report.schema}: {done}")
+        click.echo(f"{part} tables in schema {report.schema}: {done}")
     for role in report.granted:
         click.echo(f"role {role} may use them, and needs no CREATE")
     if report.log_made is not None:

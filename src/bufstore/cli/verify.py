@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.cli.concurrent import each
-from bufstore.postgres.rows import ThreadRows
-from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.model import decode_message
+from bufstore.threads.postgres.rows import ThreadRows
+from bufstore.threads.postgres.store import PostgresThreadStore
 
 _AT_ONCE = 8
 _PROBLEMS_SHOWN = 10

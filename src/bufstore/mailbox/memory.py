@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from bufstore.buffer.ports.stream import Conflict
 from bufstore.errors import Closed
+from bufstore.jetstream.messages import Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState

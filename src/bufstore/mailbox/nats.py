@@ -14,12 +14,15 @@ from datetime import datetime
 from itertools import islice
 from typing import Any
 
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.group_commit import GroupCommit
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
-from bufstore.buffer.subjects import token, untoken
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import Closed, ConfigDrift, TooLarge
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.drift import check
+from bufstore.jetstream.errors import StreamMissing, TooManyResults
+from bufstore.jetstream.group_commit import GroupCommit
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Status, ThreadState
@@ -29,10 +32,6 @@ from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import Mailbox
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import StreamMissing, TooManyResults
-from bufstore.nats.setup import check
-from bufstore.nats.stream import NatsStream
 
 _PAGE = 1000
 #: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
-from bufstore.buffer.subjects import untoken
 from bufstore.errors import MalformedEntry
+from bufstore.jetstream.errors import TooManyResults
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import untoken
 from bufstore.mailbox.nats_keys import SLOT_MS, Keys
-from bufstore.nats.errors import TooManyResults
-from bufstore.nats.stream import NatsStream
 
 _WINDOW_MS = 3600_000
 _PAGE = 1000

@@ -29,10 +29,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.stream import Outgoing
-from bufstore.buffer.subjects import token
 from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.decisions import Step
 from bufstore.mailbox.model import DEFAULT_PRIORITY, OWN, Dispatch, Status, ThreadState

@@ -18,15 +18,15 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bufstore.buffer.subjects import token, untoken
 from bufstore.errors import ConfigError, LogUnavailable, MalformedEntry
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.drift import check
+from bufstore.jetstream.errors import ConsumerMissing
+from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.nats_keys import Keys, consumer_config
 from bufstore.mailbox.ports import Live, LiveHandler, Signal
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import ConsumerMissing
-from bufstore.nats.setup import check
-from bufstore.nats.stream import NatsStream
 
 _log = logging.getLogger(__name__)
 

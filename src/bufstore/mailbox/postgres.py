@@ -18,18 +18,18 @@ import psycopg
 from msgspec.structs import replace
 from psycopg import sql
 
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict
 from bufstore.errors import Closed, Unavailable
+from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Claiming, Step, claimed
 from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import Mailbox
 from bufstore.notify.protocol import Notifier, Unlisten
-from bufstore.postgres import columns
-from bufstore.postgres.errors import NoAnswer
-from bufstore.postgres.migrate import check_schema, migrate, queries
-from bufstore.postgres.pool import Pool, new_pool
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.errors import NoAnswer
+from bufstore.postgres.connection.migrate import check_schema, migrate, queries
+from bufstore.postgres.connection.pool import Pool, new_pool
 
 _FOLDER = files("bufstore.mailbox") / "sql"
 #: The statuses as numbers, in the order of the enum: 0 queued, 1 claimed, above finished.
@@ -92,7 +92,7 @@ class PostgresBackend:
         if not self._open:
             raise Closed("the mailbox is closed or not open")
         async with self._pool.lend(self._timeout_s) as connection:
-            cursor = columns.Cursor(connection)
+            cursor = arrays.ArrayCursor(connection)
             await cursor.execute(self._sql[name], parameters, binary=True)
             return await cursor.rows()
 
@@ -145,13 +145,13 @@ class PostgresBackend:
                     active.dispatch_id if active is not None else None,
                     active.lease_until_ms if active is not None else None,
                     now_ms if step.wake else None,
-                    columns.texts(d.dispatch_id for d, _ in changed),
-                    columns.ints(_NUMBERS[was] for _, was in changed),
-                    columns.ints(_NUMBERS[d.status] for d, _ in changed),
-                    columns.longs(d.available_at_ms for d, _ in changed),
-                    columns.longs(d.completed_at_ms for d, _ in changed),
-                    columns.longs(d.token for d, _ in changed),
-                    columns.blobs([_encode(d) for d, _ in changed]),
+                    arrays.texts(d.dispatch_id for d, _ in changed),
+                    arrays.ints(_NUMBERS[was] for _, was in changed),
+                    arrays.ints(_NUMBERS[d.status] for d, _ in changed),
+                    arrays.longs(d.available_at_ms for d, _ in changed),
+                    arrays.longs(d.completed_at_ms for d, _ in changed),
+                    arrays.longs(d.token for d, _ in changed),
+                    arrays.blobs([_encode(d) for d, _ in changed]),
                     self._numbers,
                 )
         except psycopg.errors.DivisionByZero:
@@ -228,7 +228,7 @@ class PostgresBackend:
     async def purge(self, finished_before_ms: int, limit: int) -> int:
         purged = await self._run("purge", finished_before_ms, limit)
         if purged:
-            await self._run("purge_threads", columns.texts({row[0] for row in purged}))
+            await self._run("purge_threads", arrays.texts({row[0] for row in purged}))
         return len(purged)
 
     async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:

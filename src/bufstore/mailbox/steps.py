@@ -12,8 +12,8 @@ from typing import TypeVar
 from msgspec.structs import replace
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict
 from bufstore.errors import LogUnavailable, Rejected, StaleClaim, StepUnknown, StoreMisconfigured, Unavailable
+from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions
 from bufstore.mailbox.counters import Counters
 from bufstore.mailbox.decisions import Claiming, Step

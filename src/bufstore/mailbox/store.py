@@ -14,8 +14,8 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict
 from bufstore.errors import AlreadyExists, InvalidQuery, StaleClaim
+from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import Counters, MailboxStatistics

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
 from bufstore.buffer.target import Target
-from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig
 from bufstore.errors import Rejected
 from bufstore.memory.quarantine import MemoryParked
@@ -29,7 +29,7 @@ class MemoryLedger:
         self._target = target
         self._quarantine_max = quarantine_max
         self._archived = 0
-        self._rows: dict[str, Row] = {}
+        self._rows: dict[str, Watermark] = {}
         self._cursors: dict[int, Cursor] = {}
         self._epoch: int | None = None
         #: Threads whose rows somebody else holds: for tests.
@@ -69,20 +69,20 @@ class MemoryLedger:
     async def cursors(self) -> dict[int, Cursor]:
         return dict(self._cursors)
 
-    async def row(self, thread_id: str) -> Row:
-        return self._rows.get(thread_id, Row())
+    async def watermark(self, thread_id: str) -> Watermark:
+        return self._rows.get(thread_id, Watermark())
 
-    async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
+    async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
         return {t: (self._rows[t], self.parked.given_up.get(t, 0)) for t in thread_ids if t in self._rows}
 
     async def broken(self) -> frozenset[str]:
-        return frozenset(t for t, row in self._rows.items() if row.broken_since is not None)
+        return frozenset(t for t, watermark in self._rows.items() if watermark.broken_since is not None)
 
     async def flush(
         self,
         held: Sequence[Cursor],
         threads: Sequence[str],
-        decide: Callable[[Mapping[str, Row]], Decision],
+        decide: Callable[[Mapping[str, Watermark]], Decision],
         *,
         probe: int = 0,
         size: int = 0,
@@ -90,8 +90,8 @@ class MemoryLedger:
         for cursor in held:
             if self._cursors.get(cursor.partition) != cursor:
                 raise NotOwner(cursor.partition, self._cursors.get(cursor.partition), cursor)
-        rows = {t: self._rows.get(t, Row()) for t in threads if t not in self.locked}
-        decision = decide(rows)
+        watermarks = {t: self._rows.get(t, Watermark()) for t in threads if t not in self.locked}
+        decision = decide(watermarks)
         room = self._quarantine_max - len(self.parked.entries)
         if len(decision.parked) > room:
             raise QuarantineFull(max(0, room), self._quarantine_max)
@@ -104,11 +104,11 @@ class MemoryLedger:
                     raise
                 refused[part[0].thread_id] = e
         if refused:
-            decision = decide({t: rows[t] for t in rows.keys() - refused.keys()})
-        self._rows |= decision.rows
+            decision = decide({t: watermarks[t] for t in watermarks.keys() - refused.keys()})
+        self._rows |= decision.watermarks
         self._cursors |= {cursor.partition: cursor for cursor in decision.cursors}
         self.parked.park(decision.parked)
-        return Flushed(decision, set(threads) - rows.keys(), refused)
+        return Flushed(decision, set(threads) - watermarks.keys(), refused)
 
     async def _apply(self, batch: Sequence[Any]) -> None:
         try:
@@ -118,15 +118,15 @@ class MemoryLedger:
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
         found = sorted(
-            t for t, r in self._rows.items() if r.gone and not r.sources and r.flushed_seq < below and t > after
+            t for t, r in self._rows.items() if r.gone and not r.producers and r.flushed_seq < below and t > after
         )
         return [(self._rows[t].flushed_seq, t) for t in found[:limit]]
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
         parked = {e.thread_id for e in self.parked.entries.values()}
         for seq, thread_id in tombstones:
-            row = self._rows.get(thread_id, Row())
-            if row.gone and row.flushed_seq == seq and thread_id not in parked and not row.sources:
+            watermark = self._rows.get(thread_id, Watermark())
+            if watermark.gone and watermark.flushed_seq == seq and thread_id not in parked and not watermark.producers:
                 del self._rows[thread_id]
 
     async def archived(self) -> int:

@@ -12,15 +12,13 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports.log import Held
-from bufstore.buffer.ports.stream import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
+from bufstore.jetstream.group_commit import BATCH_MESSAGES_MAX
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing, StoredMessage
 
 
 class MemoryStream:
@@ -72,7 +70,7 @@ class MemoryStream:
         return found[-1].seq if found else 0
 
     def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
-        """See `bufstore.buffer.ports.stream.Stream.last`."""
+        """See `bufstore.jetstream.messages.Stream.last`."""
         return {name: self._of_subject[name][-1] for s in subjects for name in self.names(s)}
 
     def after(self, filter_: str, seq: int) -> Iterator[StoredMessage]:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bufstore.buffer.chain import Parked, Row
+from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.operate.replay import Outcome, ParkedEntry
 from bufstore.buffer.ports.ledger import FlushFailed, ParkedInfo, Replay
-from bufstore.buffer.replay import Outcome, ParkedEntry
-from bufstore.buffer.verdict import Verdict
 from bufstore.errors import Rejected
 
 
@@ -28,8 +28,8 @@ class Applies(Protocol):
 class MemoryParked:
     """See `bufstore.buffer.ports.ledger.ParkedEntries`. Shares the rows of the threads with its ledger."""
 
-    def __init__(self, rows: dict[str, Row], target: Applies) -> None:
-        self._rows = rows
+    def __init__(self, watermarks: dict[str, Watermark], target: Applies) -> None:
+        self._rows = watermarks
         self._target = target
         self.entries: dict[int, ParkedEntry] = {}
         #: Up to where entries of a thread were discarded.
@@ -62,9 +62,9 @@ class MemoryParked:
         return sorted({e.thread_id for e in self.entries.values() if e.thread_id and e.thread_id > after})[:limit]
 
     async def replay(
-        self, thread_id: str, start: int, decide: Callable[[Row, Sequence[ParkedEntry]], Replay]
+        self, thread_id: str, start: int, decide: Callable[[Watermark, Sequence[ParkedEntry]], Replay]
     ) -> Replay:
-        before = self._rows.get(thread_id, Row())
+        before = self._rows.get(thread_id, Watermark())
         replay = decide(before, [e for e in self._sorted() if e.thread_id == thread_id and e.seq >= start])
         if replay.change is None:
             return replay
@@ -72,7 +72,7 @@ class MemoryParked:
             await self._target.apply(None, [replay.change])
         except Rejected as e:
             raise FlushFailed(str(e), Verdict.POISON) from e
-        after = self._rows[thread_id] = replay.plan.row
+        after = self._rows[thread_id] = replay.plan.watermark
         applied = [o.seq for o in replay.plan.outcomes if o.outcome is Outcome.APPLIED]
         for seq in applied:
             del self.entries[seq]
@@ -91,9 +91,9 @@ class MemoryParked:
         return len(gone)
 
     def _mend(self, thread_id: str) -> None:
-        row = self._rows[thread_id]
-        waiting = [e.seq for e in self._sorted() if e.thread_id == thread_id and e.base_id == row.applied_id]
-        self._rows[thread_id] = msgspec.structs.replace(row, broken_since=waiting[0] if waiting else None)
+        watermark = self._rows[thread_id]
+        waiting = [e.seq for e in self._sorted() if e.thread_id == thread_id and e.base_id == watermark.applied_id]
+        self._rows[thread_id] = msgspec.structs.replace(watermark, broken_since=waiting[0] if waiting else None)
 
     def _sorted(self) -> list[ParkedEntry]:
         return [self.entries[seq] for seq in sorted(self.entries)]
@@ -101,7 +101,7 @@ class MemoryParked:
     def _info(self, entry: ParkedEntry) -> ParkedInfo:
         item = entry.item
         whole = msgspec.msgpack.encode(item if isinstance(item, StoredEntry) else item.messages)
-        row = self._rows.get(entry.thread_id or "", Row())
+        watermark = self._rows.get(entry.thread_id or "", Watermark())
         return ParkedInfo(
             seq=entry.seq,
             thread_id=entry.thread_id,
@@ -110,5 +110,5 @@ class MemoryParked:
             bytes=len(whole),
             hash=sha256(whole).hexdigest(),
             parked_at=entry.parked_at,
-            superseded=entry.thread_id is not None and entry.base_id != row.applied_id,
+            superseded=entry.thread_id is not None and entry.base_id != watermark.applied_id,
         )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bufstore.buffer.ports.hot import Link
+from bufstore.buffer.ports.shared_state import Session
 from bufstore.config import BufferConfig
-from bufstore.memory.hot import MemoryBucket, MemoryHotState
 from bufstore.memory.log import MemoryLog, MemoryStream
+from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 
 
 class MemoryNats:
@@ -20,27 +20,27 @@ class MemoryNats:
         self.streams: dict[str, MemoryStream] = {}
         self.buckets: dict[str, MemoryBucket] = {}
 
-    def link(self, config: BufferConfig) -> Link:
+    def session(self, config: BufferConfig) -> Session:
         """The way to it for one instance."""
         bucket = self.buckets.setdefault(config.log.bucket, MemoryBucket())
-        return MemoryLink(MemoryLog(self.streams, config), MemoryHotState(bucket))
+        return MemorySession(MemoryLog(self.streams, config), MemorySharedState(bucket))
 
 
-class MemoryLink:
-    """See `bufstore.buffer.ports.hot.Link`."""
+class MemorySession:
+    """See `bufstore.buffer.ports.shared_state.Link`."""
 
-    def __init__(self, log: MemoryLog, hot: MemoryHotState) -> None:
+    def __init__(self, log: MemoryLog, shared: MemorySharedState) -> None:
         self.log = log
-        self.hot = hot
+        self.shared = shared
 
     @property
     def traffic(self) -> tuple[int, int]:
-        calls = self.log.calls + self.hot.calls
+        calls = self.log.calls + self.shared.calls
         return calls, calls
 
     async def open(self) -> None:
         """Nothing to connect to."""
 
     async def aclose(self) -> None:
-        self.hot.close()
+        self.shared.close()
         self.log.close()

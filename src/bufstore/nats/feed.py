@@ -21,14 +21,14 @@ from typing import Any
 import nats.errors
 from nats.aio.subscription import Subscription
 
-from bufstore.buffer.entry import StoredMessage
 from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.nats.client import ListeningClient
-from bufstore.nats.connection import Connection
-from bufstore.nats.headers import entry_header, fields, status_of
-from bufstore.nats.setup import check
-from bufstore.nats.stream import NatsStream
+from bufstore.jetstream.client import ListeningClient
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.drift import check
+from bufstore.jetstream.headers import entry_header, fields, status_of
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.stream import NatsStream
 
 _log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 from bufstore.buffer.target import Target
 from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import ConfigError
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import StreamMissing
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.setup import WITHDRAWN, check_bucket, target_of, windows_of
-from bufstore.nats.stream import NatsStream
 
 
 class FoundLog(NamedTuple):

@@ -9,9 +9,6 @@ from typing import Any
 
 from nats.aio.client import Client
 
-from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX
-from bufstore.buffer.ports.log import Held
-from bufstore.buffer.ports.stream import AppendUnknown, BegunBatch, Outgoing
 from bufstore.buffer.shared_call import SharedCall
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target
@@ -19,8 +16,11 @@ from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import ConsumerMissing, MessageMissing, StreamMissing, StreamTaken
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, StreamMissing, StreamTaken
+from bufstore.jetstream.group_commit import BATCH_MESSAGES_MAX
+from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Held, Outgoing
+from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
@@ -34,7 +34,6 @@ from bufstore.nats.setup import (
     with_windows,
     withdrawn,
 )
-from bufstore.nats.stream import NatsStream
 
 #: What all partitions together ask for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
 #: dead and cuts it off, and while a large window is computed nothing is read.

@@ -17,16 +17,16 @@ from typing import Any
 import msgspec
 import nats.errors
 
-from bufstore.buffer.entry import StoredMessage
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import LogUnavailable, NoLog
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import StreamMissing
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.headers import added, entry_header, status_of
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.finding import log_config
-from bufstore.nats.headers import added, entry_header, status_of
 from bufstore.nats.setup import epoch_of
-from bufstore.nats.stream import NatsStream
 
 _PULL = 4096
 _PULL_BYTES = 8 << 20

@@ -17,10 +17,9 @@ from typing import Any
 import nats.errors
 from nats.aio.client import Client
 
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.stream import AppendUnknown, Outgoing
 from bufstore.errors import BufstoreError, LogRolledBack
-from bufstore.nats.connection import AGAIN_S
+from bufstore.jetstream.connection import AGAIN_S
+from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigDrift, ConfigError, LogRolledBack
-from bufstore.nats.errors import StreamMissing
-from bufstore.nats.stream import NatsStream
+from bufstore.jetstream.drift import check
+from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.stream import NatsStream
 
 #: Positions must fit into 62 bits.
 EPOCHS_MAX = 1 << 22
@@ -202,17 +203,3 @@ def check_bucket(config: LogConfig, metadata: Mapping[str, Any]) -> None:
             way_out=f"A log and its bucket belong together: set LogConfig.bucket (--bucket) to {bucket}, or choose "
             "another stream.",
         )
-
-
-def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str) -> None:
-    """Raise ConfigDrift for the first field that differs, with both values and both ways out."""
-    for field, expected in wanted.items():
-        value = found.get(field, type(expected)())  # the server leaves out what is zero, false or empty
-        if value != expected:
-            raise ConfigDrift(
-                what,
-                field,
-                expected=expected,
-                found=value,
-                way_out=f"Change it on the server (`{edit}`) or in the configuration ({ours}).",
-            )

@@ -1,8 +1,8 @@
 """The notifier on NATS: plain subjects, and hints in JetStream where there is one.
 
-A connection of its own is the supervised one of `bufstore.nats.connection`; a client of the app's is used as it is,
-and watched for reconnections. Every publish is followed by a round trip: what nats-py still has in its buffers would
-arrive only when the caller's loop comes to rest.
+A connection of its own is the supervised one of `bufstore.jetstream.connection`; a client of the app's is used as it
+is, and watched for reconnections. Every publish is followed by a round trip: what nats-py still has in its buffers
+would arrive only when the caller's loop comes to rest.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from nats.js.kv import KeyValue
 
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import BufstoreError, ConfigError, NotifyUnavailable
-from bufstore.nats.client import settle
-from bufstore.nats.connection import Connection
+from bufstore.jetstream.client import round_trip
+from bufstore.jetstream.connection import Connection
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
 from bufstore.notify.notifier import BrokerNotifier
@@ -75,7 +75,7 @@ class NatsBroker:
         client = self.client()
         try:
             await client.publish(channel(self._prefix, event, "."), payload.encode())
-            await settle(client)
+            await round_trip(client)
         except (nats.errors.Error, OSError) as e:
             raise NotifyUnavailable(f"NATS takes no message: {type(e).__name__}") from None
 
@@ -103,7 +103,7 @@ class NatsBroker:
             async with asyncio.timeout(self._timeout_s):
                 subscription = await self._subscribe(client, event, deliver)
                 # Answered after the server has seen the subscription: what others publish from now on arrives.
-                await settle(client)
+                await round_trip(client)
         except BaseException as e:
             self._wanted.pop(event, None)
             if isinstance(e, (nats.errors.Error, OSError)):
@@ -138,7 +138,7 @@ class NatsBroker:
         """On every new client of our own connection, before anybody else uses it."""
         for event, deliver in list(self._wanted.items()):
             self._subscriptions[event] = await self._subscribe(client, event, deliver)
-        await settle(client)
+        await round_trip(client)
         if self._seen:
             asyncio.get_running_loop().call_soon(self._tell_restored)
         self._seen += 1

@@ -21,8 +21,8 @@ from bufstore.notify.feed import Feed, Heard
 from bufstore.notify.notifier import BrokerNotifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
-from bufstore.postgres.errors import NoAnswer, map_errors
-from bufstore.postgres.pool import Alarm, Pool, open_pool
+from bufstore.postgres.connection.errors import NoAnswer, map_errors
+from bufstore.postgres.connection.pool import Alarm, Pool, open_pool
 
 #: A listening connection that says nothing for so long is asked whether it listens.
 _QUIET_S = 10.0

@@ -18,12 +18,12 @@ import msgspec
 
 from bufstore.buffer.target import check_proof, check_same
 from bufstore.errors import ArchiveOvertaken, ConfigError, DataLoss, NoLog
-from bufstore.memory.store import MemoryThreadStore
 from bufstore.nats.ranges import Log, LogReader
-from bufstore.postgres.ledger import PostgresLedger
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import described
 from bufstore.spark.worker import loop
+from bufstore.threads.memory_store import MemoryThreadStore
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

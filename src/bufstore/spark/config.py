@@ -10,8 +10,8 @@ from bufstore.buffer.target import check_flushable
 from bufstore.config import LogConfig, NatsConfig, Secretive, as_nats_config
 from bufstore.errors import ConfigError, NoLog
 from bufstore.nats.finding import FoundLog, find_log
-from bufstore.postgres.migrate import check_schema
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.postgres.connection.migrate import check_schema
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 from bufstore.types import check_id
 

@@ -1,7 +1,7 @@
 """``mode="postgres"``: rows go past the log, straight into Postgres, under the same guarantee; for backfills.
 
 One transaction a part: lock the threads' rows of the ledger, leave out what their sources have already
-(`bufstore.buffer.sources`), fold the rest into one change a thread, write the changes as a flush does, advance the
+(`bufstore.buffer.producers`), fold the rest into one change a thread, write the changes as a flush does, advance the
 rows. What needs the log's own checks goes through the log instead: threads that the log shows, whose entries expect
 what is in Postgres; threads whose chain is broken; runs with a parent; new messages with ids for a thread that exists.
 """
@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bufstore.buffer import sources
-from bufstore.buffer.chain import Row
+from bufstore.buffer import producers
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.subjects import Subjects
-from bufstore.buffer.verdict import Verdict
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import InvalidRecord, StoreUnavailable
-from bufstore.nats.link import NatsLink
-from bufstore.postgres.ledger import PostgresLedger
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.nats.session import NatsSession
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.rows import Write
 from bufstore.threads.coalesce import Fold
-from bufstore.threads.memory import ids_of
+from bufstore.threads.digests import ids_of
 from bufstore.threads.model import Run, RunSave, ThreadChange, check_run, encode_messages, encode_run
 from bufstore.threads.payload import Payload
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.write import save_of
 from bufstore.types import check_id
 
@@ -53,7 +53,7 @@ class Folded(NamedTuple):
 
     #: None: nothing that was not there.
     change: ThreadChange | None
-    row: Row
+    watermark: Watermark
     written: int
     repeated: int
 
@@ -84,17 +84,17 @@ def prepare(thread_id: str, wanted: Sequence[tuple[Write, bytes | None]]) -> lis
     return prepared
 
 
-def fold(thread_id: str, row: Row, version: int, writes: Sequence[Prepared], new_id: int) -> Folded:
+def fold(thread_id: str, watermark: Watermark, version: int, writes: Sequence[Prepared], new_id: int) -> Folded:
     """One change that equals `writes`, of one source, in order, without what the thread has of them already.
 
     `version`: how many messages Postgres holds of the thread. Raises NeedLog when only the log can tell what to do.
     """
-    if row.broken_since is not None:
+    if watermark.broken_since is not None:
         raise NeedLog([thread_id])
     folded, written, newest = Fold(thread_id, version), 0, None
     for number, write in enumerate(writes):
         if write.mark is not None:
-            if (newest is not None and write.mark <= newest) or sources.holds(row.sources, write.mark):
+            if (newest is not None and write.mark <= newest) or producers.holds(watermark.producers, write.mark):
                 continue
             newest = write.mark
         if write.save.parent_thread_id is not None or (write.has_ids and not write.whole and version):
@@ -105,9 +105,9 @@ def fold(thread_id: str, row: Row, version: int, writes: Sequence[Prepared], new
         version = keep + len(write.messages)
         written += 1
     if not written:
-        return Folded(None, row, 0, len(writes))
-    seen = sources.merge(row.sources, newest or b"")
-    after = msgspec.structs.replace(row, applied_id=new_id, version=version, gone=False, sources=seen)
+        return Folded(None, watermark, 0, len(writes))
+    seen = producers.merge(watermark.producers, newest or b"")
+    after = msgspec.structs.replace(watermark, applied_id=new_id, version=version, gone=False, producers=seen)
     return Folded(folded.change(), after, written, len(writes) - written)
 
 
@@ -117,12 +117,12 @@ class DirectWriter:
     def __init__(self, config: SinkConfig, log: LogConfig) -> None:
         self._store = PostgresThreadStore(config.postgres, schema=config.schema, pool_size=1)
         self._ledger = PostgresLedger(config.postgres, self._store, schema=config.schema)
-        self._link = NatsLink(config.server, BufferConfig.fitting(log), "bufstore-backfill")
+        self._session = NatsSession(config.server, BufferConfig.fitting(log), "bufstore-backfill")
         self._subjects = Subjects(log.subject, log.partitions)
 
     async def open(self) -> None:
         """Connect, and make the tables."""
-        await self._link.open()
+        await self._session.open()
         await self._ledger.open()
         await self._store.open()
         await self._store.setup()
@@ -131,7 +131,7 @@ class DirectWriter:
     async def in_log(self, threads: Collection[str]) -> set[str]:
         """Those that the log shows. Raises LogUnavailable."""
         subjects = {self._subjects.of(thread_id): thread_id for thread_id in threads}
-        return {subjects[subject] for subject in await self._link.log.last(list(subjects), _TIMEOUT_S)}
+        return {subjects[subject] for subject in await self._session.log.last(list(subjects), _TIMEOUT_S)}
 
     async def write(self, threads: Mapping[str, Sequence[Prepared]]) -> tuple[int, int]:
         """Write all rows in one transaction: how many were written, and how many were there.
@@ -142,21 +142,21 @@ class DirectWriter:
         names, probing = sorted(threads), False
         versions = await self._store.versions(list(threads))
 
-        def decide(rows: Mapping[str, Row]) -> Decision:
+        def decide(rows: Mapping[str, Watermark]) -> Decision:
             nonlocal written, repeated
             need_log: list[str] = []
             batch: list[Any] = []
-            after: dict[str, Row] = {}
+            after: dict[str, Watermark] = {}
             written = repeated = 0
             if probing and len(rows) < len(names):
                 # The log's checks say of each row what is wrong with it.
                 raise NeedLog(sorted(set(names) - rows.keys()))
             need_all(names, rows)
             for thread_id, writes in threads.items():
-                row = rows[thread_id]
-                version = row.version if row.applied_id else versions.get(thread_id, 0)
+                watermark = rows[thread_id]
+                version = watermark.version if watermark.applied_id else versions.get(thread_id, 0)
                 try:
-                    found = fold(thread_id, row, version, writes, int.from_bytes(os.urandom(8)) >> 1 or 1)
+                    found = fold(thread_id, watermark, version, writes, int.from_bytes(os.urandom(8)) >> 1 or 1)
                 except NeedLog:
                     need_log.append(thread_id)
                     continue
@@ -164,10 +164,10 @@ class DirectWriter:
                 repeated += found.repeated
                 if found.change is not None:
                     batch.append(found.change)
-                    after[thread_id] = found.row
+                    after[thread_id] = found.watermark
             if need_log:
                 raise NeedLog(need_log)
-            return Decision(batch=batch, rows=after)
+            return Decision(batch=batch, watermarks=after)
 
         try:
             try:

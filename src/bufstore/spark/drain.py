@@ -19,11 +19,11 @@ import msgspec
 
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
-from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import context_of, described
 from bufstore.spark.worker import in_task, loop
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.postgres.store import PostgresThreadStore
 
 if TYPE_CHECKING:
     import pyarrow

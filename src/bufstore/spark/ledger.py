@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bufstore.postgres import columns
-from bufstore.postgres.migrate import migrate, queries
-from bufstore.postgres.pool import Pool, new_pool
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.migrate import migrate, queries
+from bufstore.postgres.connection.pool import Pool, new_pool
 
 _FOLDER = files("bufstore.spark") / "sql"
 _TIMEOUT_S = 30.0
@@ -62,6 +62,6 @@ class SparkLedger:
 
     async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         async with self._pool.lend(_TIMEOUT_S) as connection:
-            cursor = columns.Cursor(connection)
+            cursor = arrays.ArrayCursor(connection)
             await cursor.execute(self._sql[name], parameters, binary=True)
             return await cursor.rows()

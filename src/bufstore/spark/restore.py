@@ -15,21 +15,22 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from bufstore.buffer.chain import Row
-from bufstore.buffer.entry import StoredMessage, assemble
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.entry import assemble
+from bufstore.buffer.flush.owned_partition import Item
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
-from bufstore.buffer.share import Item
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target, check_kind, check_same
 from bufstore.errors import ConfigError, MalformedEntry, NoLog, StoreUnavailable
-from bufstore.postgres.ledger import PostgresLedger
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.archive import Manifest, check_range, log_of, manifests_of, overlap, whole
 from bufstore.spark.config import Deployment
 from bufstore.spark.jobs import described
 from bufstore.spark.restore_log import IntoLog
 from bufstore.spark.restoring import Counts, applicable
 from bufstore.spark.worker import in_task, loop
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 
 if TYPE_CHECKING:
@@ -233,7 +234,7 @@ class _IntoPostgres:
         counts = Counts()
         versions = await self._store.versions(list(threads))
 
-        def decide(rows: Mapping[str, Row]) -> Decision:
+        def decide(rows: Mapping[str, Watermark]) -> Decision:
             nonlocal counts
             need_all(threads, rows)
             decision, counts = decided(rows, versions, threads)
@@ -251,22 +252,22 @@ class _IntoPostgres:
 
 
 def decided(
-    rows: Mapping[str, Row], versions: Mapping[str, int], threads: Mapping[str, Sequence[Item]]
+    rows: Mapping[str, Watermark], versions: Mapping[str, int], threads: Mapping[str, Sequence[Item]]
 ) -> tuple[Decision, Counts]:
     """What a restore writes of these entries; `rows` and `versions` are of Postgres."""
     batch: list[Any] = []
-    after: dict[str, Row] = {}
+    after: dict[str, Watermark] = {}
     counts = Counts(threads=len(threads))
     for thread_id, items in threads.items():
         row = rows[thread_id]
         found = applicable(thread_id, row, versions.get(thread_id, 0), items)
         if found.change is not None:
             batch.append(found.change)
-            after[thread_id] = found.plan.row
+            after[thread_id] = found.plan.watermark
         counts.add(
             applied=len(found.plan.apply),
             present=sum(item.seq <= row.flushed_seq for item in items),
             refused=found.refused,
             reasons=[found.reason] if found.reason else [],
         )
-    return Decision(batch=batch, rows=after), counts
+    return Decision(batch=batch, watermarks=after), counts

@@ -17,20 +17,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, StoredEntry, assemble, encode, entry_id
-from bufstore.buffer.group_commit import BATCH_MESSAGES_MAX, GroupCommit
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
-from bufstore.buffer.share import Item
+from bufstore.buffer.flush.owned_partition import Item
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
-from bufstore.nats.link import NatsLink
-from bufstore.postgres.ledger import PostgresLedger
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.jetstream.group_commit import BATCH_MESSAGES_MAX, GroupCommit
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from bufstore.nats.session import NatsSession
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import Deployment
 from bufstore.spark.restoring import Counts, applicable
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 
 _TIMEOUT_S = 30.0
@@ -47,7 +47,9 @@ class Wanted(NamedTuple):
     reason: str = ""
 
 
-def wanted(thread_id: str, row: Row, version: int, held: Sequence[int], items: Sequence[Item], log_end: int) -> Wanted:
+def wanted(
+    thread_id: str, row: Watermark, version: int, held: Sequence[int], items: Sequence[Item], log_end: int
+) -> Wanted:
     """What of the archive's `items` is missing behind what there is.
 
     `row` and `version`: of Postgres. `held`: ids of the entries that the log has, at least the last, oldest first.
@@ -65,11 +67,11 @@ def wanted(thread_id: str, row: Row, version: int, held: Sequence[int], items: S
     if not held and row.flushed_seq >= log_end:
         return Wanted([], refused=len(items), reason=f"thread {thread_id!r}: Postgres is ahead of this log")
     at = ids.index(last) + 1 if last else 0
-    base = Row()
+    base = Watermark()
     if at:
         before = items[at - 1]
         assert isinstance(before, StoredEntry)
-        base = Row(flushed_seq=before.seq, applied_id=last, version=before.entry.version)
+        base = Watermark(flushed_seq=before.seq, applied_id=last, version=before.entry.version)
     found = applicable(thread_id, base, version, items[at:])
     entries = _chained([stored.entry for stored in found.plan.apply], last, bool(held), max(log_end, row.flushed_seq))
     return Wanted(entries, at, found.refused, found.reason)
@@ -79,10 +81,10 @@ def _chained(entries: Sequence[Entry], last: int, in_log: bool, seen: int) -> li
     chained: list[Entry] = []
     for entry in entries:
         if in_log:
-            link = {"prev_id": last, "base": Base.CHAINED, "seen": 0}
+            session = {"prev_id": last, "base": Base.CHAINED, "seen": 0}
         else:
-            link = {"prev_id": last, "base": Base.STORED if last else Base.NONE, "seen": seen}
-        chained.append(msgspec.structs.replace(entry, **link))
+            session = {"prev_id": last, "base": Base.STORED if last else Base.NONE, "seen": seen}
+        chained.append(msgspec.structs.replace(entry, **session))
         last, in_log = entry.id, True
     return chained
 
@@ -101,11 +103,11 @@ class IntoLog:
         # Of an app's own store, only its row of a thread is known.
         self._ours = named is None or named.kind == kind_of(PostgresThreadStore)
         self._subjects = Subjects(log.subject, log.partitions)
-        self._link = NatsLink(self._deployment.server, BufferConfig.fitting(log), "bufstore-restore")
-        await self._link.open()
+        self._session = NatsSession(self._deployment.server, BufferConfig.fitting(log), "bufstore-restore")
+        await self._session.open()
         await self._ledger.open()
         await self._store.open()
-        self._group = GroupCommit(self._link.log, timeout_s=_TIMEOUT_S)
+        self._group = GroupCommit(self._session.log, timeout_s=_TIMEOUT_S)
         self._group.start()
         self._room = asyncio.Semaphore(_AT_ONCE)
         return self
@@ -114,7 +116,7 @@ class IntoLog:
         await self._group.aclose()
         await self._store.aclose()
         await self._ledger.aclose()
-        await self._link.aclose()
+        await self._session.aclose()
 
     async def setup(self, epoch: int, named: Target | None) -> None:
         """Raise ConfigError unless Postgres and the log (whose generation is `epoch`) go together."""
@@ -132,9 +134,9 @@ class IntoLog:
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> Counts:
         """Write what is missing of these threads: threads, entries written, present and refused, and why."""
         names = {self._subjects.of(thread_id): thread_id for thread_id in threads}
-        last = {names[s]: m for s, m in (await self._link.log.last(list(names), _TIMEOUT_S)).items()}
-        end = 1 + await self._link.log.end(_TIMEOUT_S)
-        rows = await self._ledger.rows(list(threads))
+        last = {names[s]: m for s, m in (await self._session.log.last(list(names), _TIMEOUT_S)).items()}
+        end = 1 + await self._session.log.end(_TIMEOUT_S)
+        rows = await self._ledger.watermarks(list(threads))
         versions = await self._store.versions(list(threads)) if self._ours else {}
         counts = Counts(threads=len(threads))
 
@@ -142,7 +144,7 @@ class IntoLog:
             held = [entry_id(last[thread_id])] if thread_id in last else []
             if held and held[-1] not in {i.entry.id for i in items if isinstance(i, StoredEntry)}:
                 held = await self._ids(thread_id)
-            row = rows[thread_id][0] if thread_id in rows else Row()
+            row = rows[thread_id][0] if thread_id in rows else Watermark()
             todo = wanted(thread_id, row, versions.get(thread_id, 0), held, items, end)
             if not self._dry_run:
                 async with self._room:
@@ -156,7 +158,7 @@ class IntoLog:
         return counts
 
     async def _ids(self, thread_id: str) -> list[int]:
-        messages = await self._link.log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
+        messages = await self._session.log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
         return [item.entry.id if isinstance(item, StoredEntry) else 0 for item in assemble(messages, thread_id)]
 
     async def _write(self, thread_id: str, todo: Wanted, behind: int) -> Wanted:
@@ -177,7 +179,7 @@ class IntoLog:
 
     def _units(self, thread_id: str, entries: Sequence[Entry]) -> list[list[list[Outgoing]]]:
         """The entries' messages, in units of what is stored as neighbours."""
-        subject, bytes_max = self._subjects.of(thread_id), self._link.log.message_bytes_max
+        subject, bytes_max = self._subjects.of(thread_id), self._session.log.message_bytes_max
         units: list[list[list[Outgoing]]] = []
         count = size = 0
         for entry in entries:

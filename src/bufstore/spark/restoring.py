@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bufstore.buffer.chain import Plan, Row
-from bufstore.buffer.deciding import decide_thread
+from bufstore.buffer.chain import Plan, Watermark
 from bufstore.buffer.entry import Base, Malformed, StoredEntry
-from bufstore.buffer.share import Item
+from bufstore.buffer.flush.deciding import decide_thread
+from bufstore.buffer.flush.owned_partition import Item
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.payload import decode_payload
 
@@ -48,13 +48,13 @@ class Applicable(NamedTuple):
     reason: str
 
 
-def applicable(thread_id: str, row: Row, version: int, items: Sequence[Item]) -> Applicable:
+def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Item]) -> Applicable:
     """What of `items` takes effect on `row`; `version`: how many messages the store has of the thread."""
     poison: dict[int, str] = {}
     behind = [item for item in items if item.seq > row.flushed_seq]
     if behind and _builds_on_more(row, version, behind[0]):
         reason = _reason(thread_id, behind[0], "it builds on messages of before the log, which are not in Postgres")
-        return Applicable(Plan(row=row), None, len(behind), reason)
+        return Applicable(Plan(watermark=row), None, len(behind), reason)
     todo, change = decide_thread(thread_id, row, behind, poison, coalesce, complete=True)
     if not todo.park:
         return Applicable(todo, change, 0, "")
@@ -67,7 +67,7 @@ def applicable(thread_id: str, row: Row, version: int, items: Sequence[Item]) ->
     return Applicable(todo, change, len(behind) - len(before), _reason(thread_id, first, cause))
 
 
-def _builds_on_more(row: Row, version: int, first: Item) -> bool:
+def _builds_on_more(row: Watermark, version: int, first: Item) -> bool:
     """Whether the entry keeps messages that came into the store past the buffer, and are not there."""
     if row.flushed_seq or not isinstance(first, StoredEntry) or first.entry.base is not Base.NONE:
         return False

@@ -3,7 +3,7 @@
 A batch may be done again, in part or whole, at any time: a task that failed after it wrote, a copy that speculation
 started, a driver that was killed before Spark noted the batch. So each row carries a number (its batch, and its place
 among its thread's rows in it), and the store knows for each thread how far this source has come
-(`bufstore.buffer.sources`, docs/adr/0014); there is no window of time. For that a row must get the same number again:
+(`bufstore.buffer.producers`, docs/adr/0014); there is no window of time. For that a row must get the same number again:
 the batch is the same rows (Spark's part, with a source that can be replayed; a sum over the rows tells when it is not),
 and they are sorted by what they hold.
 

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bufstore.buffer import sources
+from bufstore.buffer import producers
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, InvalidId, LogFull, Rejected
-from bufstore.postgres.store import PostgresThreadStore
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.direct import DirectWriter, NeedLog, Prepared, prepare
 from bufstore.spark.ledger import SparkLedger
@@ -20,7 +19,8 @@ from bufstore.spark.rows import Write, number_of, write_of
 from bufstore.spark.worker import loop
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.bulk import Step
-from bufstore.types import SourceMark, check_id
+from bufstore.threads.postgres.store import PostgresThreadStore
+from bufstore.types import ProducerSequence, check_id
 
 _POOL = 4
 #: Patience of a writer that nobody waits for, as far as the log's failover window allows.
@@ -150,8 +150,12 @@ class _Task:
         await self._refuse(opened, lines[done], error)
         return done + 1
 
-    def _mark(self, rank: int) -> SourceMark | None:
-        return SourceMark(self._config.app_id, number_of(self._batch_id, rank)) if self._batch_id is not None else None
+    def _mark(self, rank: int) -> ProducerSequence | None:
+        return (
+            ProducerSequence(self._config.app_id, number_of(self._batch_id, rank))
+            if self._batch_id is not None
+            else None
+        )
 
     async def _refuse(self, opened: _Opened, line: _Line, error: Rejected) -> None:
         self.outcome.refuse(line.row, error)
@@ -190,7 +194,7 @@ class _Task:
     def _marked(self, line: _Line) -> tuple[Write, bytes | None]:
         if isinstance(line.wanted, Rejected):
             raise line.wanted
-        return line.wanted, sources.item_of(self._mark(line.rank))
+        return line.wanted, producers.item_of(self._mark(line.rank))
 
 
 class _Line(NamedTuple):

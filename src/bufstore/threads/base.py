@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.errors import ReadNotFresh
 from bufstore.threads.model import Run, encode_messages, encode_run, encode_value
@@ -33,7 +33,7 @@ class KeepsRows(Protocol):
     """A store that gives state and watermark in one statement, encoded."""
 
     async def load_rows(self, thread_id: str, *, with_watermark: bool) -> Any:
-        """See `bufstore.postgres.store.PostgresThreadStore.load_rows`."""
+        """See `bufstore.threads.postgres.store.PostgresThreadStore.load_rows`."""
         ...
 
     async def load_run(self, run_id: str) -> Run | None:
@@ -50,12 +50,12 @@ class SnapshotReader:
     async def state(self, thread_id: str) -> ThreadState:
         rows = await self._store.load_rows(thread_id, with_watermark=True)
         if rows is None:
-            return ThreadState(row=Row(), thread=None, messages=[], latest_run=None)
-        row = rows.watermark or Row(version=len(rows.messages))
-        if rows.thread is None and row.applied_id:
-            row = msgspec.structs.replace(row, gone=True)
+            return ThreadState(watermark=Watermark(), thread=None, messages=[], latest_run=None)
+        watermark = rows.watermark or Watermark(version=len(rows.messages))
+        if rows.thread is None and watermark.applied_id:
+            watermark = msgspec.structs.replace(watermark, gone=True)
         return ThreadState(
-            row=row,
+            watermark=watermark,
             thread=rows.thread,
             messages=rows.messages,
             latest_run=rows.latest_run,
@@ -74,21 +74,21 @@ class ComparingReader:
         self._ledger = ledger
 
     async def state(self, thread_id: str) -> ThreadState:
-        row = await self._ledger.row(thread_id)
+        watermark = await self._ledger.watermark(thread_id)
         for attempt in range(_TRIES):
             found = await self._store.load_checkpoint(thread_id)
-            after = await self._ledger.row(thread_id)
-            if after == row:
+            after = await self._ledger.watermark(thread_id)
+            if after == watermark:
                 if found is None:
-                    return ThreadState(row=row, thread=None, messages=[], latest_run=None)
+                    return ThreadState(watermark=watermark, thread=None, messages=[], latest_run=None)
                 return ThreadState(
-                    row=row if row.flushed_seq else Row(version=len(found.messages)),
+                    watermark=watermark if watermark.flushed_seq else Watermark(version=len(found.messages)),
                     thread=found.thread,
                     messages=encode_messages(found.messages),
                     latest_run=encode_run(found.latest_run) if found.latest_run is not None else None,
                     state=encode_value(found.state, "thread state") if found.state is not None else None,
                 )
-            row = after
+            watermark = after
             await asyncio.sleep(0.01 * attempt)  # flushed at each try: let a window pass
         raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
 

@@ -2,8 +2,8 @@
 
 Writes append to the log and return when that is durable; the flusher moves them into the wrapped store. Reads join
 what the store holds with the thread's tail in the log. This file puts the parts together; the write path is
-`bufstore.threads.write` → `bufstore.buffer.appender`, the flush path `bufstore.buffer.flusher`, the read path
-`bufstore.threads.read`.
+`bufstore.threads.write` → `bufstore.buffer.append.appender`, the flush path `bufstore.buffer.flush.flusher`, the read
+path `bufstore.threads.read`.
 """
 
 from __future__ import annotations
@@ -15,32 +15,31 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from bufstore.buffer import sources
-from bufstore.buffer.appender import Appender
-from bufstore.buffer.audit import Verification
-from bufstore.buffer.flush_waiter import FlushWaiter
-from bufstore.buffer.flusher import Flusher
-from bufstore.buffer.ports.hot import Link
+from bufstore.buffer import producers as producers
+from bufstore.buffer.append.appender import Appender
+from bufstore.buffer.flush.flusher import Flusher
+from bufstore.buffer.operate.audit import Verification
+from bufstore.buffer.operate.log_fill import FillForecast, look
+from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.buffer.operate.verify import Verifier
 from bufstore.buffer.ports.ledger import Ledger
-from bufstore.buffer.quarantine import Quarantine
-from bufstore.buffer.room import Rooms, look
+from bufstore.buffer.ports.shared_state import Session
+from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.subjects import Subjects
-from bufstore.buffer.verify import Verifier
 from bufstore.config import BufferConfig, NatsConfig
 from bufstore.errors import BufstoreError, ConfigError
 from bufstore.memory.server import MemoryNats
-from bufstore.postgres.ledger import PostgresLedger
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads import edits, lineage
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.bulk import BulkWriter
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.digests import MessageMemory
 from bufstore.threads.erasing import Erasure, ThreadEraser
 from bufstore.threads.health import Health, Statistics, Vitals
 from bufstore.threads.lineage import Children
 from bufstore.threads.lists import BufferedLists
-from bufstore.threads.memory import MessageMemory
 from bufstore.threads.model import (
     NO_METADATA,
     Checkpoint,
@@ -52,6 +51,7 @@ from bufstore.threads.model import (
 )
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import content_hash
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.preparing import apart, prepare_log, prepare_store
 from bufstore.threads.protocol import WrappableStore, kind_of
 from bufstore.threads.queries import (
@@ -68,10 +68,10 @@ from bufstore.threads.queries import (
     ThreadQuery,
 )
 from bufstore.threads.read import ThreadReads
-from bufstore.threads.wrapping import ledger_for, link_for, reader_for
+from bufstore.threads.wrapping import ledger_for, reader_for, session_for
 from bufstore.threads.write import Call, call_of
 from bufstore.threads.writer import ThreadWriter
-from bufstore.types import Consistency, Message, Quarantined, Receipt, SourceMark, check_id
+from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, Receipt, check_id
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class BufferedThreadStore:
         self,
         store: WrappableStore,
         ledger: Ledger,
-        link: Link,
+        session: Session,
         member: str,
         consistency: Consistency,
         config: BufferConfig,
@@ -93,28 +93,34 @@ class BufferedThreadStore:
         self._consistency = consistency
         self._config = config
         self._subjects = Subjects(config.log.subject, config.log.partitions)
-        self._link, self._log, self._hot = link, link.log, link.hot
+        self._session, self._log, self._shared = session, session.log, session.shared
         self._flusher = (
-            Flusher(self._log, self._hot, ledger, coalesce, self._subjects, config, member, self._prepare_store)
+            Flusher(self._log, self._shared, ledger, coalesce, self._subjects, config, member, self._prepare_store)
             if config.flusher
             else None
         )
         #: What could not be applied: list, show, replay, discard.
-        self.quarantine = Quarantine(ledger, coalesce, self._hot.tell_parked)
-        self._waiter = FlushWaiter(self._hot, ledger, self._subjects, self._flusher)
+        self.quarantine = Quarantine(ledger, coalesce, self._shared.tell_parked)
+        self._waiter = FlushWaiter(self._shared, ledger, self._subjects, self._flusher)
         self._reads = ThreadReads(
-            self._log, self._hot, self._subjects, reader_for(store, ledger), self._waiter, config, own_seq=self._own_seq
+            self._log,
+            self._shared,
+            self._subjects,
+            reader_for(store, ledger),
+            self._waiter,
+            config,
+            own_seq=self._own_seq,
         )
-        self._writer = ThreadWriter(self._reads, ledger, self._hot, config)
+        self._writer = ThreadWriter(self._reads, ledger, self._shared, config)
         flushed = self._flusher.cursors if self._flusher is not None else dict[int, int]
-        self._rooms = Rooms(lambda: look(self._log, self._hot, flushed()))
+        self._fill = FillForecast(lambda: look(self._log, self._shared, flushed()))
         self._appender = Appender[MessageMemory](
-            self._log, self._subjects, config, self._writer, self._writer.row, self._rooms.explain
+            self._log, self._subjects, config, self._writer, self._writer.watermark, self._fill.explain
         )
-        self._vitals = Vitals(link, ledger, self._rooms, self._appender, self._flusher, self._subjects)
+        self._vitals = Vitals(session, ledger, self._fill, self._appender, self._flusher, self._subjects)
         self._lists = BufferedLists(store, ledger, self._reads, config)
         self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
-        self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._hot, config)
+        self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._shared, config)
         self._eraser = ThreadEraser(
             self._log, ledger, self._subjects, self._edits, self._lineage, self.quarantine, self._waiter, config
         )
@@ -145,8 +151,8 @@ class BufferedThreadStore:
         """
         config = config or BufferConfig()
         member = secrets.token_hex(8)
-        link = link_for(nats, config, f"bufstore-{member}")
-        self = cls(store, ledger_for(store, postgres, schema, config), link, member, consistency, config)
+        session = session_for(nats, config, f"bufstore-{member}")
+        self = cls(store, ledger_for(store, postgres, schema, config), session, member, consistency, config)
         try:
             await self._start()
         except BaseException:
@@ -164,18 +170,18 @@ class BufferedThreadStore:
         return f"{type(self).__name__}({self._store!r}, stream={self._config.log.stream!r})"
 
     async def _start(self) -> None:
-        await self._link.open()
+        await self._session.open()
         await self._ledger.open()
         if isinstance(self._store, PostgresThreadStore):
             await self._store.open()
         stream, kind = self._config.log.stream, kind_of(self._store)
         self._log.vouched_by(lambda: apart(self._log, self._ledger, stream, kind))
         await prepare_log(self._log, self._ledger, self._store, self._config)
-        await self._hot.setup()
+        await self._shared.setup()
         self._appender.start()
         await self._waiter.start()
         # A writer that builds on an entry that was parked would only have its own parked too.
-        await self._hot.on_parked(self._appender.forget)
+        await self._shared.on_parked(self._appender.forget)
         if self._flusher is not None:
             await self._flusher.start()
 
@@ -204,8 +210,8 @@ class BufferedThreadStore:
             if isinstance(self._store, PostgresThreadStore):
                 stack.push_async_callback(self._store.aclose)
             stack.push_async_callback(self._ledger.aclose)
-            stack.push_async_callback(self._link.aclose)
-            stack.push_async_callback(self._rooms.aclose)
+            stack.push_async_callback(self._session.aclose)
+            stack.push_async_callback(self._fill.aclose)
             stack.push_async_callback(self._appender.aclose)
             stack.push_async_callback(self._reads.aclose)
             if self._flusher is not None:
@@ -220,7 +226,7 @@ class BufferedThreadStore:
         run: Run,
         *,
         idempotency_key: str | None = None,
-        source: SourceMark | None = None,
+        producer: ProducerSequence | None = None,
     ) -> Receipt:
         """See `ThreadRunStore.checkpoint`. Also raises LogFull, LogUnavailable (nothing stored) and OutcomeUnknown.
 
@@ -230,7 +236,7 @@ class BufferedThreadStore:
         Needs Postgres only with a key or source, on a thread of which the log shows nothing or its first entry: then
         StoreUnavailable.
         """
-        call = call_of(thread_id, messages, run, idempotency_key, source)
+        call = call_of(thread_id, messages, run, idempotency_key, producer)
         if run.parent_thread_id is not None or not self._writer.claimed(run):
             await self._admit(run)
         return await self._appender.append(
@@ -238,7 +244,7 @@ class BufferedThreadStore:
             call.whole_list,
             key=idempotency_key,
             content=_content("whole", call, idempotency_key),
-            mark=sources.item_of(source),
+            mark=producers.item_of(producer),
         )
 
     async def checkpoint_append(
@@ -249,13 +255,13 @@ class BufferedThreadStore:
         *,
         expected_version: int | None = None,
         idempotency_key: str | None = None,
-        source: SourceMark | None = None,
+        producer: ProducerSequence | None = None,
     ) -> Receipt:
         """See `ThreadRunStore.checkpoint_append`, and `checkpoint` for `source`. Also raises ThreadQuarantined.
 
         Needs Postgres when this process has not written to the thread lately: then StoreUnavailable.
         """
-        call = call_of(thread_id, delta, run, idempotency_key, source)
+        call = call_of(thread_id, delta, run, idempotency_key, producer)
         call.check_new_ids()
         if run.parent_thread_id is not None or not self._writer.claimed(run):
             await self._admit(run)
@@ -264,7 +270,7 @@ class BufferedThreadStore:
             call.appending(expected_version),
             key=idempotency_key,
             content=_content("append", call, idempotency_key),
-            mark=sources.item_of(source),
+            mark=producers.item_of(producer),
         )
 
     async def create_run(self, run: Run) -> Receipt:
@@ -491,7 +497,7 @@ class BufferedThreadStore:
         """
         ours = isinstance(self._store, PostgresThreadStore)
         versions = self._ledger.versions if ours and isinstance(self._ledger, PostgresLedger) else None
-        return await Verifier(self._log, self._hot, self._ledger, self._subjects, versions).run()
+        return await Verifier(self._log, self._shared, self._ledger, self._subjects, versions).run()
 
     async def lag(self) -> Mapping[int, int]:
         """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""

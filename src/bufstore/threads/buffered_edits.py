@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from bufstore.buffer.appender import Appender
+from bufstore.buffer.append.appender import Appender
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable, Rejected
+from bufstore.threads.digests import MessageMemory
 from bufstore.threads.edits import Change, Known
-from bufstore.threads.memory import MessageMemory
 from bufstore.threads.model import Run
 from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import Edit, Removal
@@ -78,7 +78,7 @@ class BufferedEdits:
                 # Not within that timeout: an append ends by itself, and knows what came of it.
                 return await self._append(wanted.thread_id, payload, state)
             except Moved as moved:
-                if moved.tip_seq < state.row.flushed_seq or not state.row.flushed_seq:
+                if moved.tip_seq < state.watermark.flushed_seq or not state.watermark.flushed_seq:
                     # What is remembered here is older than what was read; or deleted since, with all that told of it.
                     self._appender.forget(wanted.thread_id)
 
@@ -88,7 +88,7 @@ class BufferedEdits:
         return await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES, proven=proven)
 
     async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState) -> Receipt:
-        return await self._appender.append(thread_id, editing(payload, thread_id, state.row.applied_id))
+        return await self._appender.append(thread_id, editing(payload, thread_id, state.watermark.applied_id))
 
     async def _known(self, wanted: Change, state: ThreadState) -> Known:
         exists = wanted.run_id is not None and await self._reads.has_run(wanted.run_id, state)

@@ -23,8 +23,7 @@ import secrets
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.buffer.ports.hot import HotState
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict
+from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.config import BufferConfig
 from bufstore.errors import (
     FlushTimeout,
@@ -39,6 +38,7 @@ from bufstore.errors import (
     Unavailable,
 )
 from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import Change
 from bufstore.threads.lineage import Children, LineageChange, NamedParents, carry_out, check, descendants
@@ -65,12 +65,12 @@ class BufferedLineage:
     """Carries out changes of lineage; see the module's text."""
 
     def __init__(
-        self, reads: ThreadReads, lists: BufferedLists, edits: BufferedEdits, hot: HotState, config: BufferConfig
+        self, reads: ThreadReads, lists: BufferedLists, edits: BufferedEdits, shared: SharedState, config: BufferConfig
     ) -> None:
         self._reads = reads
         self._lists = lists
         self._edits = edits
-        self._hot = hot
+        self._shared = shared
         self._config = config
         self._parents = NamedParents(self.thread, self.change if edits.taken else None)
         #: Changes whose record may have been stored.
@@ -118,7 +118,7 @@ class BufferedLineage:
             self._placed.add(mine.id)
             reach(Failpoint.LINEAGE_BEFORE)
             try:
-                seq = await self._hot.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
+                seq = await self._shared.put_lineage(_encode(mine), seq, self._config.append_timeout_s)
             except (Conflict, AppendUnknown):
                 seq, record = await self._record()
                 if record is None or record.id != mine.id:
@@ -132,7 +132,7 @@ class BufferedLineage:
                 if wanted.children is not None and state.thread is not None and isinstance(e, Overtaken):
                     # Deleted and written again, or written and not deleted.
                     raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
-                receipt = Receipt(wanted.thread_id, last, state.row.applied_id, state.row.version)
+                receipt = Receipt(wanted.thread_id, last, state.watermark.applied_id, state.watermark.version)
             except Rejected as e:
                 several = wanted.children in (Children.DETACH, Children.CASCADE)  # some of it may be stored
                 if several and isinstance(e, LogFull):
@@ -149,7 +149,7 @@ class BufferedLineage:
         """Check the change; of a deletion, the id of the thread's last entry. Raises NotFound, LineageError."""
         base = None
         if wanted.children is not None:
-            base = (await self._reads.joined(wanted.thread_id))[0].row.applied_id
+            base = (await self._reads.joined(wanted.thread_id))[0].watermark.applied_id
         await check(_Family(self, None), wanted)
         if wanted.children is Children.DETACH:
             # A child in quarantine cannot be detached: say so while nothing is done.
@@ -162,7 +162,7 @@ class BufferedLineage:
         try:
             if (
                 record.base is None
-                or (await self._reads.joined(record.change.thread_id))[0].row.applied_id == record.base
+                or (await self._reads.joined(record.change.thread_id))[0].watermark.applied_id == record.base
             ):
                 await self._carry_out(record, seq)
         except LogFull:
@@ -186,12 +186,12 @@ class BufferedLineage:
             retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
         ):
             with attempt, contextlib.suppress(Conflict):
-                await self._hot.put_lineage(done, seq, self._config.append_timeout_s)
+                await self._shared.put_lineage(done, seq, self._config.append_timeout_s)
                 return True
         return False
 
     async def _record(self) -> tuple[int, _Record | None]:
-        seq, body = await self._hot.lineage(self._config.append_timeout_s)
+        seq, body = await self._shared.lineage(self._config.append_timeout_s)
         try:
             return seq, _decode(body) if body else None
         except msgspec.MsgspecError:
@@ -221,7 +221,7 @@ class BufferedLineage:
         """Append an edit while the record still is the one at `seq`. Raises Overtaken."""
 
         async def overtaken() -> bool:
-            return (await self._hot.lineage(self._config.append_timeout_s))[0] != seq
+            return (await self._shared.lineage(self._config.append_timeout_s))[0] != seq
 
         receipt = await self._edits.edit(wanted, overtaken=overtaken)
         reach(Failpoint.LINEAGE_EDITED)

@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from bufstore.buffer import sources
-from bufstore.buffer.appender import Appender
+from bufstore.buffer import producers as producers
+from bufstore.buffer.append.appender import Appender
+from bufstore.buffer.append.tip import Prepare
 from bufstore.buffer.ports.ledger import Ledger
-from bufstore.buffer.tip import Prepare
 from bufstore.errors import BufstoreError, Rejected
-from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.buffered_lineage import BufferedLineage
-from bufstore.threads.memory import MessageMemory
+from bufstore.threads.digests import MessageMemory
 from bufstore.threads.model import Run, check_run
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.write import Call, call_after, call_of
 from bufstore.threads.writer import ThreadWriter
-from bufstore.types import Message, Receipt, SourceMark
+from bufstore.types import Message, ProducerSequence, Receipt
 
 
 class Step(NamedTuple):
@@ -29,7 +29,7 @@ class Step(NamedTuple):
     run: Run
     #: As `ThreadRunStore.checkpoint` has it; else the messages are appended.
     whole: bool
-    source: SourceMark | None = None
+    producer: ProducerSequence | None = None
 
 
 class Series(NamedTuple):
@@ -68,7 +68,7 @@ class BulkWriter:
             return
 
         async def held(absent: Sequence[str]) -> Collection[str]:
-            return {*await ledger.rows(absent), *await store.versions(absent)}
+            return {*await ledger.watermarks(absent), *await store.versions(absent)}
 
         await self._appender.learn_new(thread_ids, held)
 
@@ -94,9 +94,9 @@ class BulkWriter:
         for step in steps:
             try:
                 if before is not None and before[0] is step.run:
-                    call = call_after(before[1], step.messages, step.source)
+                    call = call_after(before[1], step.messages, step.producer)
                 else:
-                    call = call_of(thread_id, step.messages, step.run, None, step.source)
+                    call = call_of(thread_id, step.messages, step.run, None, step.producer)
                     await self._admit(step.run)
                 if not step.whole:
                     call.check_new_ids()
@@ -104,7 +104,7 @@ class BulkWriter:
                 refused = e
                 break
             before = step.run, call
-            wanted.append((call.whole_list if step.whole else call.appending(None), sources.item_of(step.source)))
+            wanted.append((call.whole_list if step.whole else call.appending(None), producers.item_of(step.producer)))
         receipts, error = await self._appender.append_series(thread_id, wanted)
         if error is not None and not isinstance(error, BufstoreError):
             raise error

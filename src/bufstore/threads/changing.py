@@ -8,7 +8,7 @@ from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import NoLog
 from bufstore.memory.server import MemoryNats
-from bufstore.threads.wrapping import link_for
+from bufstore.threads.wrapping import session_for
 
 
 async def change_log(
@@ -28,12 +28,12 @@ async def change_log(
 
     Raises ConfigError (NoLog; nothing to settle; an impossible window), LogUnavailable.
     """
-    link = link_for(nats, BufferConfig(log=LogConfig(stream=stream)), "bufstore-change")
-    await link.open()
+    session = session_for(nats, BufferConfig(log=LogConfig(stream=stream)), "bufstore-change")
+    await session.open()
     try:
-        if await link.log.epoch(checked=False) is None:
+        if await session.log.epoch(checked=False) is None:
             raise NoLog(stream)
-        before = link.log.windows
+        before = session.log.windows
         if settle:
             after = before.settled()
         elif failover_window_s is None and archive is None:
@@ -41,7 +41,7 @@ async def change_log(
         else:
             after = before.changed(failover_window_s, archive)
         if after != before:
-            await link.log.set_windows(after)
+            await session.log.set_windows(after)
         return after
     finally:
-        await link.aclose()
+        await session.aclose()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bufstore.buffer.entry import entry_id
-from bufstore.buffer.erase import Eraser
-from bufstore.buffer.flush_waiter import FlushWaiter
+from bufstore.buffer.operate.erase import Eraser
+from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.quarantine import Quarantine
+from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import AlreadyExists, NotFound
@@ -101,13 +101,13 @@ class ThreadEraser:
         if last is None:
             return 0
         await self._waiter.partitions({self._subjects.partition(thread_id): last.seq}, self._config.flush_timeout_s)
-        row = await self._ledger.row(thread_id)
-        if row.gone and entry_id(last) == row.applied_id:
-            return row.flushed_seq
+        watermark = await self._ledger.watermark(thread_id)
+        if watermark.gone and entry_id(last) == watermark.applied_id:
+            return watermark.flushed_seq
         try:
             return (await self._edits.edit(edits.remove_remains(thread_id))).thread_seq
         except AlreadyExists:
-            return row.flushed_seq if row.gone else None
+            return watermark.flushed_seq if watermark.gone else None
 
     async def _unpark(self, thread_id: str) -> int:
         count = 0

@@ -7,16 +7,16 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Any
 
-from bufstore.buffer.appender import Appender
-from bufstore.buffer.flusher import Flusher
-from bufstore.buffer.flusher_state import FlusherState
-from bufstore.buffer.ports.hot import Link
+from bufstore.buffer.append.appender import Appender
+from bufstore.buffer.flush.flusher import Flusher
+from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.operate.log_fill import FillForecast
 from bufstore.buffer.ports.ledger import Cursor, Ledger
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.ports.stream import AppendUnknown
-from bufstore.buffer.room import Rooms
+from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, LogRolledBack
+from bufstore.jetstream.messages import AppendUnknown
 
 _TIMEOUT_S = 2.0
 _LAG_TIMEOUT_S = 10.0
@@ -108,31 +108,31 @@ class Vitals:
 
     def __init__(
         self,
-        link: Link,
+        session: Session,
         ledger: Ledger,
-        rooms: Rooms,
+        rooms: FillForecast,
         appender: Appender[Any],
         flusher: Flusher | None,
         subjects: Subjects,
     ) -> None:
-        self._link = link
+        self._session = session
         self._ledger = ledger
-        self._rooms = rooms
+        self._fill = rooms
         self._appender = appender
         self._flusher = flusher
         self._subjects = subjects
 
     async def statistics(self) -> Statistics:
         """See `BufferedThreadStore.statistics`."""
-        room, full_in_s = await self._rooms.now()
-        sent, received = self._link.traffic
+        fill, full_in_s = await self._fill.now()
+        sent, received = self._session.traffic
         return Statistics(
             appended=self._appender.appended,
             conflicts=self._appender.conflicts,
             flusher=self._flusher.state if self._flusher is not None else FlusherState(),
-            log_bytes=room.held.bytes,
-            log_bytes_max=room.held.limit,
-            log_bytes_unflushed=room.unflushed,
+            log_bytes=fill.held.bytes,
+            log_bytes_max=fill.held.limit,
+            log_bytes_unflushed=fill.unflushed,
             log_full_in_s=full_in_s,
             nats_sent=sent,
             nats_received=received,
@@ -141,10 +141,10 @@ class Vitals:
     async def health(self) -> Health:
         """See `BufferedThreadStore.health`."""
         (log, full), (store, _), (_, members) = await asyncio.gather(
-            asked(is_full(self._link.log)), asked(self._ledger.cursors()), asked(self._link.hot.members())
+            asked(is_full(self._session.log)), asked(self._ledger.cursors()), asked(self._session.shared.members())
         )
-        if self._link.log.refused is not None:
-            log = str(LogRolledBack(self._link.log.refused))
+        if self._session.log.refused is not None:
+            log = str(LogRolledBack(self._session.log.refused))
         if not full and self._appender.refused:
             full = "the log is full: it has just refused a write"
         return health_of(
@@ -158,7 +158,7 @@ class Vitals:
     async def lag(self) -> dict[int, int]:
         """See `BufferedThreadStore.lag`."""
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        ends, cursors = await asyncio.gather(self._link.log.ends(filters, _LAG_TIMEOUT_S), self._ledger.cursors())
+        ends, cursors = await asyncio.gather(self._session.log.ends(filters, _LAG_TIMEOUT_S), self._ledger.cursors())
         return {p: behind(end, cursors.get(p)) for p, end in enumerate(ends)}
 
 

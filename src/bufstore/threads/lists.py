@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
-from bufstore.buffer.chain import Row
+from bufstore.buffer.chain import Watermark
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.config import BufferConfig
 from bufstore.errors import (
@@ -79,7 +79,7 @@ class BufferedLists:
             return (found[::-1] if newest_first else found)[:count]
 
         page = await message_page(thread_id, query, limit, cursor, fetch)
-        return msgspec.structs.replace(page, quarantined=_marked(thread_id, state.row))
+        return msgspec.structs.replace(page, quarantined=_marked(thread_id, state.watermark))
 
     async def message(self, thread_id: str, message_id: str, level: Consistency) -> MessageRecord | None:
         """See `Queryable.load_message`. Errors as in `messages`, and ThreadQuarantined."""
@@ -134,8 +134,8 @@ class BufferedLists:
         if since is not None:
             raise ThreadQuarantined(thread_id, since)
 
-    async def _row(self, thread_id: str) -> Row:
-        return await self._asked(self._ledger.row(thread_id))
+    async def _row(self, thread_id: str) -> Watermark:
+        return await self._asked(self._ledger.watermark(thread_id))
 
     async def _asked(self, answer: Awaitable[T]) -> T:
         """What the ledger answers, in the time of a read."""
@@ -164,5 +164,5 @@ class BufferedLists:
         return self._store
 
 
-def _marked(thread_id: str, row: Row) -> frozenset[str]:
-    return frozenset([thread_id]) if row.broken_since is not None else frozenset()
+def _marked(thread_id: str, watermark: Watermark) -> frozenset[str]:
+    return frozenset([thread_id]) if watermark.broken_since is not None else frozenset()

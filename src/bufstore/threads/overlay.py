@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bufstore.buffer.chain import Plan, Row, plan
+from bufstore.buffer.chain import Plan, Watermark, plan
 from bufstore.buffer.entry import Base, Malformed, StoredEntry
 from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.threads.coalesce import coalesce
@@ -16,7 +16,7 @@ from bufstore.threads.model import Thread
 class ThreadState(msgspec.Struct, frozen=True, kw_only=True):
     """A thread of one moment, encoded, with the row that tells which moment."""
 
-    row: Row
+    watermark: Watermark
     thread: Thread | None
     messages: list[bytes]
     latest_run: bytes | None
@@ -41,7 +41,7 @@ def overlay(state: ThreadState, thread_id: str, items: Sequence[StoredEntry | Ma
     """`state` with `items` of the log applied: all there are between its watermark and the last of them."""
     poison: set[int] = set()
     while True:
-        todo = plan(state.row, items, complete=True, poison=frozenset(poison))
+        todo = plan(state.watermark, items, complete=True, poison=frozenset(poison))
         try:
             return _applied(state, thread_id, todo)
         except Inapplicable as e:
@@ -50,16 +50,16 @@ def overlay(state: ThreadState, thread_id: str, items: Sequence[StoredEntry | Ma
 
 def _applied(state: ThreadState, thread_id: str, todo: Plan) -> ThreadState:
     if not todo.apply:
-        return msgspec.structs.replace(state, row=todo.row)
-    change = coalesce(thread_id, state.row.version, todo.apply)
+        return msgspec.structs.replace(state, watermark=todo.watermark)
+    change = coalesce(thread_id, state.watermark.version, todo.apply)
     if change.deleted:
-        state = ThreadState(row=todo.row, thread=None, messages=[], latest_run=None, deleted=True)
+        state = ThreadState(watermark=todo.watermark, thread=None, messages=[], latest_run=None, deleted=True)
         if change.gone:
             return state
     thread = change.project(state.thread or Thread(thread_id=thread_id))
     latest = thread.latest_run_id
     return ThreadState(
-        row=todo.row,
+        watermark=todo.watermark,
         thread=thread,
         messages=[*state.messages[: change.keep], *change.messages],
         latest_run=change.runs.get(latest, state.latest_run) if latest is not None else None,
@@ -77,15 +77,17 @@ def from_log_alone(thread_id: str, items: Sequence[StoredEntry | Malformed]) -> 
     """
     for i, item in enumerate(items):
         if isinstance(item, StoredEntry) and item.entry.self_contained:
-            start = ThreadState(row=Row(applied_id=item.entry.prev_id), thread=None, messages=[], latest_run=None)
+            start = ThreadState(
+                watermark=Watermark(applied_id=item.entry.prev_id), thread=None, messages=[], latest_run=None
+            )
             state = overlay(start, thread_id, items[i:])
-            if state.row.broken_since is not None:
+            if state.watermark.broken_since is not None:
                 continue
             if item.entry.base is not Base.CHAINED:
                 # If it does not count, no key and no number in it was used; who wrote behind it has seen to that.
                 last = items[-1].entry if items[-1] is not item and isinstance(items[-1], StoredEntry) else None
-                ring, sources = (last.ring, last.sources) if last is not None else (b"", None)
-                row = msgspec.structs.replace(state.row, ring=ring, sources=sources or b"")
-                state = msgspec.structs.replace(state, row=row, unjudged=True)
+                keys, producers = (last.keys, last.producers) if last is not None else (b"", None)
+                watermark = msgspec.structs.replace(state.watermark, keys=keys, producers=producers or b"")
+                state = msgspec.structs.replace(state, watermark=watermark, unjudged=True)
             return msgspec.structs.replace(state, partial=item.entry.base is not Base.NONE)
     return None

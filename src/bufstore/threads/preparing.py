@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 
+from bufstore.buffer.flush.takeover import mismatch, proven
+from bufstore.buffer.operate.salvage import reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.salvage import reason_to_repair
 from bufstore.buffer.subjects import first_position
-from bufstore.buffer.takeover import mismatch, proven
 from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_same, is_proven
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, NoLog, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore, kind_of
 
 #: A log's metadata has no compare-and-set: who writes into it at the same time has done so by then.

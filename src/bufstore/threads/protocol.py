@@ -201,7 +201,7 @@ class WrappableStore(Protocol):
         `connection` is a psycopg AsyncConnection inside the transaction that also moves our watermarks: write with
         it, commit nothing, and the batch takes effect exactly once, in order. The base of each change is exactly
         the thread as the batches before left it. Errors pass through: a database error of class 22 or 23 marks
-        the entry as poison, what the table of `bufstore.buffer.verdict` does not know is tried again.
+        the entry as poison, what the table of `bufstore.buffer.flush.verdict` does not know is tried again.
         """
 
 

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from bufstore.buffer import elapsed
-from bufstore.buffer.entry import StoredMessage, assemble
-from bufstore.buffer.flush_waiter import FlushWaiter
-from bufstore.buffer.ports.hot import HotState
+from bufstore.buffer.entry import assemble
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.ports.stream import AppendUnknown
+from bufstore.buffer.ports.shared_state import SharedState
+from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 from bufstore.errors import (
@@ -29,6 +28,7 @@ from bufstore.errors import (
     StoreUnavailable,
     ThreadQuarantined,
 )
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 from bufstore.threads.base import StateReader
 from bufstore.threads.model import Run, decode_run
 from bufstore.threads.overlay import ThreadState, from_log_alone, overlay
@@ -49,7 +49,7 @@ class ThreadReads:
     def __init__(
         self,
         log: Log,
-        hot: HotState,
+        shared: SharedState,
         subjects: Subjects,
         store: StateReader,
         waiter: FlushWaiter,
@@ -57,7 +57,7 @@ class ThreadReads:
         own_seq: Callable[[str], int],
     ) -> None:
         self._log = log
-        self._hot = hot
+        self._shared = shared
         self._subjects = subjects
         self._store = store
         self._waiter = waiter
@@ -104,8 +104,8 @@ class ThreadReads:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
         except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
             raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
-        if state.row.broken_since is not None and level is not Consistency.EVENTUAL and quarantined == "raise":
-            raise ThreadQuarantined(thread_id, state.row.broken_since)
+        if state.watermark.broken_since is not None and level is not Consistency.EVENTUAL and quarantined == "raise":
+            raise ThreadQuarantined(thread_id, state.watermark.broken_since)
         return state
 
     async def run(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
@@ -177,7 +177,7 @@ class ThreadReads:
                 raise
             if state is None:
                 state, last = await self._without_store(thread_id, asked, deadline, last, proven)
-            elif last > state.row.flushed_seq:
+            elif last > state.watermark.flushed_seq:
                 state, last = await self._with_tail(thread_id, state, last, proven)
             # A pause in between (of this process or machine, say) may have outlived an entry in the log: look again.
             if elapsed.now_s() - began < self._log.windows.rely_s / 2:
@@ -185,12 +185,12 @@ class ThreadReads:
 
     async def _with_tail(self, thread_id: str, state: ThreadState, last: int, proven: bool) -> tuple[ThreadState, int]:
         """`state` with what the log holds above it, at least up to `last`, and the position of the last of that."""
-        messages, last = await self._tail(thread_id, state.row.flushed_seq, last, proven)
+        messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
         if not messages:
             return state, last
         items = assemble(messages, thread_id)
         joined = overlay(state, thread_id, items)
-        if joined.row.broken_since is not None and state.row.broken_since is None:
+        if joined.watermark.broken_since is not None and state.watermark.broken_since is None:
             # Either an entry is missing because Postgres has moved since, or the chain is really broken.
             joined = overlay(await self._store.state(thread_id), thread_id, items)
         return joined, last
@@ -221,7 +221,9 @@ class ThreadReads:
         while True:
             state = await read()  # type: ignore[misc]
             assert isinstance(state, ThreadState)
-            if state.row.flushed_seq >= needed or (not state.row.flushed_seq and await self._gone(thread_id, needed)):
+            if state.watermark.flushed_seq >= needed or (
+                not state.watermark.flushed_seq and await self._gone(thread_id, needed)
+            ):
                 return state
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.25)
@@ -340,7 +342,7 @@ class ThreadReads:
         try:
             async with asyncio.timeout(self._config.read_timeout_s):
                 with contextlib.suppress(LogUnavailable):
-                    thread_id = await self._hot.thread_of_run(run_id, self._config.read_timeout_s)
+                    thread_id = await self._shared.thread_of_run(run_id, self._config.read_timeout_s)
                     if thread_id is not None:
                         return thread_id
                 # The key may have expired (then Postgres has the run), or the bucket was lost: then a run that is

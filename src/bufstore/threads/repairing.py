@@ -6,19 +6,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.repair import Repair, Repaired
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import check_kind, check_same
 from bufstore.config import BufferConfig, NatsConfig
 from bufstore.errors import LogRolledBack
 from bufstore.memory.server import MemoryNats
-from bufstore.postgres.store import PostgresThreadStore
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.preparing import compare, proven_by_ledger
 from bufstore.threads.protocol import WrappableStore, kind_of
-from bufstore.threads.wrapping import ledger_for, link_for
+from bufstore.threads.wrapping import ledger_for, session_for
 
 
 async def repair(
@@ -42,28 +42,28 @@ async def repair(
     """
     # What goes to quarantine here is bounded by the log, and has nowhere else to wait.
     config = replace(config or BufferConfig(), quarantine_max=sys.maxsize)
-    link = link_for(nats, config, "bufstore-repair")
+    session = session_for(nats, config, "bufstore-repair")
     ledger = ledger_for(store, postgres, schema, config)
     ours = store if isinstance(store, PostgresThreadStore) else None
-    await link.open()
+    await session.open()
     try:
         await ledger.open()
         await ledger.setup()
-        reason = await _reason(link.log, ledger, config.log.stream)
+        reason = await _reason(session.log, ledger, config.log.stream)
         if apply:
-            for named in (link.log.target, await ledger.target()):
+            for named in (session.log.target, await ledger.target()):
                 check_kind(f"stream {config.log.stream}", named, kind_of(store))
             if ours is not None:
                 await ours.open()
                 await ours.setup()
         subjects = Subjects(config.log.subject, config.log.partitions)
-        it = Repair(link.log, link.hot, ledger, coalesce, subjects, reason)
+        it = Repair(session.log, session.shared, ledger, coalesce, subjects, reason)
         return await (it.carry_out() if apply else it.look())
     finally:
         if ours is not None:
             await ours.aclose()
         await ledger.aclose()
-        await link.aclose()
+        await session.aclose()
 
 
 async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bufstore.buffer.ports.hot import Link
 from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.shared_state import Session
 from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.errors import ConfigError
 from bufstore.memory.server import MemoryNats
-from bufstore.memory.store import MemoryThreadStore
-from bufstore.nats.link import NatsLink
-from bufstore.postgres.ledger import PostgresLedger
-from bufstore.postgres.store import PostgresThreadStore
+from bufstore.nats.session import NatsSession
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.base import ComparingReader, SnapshotReader, StateReader
+from bufstore.threads.memory_store import MemoryThreadStore
+from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import WrappableStore
 
 
@@ -49,8 +49,8 @@ def reader_for(store: WrappableStore, ledger: Ledger) -> StateReader:
     return ComparingReader(store, ledger)
 
 
-def link_for(nats: str | Sequence[str] | NatsConfig | MemoryNats, config: BufferConfig, name: str) -> Link:
+def session_for(nats: str | Sequence[str] | NatsConfig | MemoryNats, config: BufferConfig, name: str) -> Session:
     """The way to the log. Raises ConfigError."""
     if isinstance(nats, MemoryNats):
-        return nats.link(config)
-    return NatsLink(as_nats_config(nats), config, name)
+        return nats.session(config)
+    return NatsSession(as_nats_config(nats), config, name)

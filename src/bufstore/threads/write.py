@@ -6,12 +6,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from bufstore.buffer.tip import Draft, NeedBase, Tip
+from bufstore.buffer.append.tip import Draft, NeedBase, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
-from bufstore.threads.memory import MessageMemory, digests_of, ids_of, ids_of_encoded
+from bufstore.threads.digests import MessageMemory, digests_of, ids_of, ids_of_encoded
 from bufstore.threads.model import Run, RunSave, check_run, encode_messages, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
-from bufstore.types import Message, SourceMark, check_id, check_source
+from bufstore.types import Message, ProducerSequence, check_id, check_producer
 
 
 class Call:
@@ -77,7 +77,11 @@ class Call:
 
 
 def call_of(
-    thread_id: str, messages: Sequence[Message], run: Run, key: str | None = None, source: SourceMark | None = None
+    thread_id: str,
+    messages: Sequence[Message],
+    run: Run,
+    key: str | None = None,
+    producer: ProducerSequence | None = None,
 ) -> Call:
     """Check and encode everything before any I/O; afterwards the caller may change his objects.
 
@@ -87,15 +91,15 @@ def call_of(
     check_run(run, thread_id)
     if key is not None:
         check_id(key, "idempotency_key")
-    if source is not None:
-        check_source(source, key)
+    if producer is not None:
+        check_producer(producer, key)
     return _call(thread_id, messages, encode_run(run), save_of(run))
 
 
-def call_after(before: Call, messages: Sequence[Message], source: SourceMark | None) -> Call:
+def call_after(before: Call, messages: Sequence[Message], producer: ProducerSequence | None) -> Call:
     """The same for another call with the thread and the run of `before`, which need not be looked at again."""
-    if source is not None:
-        check_source(source)
+    if producer is not None:
+        check_producer(producer)
     return _call(before.thread_id, messages, before.run, before.save)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
 from bufstore.errors import LogUnavailable
-from bufstore.nats.stream import NatsStream
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from bufstore.jetstream.stream import NatsStream
 
 
 class Register:

@@ -15,14 +15,14 @@ from typing import Any, Self
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.buffer.ports.stream import Conflict
-from bufstore.buffer.subjects import token
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import MessageMissing, StreamMissing
-from bufstore.nats.setup import check
-from bufstore.nats.stream import NatsStream
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.drift import check
+from bufstore.jetstream.errors import MessageMissing, StreamMissing
+from bufstore.jetstream.messages import Conflict
+from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import token
 from bufstore.tokens.fence import Register
 from bufstore.tokens.model import check_name, first_token
 from bufstore.types import check_id

@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bufstore.errors import LogUnavailable
-from bufstore.nats.connection import Connection
+from bufstore.jetstream.connection import Connection
 
 _NAK = b"-NAK"
 #: How much longer than asked for the server's "nothing came" may take.

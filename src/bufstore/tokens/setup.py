@@ -8,9 +8,9 @@ from typing import Any
 from nats.aio.client import Client
 
 from bufstore.errors import ConfigError
-from bufstore.nats.errors import ConsumerMissing, StreamMissing
-from bufstore.nats.setup import check
-from bufstore.nats.stream import NatsStream
+from bufstore.jetstream.drift import check
+from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
+from bufstore.jetstream.stream import NatsStream
 from bufstore.tokens.model import Form, Policy, TokensConfig, first_token
 
 #: Who works shares one durable consumer of this name.

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Protocol, Self
 
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict
 from bufstore.errors import BufstoreError, LogUnavailable, TokenLost
+from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.tokens.fence import Register
 from bufstore.tokens.model import Fence, decode, encode
 from bufstore.tokens.pull import Delivery

@@ -31,9 +31,6 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.stream import AppendUnknown, Conflict, Outgoing
-from bufstore.buffer.subjects import token, untoken
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import (
     LogUnavailable,
@@ -44,9 +41,11 @@ from bufstore.errors import (
     TokenQueueFull,
     TooLarge,
 )
-from bufstore.nats.connection import Connection
-from bufstore.nats.errors import MessageMissing, SubjectFull
-from bufstore.nats.stream import NatsStream
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.errors import MessageMissing, SubjectFull
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.tokens.fence import Register
 from bufstore.tokens.model import Fence, Form, Policy, TokensConfig, decode, encode
 from bufstore.tokens.pull import Delivery, Puller

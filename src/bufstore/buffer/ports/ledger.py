@@ -1,6 +1,6 @@
 """The ledger: watermarks, cursors, terms and quarantine, and what a flush transaction writes of them.
 
-Adapters: `bufstore.postgres.ledger`, `bufstore.memory.ledger`.
+Adapters: `bufstore.postgres.ledger.ledger`, `bufstore.memory.ledger`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from bufstore.buffer.chain import Parked, Row
-from bufstore.buffer.replay import ParkedEntry, ReplayPlan
+from bufstore.buffer.chain import Parked, Watermark
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.operate.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.target import Target
-from bufstore.buffer.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Decision:
 
     #: The domain's changes, one per thread, each with its `thread_id`, and `gone` if nothing of the thread is left.
     batch: Sequence[Any] = ()
-    rows: Mapping[str, Row] = field(default_factory=dict)
+    watermarks: Mapping[str, Watermark] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
     #: The partitions' cursors as they shall be.
     cursors: Sequence[Cursor] = ()
@@ -60,9 +60,9 @@ class FlushFailed(Exception):
         self.of_batch = of_batch
 
 
-def need_all(threads: Collection[str], rows: Mapping[str, Row]) -> None:
+def need_all(threads: Collection[str], watermarks: Mapping[str, Watermark]) -> None:
     """For who has no use for a part of the threads: raise FlushFailed unless there are rows of all."""
-    held = len(set(threads) - rows.keys())
+    held = len(set(threads) - watermarks.keys())
     if held:
         raise FlushFailed(f"{held} of {len(threads)} threads are held by others", Verdict.LOCKED)
 
@@ -136,7 +136,7 @@ class ParkedEntries(Protocol):
         ...
 
     async def replay(
-        self, thread_id: str, start: int, decide: Callable[[Row, Sequence[ParkedEntry]], Replay]
+        self, thread_id: str, start: int, decide: Callable[[Watermark, Sequence[ParkedEntry]], Replay]
     ) -> Replay:
         """One transaction: lock the thread's row, `decide` on it and on some of its entries from a position on, write.
 
@@ -199,11 +199,11 @@ class Ledger(Protocol):
         """All partitions' cursors."""
         ...
 
-    async def row(self, thread_id: str) -> Row:
+    async def watermark(self, thread_id: str) -> Watermark:
         """The thread's row; an empty one if it has none."""
         ...
 
-    async def rows(self, thread_ids: Sequence[str]) -> dict[str, tuple[Row, int]]:
+    async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
         """The threads' rows, and up to where entries of them were discarded; threads without one are left out."""
         ...
 
@@ -215,7 +215,7 @@ class Ledger(Protocol):
         self,
         held: Sequence[Cursor],
         threads: Sequence[str],
-        decide: Callable[[Mapping[str, Row]], Decision],
+        decide: Callable[[Mapping[str, Watermark]], Decision],
         *,
         probe: int = 0,
         size: int = 0,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from bufstore.buffer.entry import StoredMessage
-from bufstore.buffer.ports.stream import Stream
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
+from bufstore.jetstream.messages import Held, StoredMessage, Stream
 
 
 class Feed(Protocol):
@@ -46,19 +45,6 @@ class Feed(Protocol):
     async def close(self) -> None:
         """Stop and remove the consumer."""
         ...
-
-
-class Held(NamedTuple):
-    """What a log holds at one moment, roughly: it may be written to meanwhile."""
-
-    #: Bytes it holds, and may hold.
-    bytes: int
-    limit: int
-    #: How many messages that are, and how many of them stand above the positions that were asked about.
-    messages: int
-    above: int
-    #: The last position.
-    end: int
 
 
 class Generations(Protocol):

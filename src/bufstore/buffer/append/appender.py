@@ -1,0 +1,500 @@
+"""The write path: one entry, one message, one round trip.
+
+Theory of operation. The writer knows a thread's last entry, its *tip*, and publishes with the tip's sequence as the
+expected last sequence of the subject. That one publish is order, compare-and-set and durability. Writes to one
+thread queue in its *lane*; what queues while a unit is on its way goes out together in the next one.
+
+Failure model. A unit ends as *stored*, *conflict* (somebody else wrote: nothing of it stored), *not stored*, or
+*unknown*. Unknown is always resolved against the predecessor the unit was sent with: what stands behind it
+is ours (done), another's (ours can never be stored any more), or none (send the same again; whichever arrives first
+wins, the other meets the compare-and-set). Only then is anything rebuilt: a conflict may be with our own success.
+
+Rule: an expectation of "nothing there" is never remembered (see `bufstore.buffer.chain.superseded`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Generic
+
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+from bufstore.buffer import elapsed, recent_keys
+from bufstore.buffer.append.lane import Lane, Unit, Write
+from bufstore.buffer.append.next_unit import Doubtful, Limits, NeedRow, next_unit, other_content
+from bufstore.buffer.append.tip import M, NeedBase, Prepare, Tip, TipCache
+from bufstore.buffer.append.tip_finder import TipFinder, Writer
+from bufstore.buffer.append.unresolved import Unresolved
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import (
+    BufstoreError,
+    Closed,
+    LogFull,
+    LogUnavailable,
+    OutcomeUnknown,
+    StoreUnavailable,
+)
+from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.group_commit import GroupCommit
+from bufstore.jetstream.messages import AppendUnknown, Conflict
+from bufstore.types import Receipt
+
+_log = logging.getLogger(__name__)
+
+#: Longest pause between two tries while the log is away: a write that comes when it is back waits for it.
+_PAUSE_MAX_S = 0.2
+#: So long a log that refused a write for its bytes is taken for full.
+_FULL_FOR_S = 10.0
+
+
+class Appender(Generic[M]):
+    """Appends entries; see the module's text. One per process and log."""
+
+    def __init__(
+        self,
+        log: Log,
+        subjects: Subjects,
+        config: BufferConfig,
+        writer: Writer[M],
+        load_row: Callable[[str], Awaitable[Watermark]],
+        explain: Callable[[LogFull], Awaitable[LogFull]] | None = None,
+    ) -> None:
+        self._log = log
+        self._subjects = subjects
+        self._config = config
+        # Twice in the time that a caller waits: then a lost answer is still resolved for him.
+        self._group = GroupCommit(log, timeout_s=config.append_timeout_s / 2)
+        self._lanes: dict[str, Lane[M]] = {}
+        self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
+        self._unresolved = Unresolved(log, subjects, load_row)
+        self._finder = TipFinder(log, subjects, config, writer, load_row, self._tips)
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: In the order they came, so that the first is the first to give up.
+        self._outstanding: dict[Write[M], None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._loop = asyncio.get_running_loop()
+        self._explain = explain
+        #: When the log was full last, and how many entries had been appended then.
+        self._full = (float("-inf"), 0)
+        self.appended = 0
+        self.conflicts = 0
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._group.start()
+
+    async def aclose(self) -> None:
+        """Refuse new writes, wait for those on their way (bounded by their own deadlines), stop."""
+        self._closed = True
+        waiting = [w.done for w in self._outstanding]
+        if waiting:
+            await asyncio.wait(waiting, timeout=self._config.append_timeout_s)
+        await self._group.aclose()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for write in self._outstanding:
+            if not write.done.done():
+                write.done.set_exception(
+                    AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed")
+                )
+        if self._timer is not None:
+            self._timer.cancel()
+        reach(Failpoint.CLOSE_DRAINED)
+
+    def tip(self, thread_id: str) -> Tip[M] | None:
+        """The thread's last entry if this process wrote or saw it lately."""
+        return self._tips.get(thread_id)
+
+    def forget(self, thread_id: str) -> None:
+        """Look the thread up again before its next write, also when one is on its way."""
+        lane = self._lanes.get(thread_id)
+        if lane is not None:
+            lane.stale = True
+        self._tips.drop(thread_id)
+
+    async def learn_new(
+        self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
+    ) -> None:
+        """See `TipFinder.learn_new`."""
+        await self._finder.learn_new(thread_ids, held)
+
+    async def append(
+        self,
+        thread_id: str,
+        prepare: Prepare[M],
+        *,
+        key: str | None = None,
+        content: bytes = b"",
+        mark: bytes | None = None,
+    ) -> Receipt:
+        """Append the entry that `prepare` makes of the thread's tip; its receipt, once it is durable.
+
+        `prepare` is called again when another writer was faster. `key` and `content`: an idempotency key, and
+        what it stands for. `mark`: an item of `bufstore.buffer.producers`. Raises what `prepare` raises, and the errors
+        of `ThreadRunStore.checkpoint`.
+        """
+        if self._closed:
+            raise Closed("the store is closed")
+        (id_,) = _new_ids(1)
+        item = recent_keys.item_of(id_) if key is None else recent_keys.item(key, content)
+        deadline = self._loop.time() + self._config.append_timeout_s
+        write = Write(prepare, item, key is not None, mark, id_, self._loop.create_future(), deadline)
+        if write.keyed and (thread_id, write.item) in self._unresolved:
+            found = await self._find_unresolved(thread_id, key or "", write)
+            if found is not None:
+                return found
+        self._enter(thread_id, [write])
+        try:
+            return await write.done
+        except (TimeoutError, AppendUnknown) as e:
+            raise self._without_answer(thread_id, key, write, e) from None
+        except LogFull as e:
+            raise await self._explained(e) from None
+        finally:
+            del self._outstanding[write]
+
+    async def append_series(
+        self, thread_id: str, wanted: Sequence[tuple[Prepare[M], bytes | None]]
+    ) -> tuple[list[Receipt], Exception | None]:
+        """Append entries in order, each (`prepare`, `mark`) as `append` does, none behind one that fails.
+
+        The receipts of those that are stored, and the error of the first that is not, behind which nothing was tried;
+        but after OutcomeUnknown some behind it may be stored, with it. They share units: of the log's round trips a
+        series takes about one.
+        """
+        if self._closed:
+            raise Closed("the store is closed")
+        deadline = self._loop.time() + self._config.append_timeout_s
+        writes: list[Write[M]] = []
+        last: Write[M] | None = None
+        for (prepare, mark), id_ in zip(wanted, _new_ids(len(wanted)), strict=True):
+            last = Write(
+                prepare, recent_keys.item_of(id_), False, mark, id_, self._loop.create_future(), deadline, last
+            )
+            writes.append(last)
+        if last is None:
+            return [], None
+        self._enter(thread_id, writes)
+        try:
+            await asyncio.wait((last.done,))  # and so all of them: they end in order
+        finally:
+            for write in writes:
+                del self._outstanding[write]
+                write.done.cancel()
+        receipts: list[Receipt] = []
+        error: BaseException | None = None
+        for write in writes:
+            found = write.done.exception()  # of each, or asyncio says that nobody looked
+            if found is None:
+                receipts.append(write.done.result())
+            elif isinstance(found, (TimeoutError, AppendUnknown)):
+                error = error or self._without_answer(thread_id, None, write, found)
+            else:
+                error = error or found
+        assert error is None or isinstance(error, Exception)
+        return receipts, await self._explained(error) if isinstance(error, LogFull) else error
+
+    @property
+    def refused(self) -> bool:
+        """Whether the log was full when it was last written to, not long ago."""
+        at, appended = self._full
+        return appended == self.appended and self._loop.time() - at < _FULL_FOR_S
+
+    async def _explained(self, error: LogFull) -> LogFull:
+        self._full = self._loop.time(), self.appended
+        return error if self._explain is None else await self._explain(error)
+
+    def _enter(self, thread_id: str, writes: Sequence[Write[M]]) -> None:
+        """Queue writes that have one deadline."""
+        for write in writes:
+            self._outstanding[write] = None
+        if self._timer is None or writes[0].deadline < self._timer.when():
+            self._expire_at(writes[0].deadline)
+        lane = self._lanes.get(thread_id)
+        if lane is None:
+            lane = self._lanes[thread_id] = Lane(thread_id)
+            lane.queue.extend(writes)
+            self._advance(lane)
+        else:
+            lane.queue.extend(writes)
+
+    def _without_answer(self, thread_id: str, key: str | None, write: Write[M], error: BaseException) -> BufstoreError:
+        """What to tell a caller whose time is over, or whose answer was lost."""
+        behind = write.maybe_behind
+        if behind is None and isinstance(error, TimeoutError) and (thread_id, write.item) not in self._unresolved:
+            return LogUnavailable("the log took no entry in time; nothing was stored")
+        if behind is not None:
+            self._unresolved.remember(thread_id, write.item, behind)
+        return OutcomeUnknown(thread_id, key if key is not None else recent_keys.key_of(write.id))
+
+    def _expire_at(self, deadline: float) -> None:
+        # One timer for all: one for each is a seventh of what a write costs.
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        """Those whose time is over fail; look again when the next one's is."""
+        self._timer = None
+        now = self._loop.time()
+        next_ = None
+        for write in self._outstanding:
+            if write.done.done():
+                continue
+            if write.deadline <= now:
+                write.done.set_exception(TimeoutError())
+            elif next_ is None or write.deadline < next_:
+                next_ = write.deadline
+        if next_ is not None:
+            self._expire_at(next_)
+
+    async def _find_unresolved(self, thread_id: str, key: str, write: Write[M]) -> Receipt | None:
+        """What an earlier try with this key has become; None if it is not stored, and can only be by this one.
+
+        Waits for a log that is away, or Postgres when only that can tell: who repeats a call until its outcome is known
+        must not spin. OutcomeUnknown.
+        """
+        found = None
+        try:
+            async with asyncio.timeout_at(write.deadline):
+                async for attempt in AsyncRetrying(
+                    wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
+                    retry=retry_if_exception_type((LogUnavailable, StoreUnavailable)),
+                ):
+                    with attempt:
+                        found = await self._unresolved.find(thread_id, write.item, self._config.append_timeout_s)
+        except (TimeoutError, AppendUnknown):
+            raise OutcomeUnknown(thread_id, key) from None
+        if found is None:
+            return None
+        entry, same = found
+        if not same:
+            raise other_content(thread_id)
+        return Receipt(thread_id, entry.seq, entry.entry.id, entry.entry.version, repeated=True)
+
+    # --- the lane: one unit of a thread at a time ---------------------------------------------------------
+
+    def _advance(self, lane: Lane[M], tip: Tip[M] | None = None) -> None:
+        """Send what is queued, if the tip is known; else look it up first. `tip`: one that was just looked up."""
+        while lane.queue and lane.queue[0].done.done():
+            lane.queue.popleft()
+        if not lane.queue:
+            self._lanes.pop(lane.thread_id, None)
+            return
+        looked_up, tip = tip is not None, tip or self._tips.get(lane.thread_id)
+        if tip is None:
+            self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
+            return
+        try:
+            limits = self._limits(lane.thread_id)
+        except LogUnavailable as e:  # not connected
+            self._end_queued(lane, e, len(lane.queue))
+            self._lanes.pop(lane.thread_id, None)
+            return
+        try:
+            unit = next_unit(lane, tip, limits, self._on_end, looked_up=looked_up)
+        except Doubtful:
+            doubtful = tip
+            self._spawn(self._find(lane, lambda: self._finder.confirm(lane.thread_id, doubtful), for_head=True))
+            return
+        except NeedBase:
+            self._spawn(self._find(lane, lambda: self._finder.of_content(lane.thread_id), for_head=True))
+            return
+        except NeedRow:
+            self._spawn(self._find(lane, lambda: self._finder.of_row(lane.thread_id), for_head=True))
+            return
+        if unit is None:
+            self._advance(lane)
+            return
+        self._send(unit)
+
+    def _limits(self, thread_id: str) -> Limits:
+        return Limits(self._subjects.of(thread_id), self._log.message_bytes_max, self._config.log.max_entry_bytes)
+
+    def _send(self, unit: Unit[M]) -> None:
+        for write, _ in unit.writes:
+            write.maybe_behind = unit.before.seq
+        self._group.add(unit)
+
+    def _on_end(self, unit: Unit[M], outcome: int | Exception) -> None:
+        if isinstance(outcome, int):
+            self._on_stored(unit, outcome)
+        else:
+            self._spawn(self._recover_or_fail(unit, outcome))
+
+    def _on_stored(self, unit: Unit[M], seq: int) -> None:
+        lane = unit.lane
+        reach(Failpoint.RECEIPT_BEFORE)
+        unit.after.seq = seq
+        lane.conflicts = 0
+        self._finder.saw(seq, self._loop.time())
+        # The expectation of "nothing there" may have been met because entries were purged meanwhile.
+        late = not unit.before.seq and elapsed.now_s() - unit.before.asked_at > self._log.windows.rely_s / 2
+        if lane.stale or late:
+            lane.stale = False
+            self._tips.drop(lane.thread_id)
+        else:
+            self._tips.put(lane.thread_id, unit.after)
+        for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
+            if not write.done.done():
+                if late:
+                    write.done.set_exception(AppendUnknown("the answer came too late to be relied on"))
+                else:
+                    write.done.set_result(Receipt(lane.thread_id, seq, write.id, draft.version))
+            seq -= count
+        self.appended += len(unit.writes)
+        self._advance(lane)
+
+    # --- what is rare: lookups, conflicts, lost answers ---------------------------------------------------
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _find(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False) -> None:
+        """Find a tip, trying again while the log is away and somebody still waits; then go on.
+
+        `for_head`: only the first write in the queue needs what is looked for, and alone fails without it.
+        """
+        try:
+            try:
+                tip = await find()
+            except (LogUnavailable, AppendUnknown):
+                tip = await self._find_again(lane, find)
+        except (BufstoreError, AppendUnknown) as e:
+            self._fail(lane, e, for_head)
+        except Exception as e:
+            _log.exception("looking up a thread failed", extra={"action": "lookup_error"})
+            self._fail(lane, LogUnavailable(f"looking up the thread failed: {type(e).__name__}"), for_head)
+        else:
+            self._advance(lane, tip)
+
+    async def _find_again(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
+        async for attempt in AsyncRetrying(
+            wait=wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S),
+            retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
+            stop=lambda _: all(w.done.done() for w in lane.queue),
+            reraise=True,
+        ):
+            with attempt:
+                return await find()
+        raise AssertionError("tenacity ended without an outcome")
+
+    def _fail(self, lane: Lane[M], error: Exception, for_head: bool) -> None:
+        self._tips.drop(lane.thread_id)
+        self._end_queued(lane, error, 1 if for_head else len(lane.queue))
+        self._advance(lane)
+
+    def _end_queued(self, lane: Lane[M], error: Exception, count: int) -> None:
+        """The first so many that are queued fail."""
+        for _ in range(min(count, len(lane.queue))):
+            write = lane.queue.popleft()
+            if not write.done.done():
+                write.done.set_exception(error)
+
+    async def _recover_or_fail(self, unit: Unit[M], error: Exception) -> None:
+        try:
+            await self._recover(unit, error)
+        except Exception as e:
+            # A lane that nobody drives would let every later write of the thread run into its deadline.
+            _log.exception("recovering a write failed", extra={"action": "recover_error"})
+            for write, _ in unit.writes:
+                if not write.done.done():
+                    write.done.set_exception(AppendUnknown(f"unexpected {type(e).__name__}"))
+            self._fail(unit.lane, LogUnavailable(f"recovering a write failed: {type(e).__name__}"), for_head=False)
+
+    async def _recover(self, unit: Unit[M], error: Exception) -> None:
+        """After a unit that was not stored, or may not have been."""
+        lane, before = unit.lane, unit.before
+        if isinstance(error, AppendUnknown):
+            outcome = await self._resolve(unit)
+            if outcome is None:  # every caller has given up
+                unit.undo()
+                self._tips.drop(lane.thread_id)
+                self._advance(lane)
+                return
+            if isinstance(outcome, int):
+                self._on_stored(unit, outcome)
+                return
+            error = outcome
+            if isinstance(outcome, _Torn):
+                self._on_part_stored(unit, outcome.stored)
+        unit.undo()
+        self._tips.drop(lane.thread_id)
+        for write, _ in unit.writes:
+            write.maybe_behind = None
+        if isinstance(error, (Conflict, LogUnavailable)):
+            self.conflicts += isinstance(error, Conflict)
+            lane.conflicts = lane.conflicts + 1 if isinstance(error, Conflict) else 0
+            if lane.conflicts > 3:  # others are faster: let them
+                await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
+            lane.queue.extendleft(w for w, _ in reversed(unit.writes))
+            if isinstance(error, Conflict) and before.seq and before.memory is not None:
+                await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before))
+            elif isinstance(error, LogUnavailable):
+                await asyncio.sleep(0.05)
+                await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
+            else:
+                await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
+            return
+        for write, _ in unit.writes:
+            if not write.done.done():
+                write.done.set_exception(error)
+        self._advance(lane)
+
+    def _on_part_stored(self, unit: Unit[M], stored: Sequence[int]) -> None:
+        """The first writes of a unit are stored, the others never will be: these go on as after a conflict."""
+        for (write, _), draft, seq in zip(unit.writes, unit.drafts, stored, strict=False):
+            if not write.done.done():
+                write.done.set_result(Receipt(unit.lane.thread_id, seq, write.id, draft.version))
+        del unit.writes[: len(stored)]
+        self.appended += len(stored)
+
+    async def _resolve(self, unit: Unit[M]) -> int | Exception | None:
+        """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
+        subject = unit.messages[0].subject
+        pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
+        async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
+            with attempt:
+                if all(w.done.done() for w, _ in unit.writes):
+                    return None
+                try:
+                    behind = await self._log.after(subject, unit.before.seq, 2.0, limit=len(unit.messages))
+                    stored = unit.stored_of(behind)
+                    if stored is not None:
+                        return stored[-1] if len(stored) == len(unit.writes) else _Torn(stored)
+                    if behind:
+                        raise _StillUnknown
+                    return await self._group.submit(unit.messages)
+                except Conflict:
+                    raise _StillUnknown from None  # maybe with the first sending of ours: look again
+                except (AppendUnknown, BufstoreError) as e:
+                    _log.info("an append stays unknown: %s", e, extra={"action": "append_unknown"})
+                    raise _StillUnknown from None
+        return None
+
+
+def _new_ids(count: int) -> list[int]:
+    random = os.urandom(8 * count)
+    return [int.from_bytes(random[i : i + 8]) >> 1 or 1 for i in range(0, 8 * count, 8)]
+
+
+class _Torn(Conflict):
+    """Another entry stands where ours would, behind as many of our unit as are stored; mostly none."""
+
+    def __init__(self, stored: Sequence[int]) -> None:
+        super().__init__("another entry stands where ours would")
+        self.stored = stored
+
+
+class _StillUnknown(Exception):
+    """Look again."""

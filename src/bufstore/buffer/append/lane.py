@@ -1,0 +1,98 @@
+"""The writes of one thread on their way into the log: what the appender keeps of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Generic
+
+from bufstore.buffer.append.tip import Draft, M, Prepare, Tip
+from bufstore.jetstream import group_commit
+from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.types import Receipt
+
+
+@dataclass(eq=False, slots=True)
+class Write(Generic[M]):
+    """One caller's write."""
+
+    prepare: Prepare[M]
+    item: bytes
+    keyed: bool
+    #: The source that numbers it, and its number (`bufstore.buffer.producers`).
+    mark: bytes | None
+    id: int
+    done: asyncio.Future[Receipt]
+    #: When the caller gives up.
+    deadline: float
+    #: The write that must be stored before this one, or with it.
+    after: Write[M] | None = None
+    #: From the first send whose outcome is not known (yet): the position it was sent behind.
+    maybe_behind: int | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is over and is not known to be stored."""
+        return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
+
+
+class Unit(group_commit.Unit, Generic[M]):
+    """Writes of one thread on their way, and what is undone if they fail."""
+
+    __slots__ = ("_on_end", "after", "before", "drafts", "lane", "writes")
+
+    def __init__(self, lane: Lane[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]) -> None:
+        super().__init__([])
+        self.lane = lane
+        self.writes: list[tuple[Write[M], int]] = []  # with the number of messages
+        self.drafts: list[Draft[M]] = []
+        self.before = before
+        #: The tip once it is stored.
+        self.after = before
+        self._on_end = on_end
+
+    def ended(self, outcome: int | Exception) -> None:
+        self._on_end(self, outcome)
+
+    def add(self, write: Write[M], draft: Draft[M], messages: list[Outgoing], after: Tip[M]) -> None:
+        """One more write, whose messages stand behind those that are there."""
+        self.writes.append((write, len(messages)))
+        self.drafts.append(draft)
+        self.messages += messages
+        self.after = after
+
+    def stored_of(self, behind: Sequence[StoredMessage]) -> list[int] | None:
+        """The positions of its writes that are stored, by what the log has behind `before`; None: more may come.
+
+        A unit is stored whole or not at all. A server whose storage failed in the midst of it may have a part.
+        """
+        same = 0
+        for ours, theirs in zip(self.messages, behind, strict=False):
+            if ours.header != theirs.header:  # which has id, number and checksum of each piece
+                break
+            same += 1
+        if same == len(behind) < len(self.messages):
+            return None
+        ends = list(accumulate(count for _, count in self.writes))
+        return [behind[end - 1].seq for end in ends if end <= same]
+
+    def undo(self) -> None:
+        """Take the drafts back, the last first."""
+        for draft in reversed(self.drafts):
+            draft.undo()
+        self.drafts.clear()
+
+
+@dataclass(eq=False, slots=True)
+class Lane(Generic[M]):
+    """What waits to be written to one thread: one unit of it is on its way at a time."""
+
+    thread_id: str
+    queue: deque[Write[M]] = field(default_factory=deque)
+    #: Set when what the writes on their way build on is not to be relied on any more.
+    stale: bool = False
+    #: How often in a row another writer was faster.
+    conflicts: int = 0

@@ -1,0 +1,221 @@
+"""Finding a thread's tip: in the log, in Postgres, or from a tip of before and what others have appended since."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Generic, Protocol
+
+from bufstore.buffer import elapsed, recent_keys
+from bufstore.buffer import producers as producers
+from bufstore.buffer.append.lookups import Lookups
+from bufstore.buffer.append.tip import M, Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
+from bufstore.buffer.chain import Watermark, counts
+from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+
+#: What is purged was flushed a failover window ago, which is longer: a thread that was nowhere, and was written since,
+#: still shows in the log.
+_NEW_FOR_S = 5.0
+
+
+class Writer(Protocol[M]):
+    """What the appender asks of the domain besides `prepare`."""
+
+    async def load_base(self, thread_id: str) -> tuple[int, Watermark, M, bool]:
+        """The thread's content: the position of its last entry in the log (0: none there), its row as it will be
+        once the tail is flushed, what to remember of its content, and whether the row is all that Postgres knows (and
+        not what the log alone tells while Postgres is away).
+
+        Raises StoreUnavailable when Postgres is needed and does not answer.
+        """
+        ...
+
+    def nothing(self) -> M:
+        """What to remember of a thread without content."""
+        ...
+
+    def observe(self, memory: M, entry: StoredEntry) -> None:
+        """Bring the memory up to date with an entry that another writer appended."""
+        ...
+
+
+class TipFinder(Generic[M]):
+    """Finds tips and remembers them in `tips`. All of it raises LogUnavailable, what asks Postgres StoreUnavailable."""
+
+    def __init__(
+        self,
+        log: Log,
+        subjects: Subjects,
+        config: BufferConfig,
+        writer: Writer[M],
+        load_row: Callable[[str], Awaitable[Watermark]],
+        tips: TipCache[M],
+    ) -> None:
+        self._log = log
+        self._subjects = subjects
+        self._timeout_s = config.append_timeout_s
+        self._writer = writer
+        self._load_row = load_row
+        self._tips = tips
+        self._lookups = Lookups(log, config.append_timeout_s)
+        self._loop = asyncio.get_running_loop()
+        self._seen = (0, float("-inf"))
+        #: How long the machine had been suspended when that was last asked for: `saw` does not look at it.
+        self._suspended_s = elapsed.suspended_s()
+        #: Threads that were found nowhere, when that was, and what was seen before.
+        self._new: dict[str, tuple[float, int]] = {}
+
+    @property
+    def _seen_for_s(self) -> float:
+        """Seen this lately, the end of the log is above everything that has been purged since."""
+        return self._log.windows.rely_s / 4
+
+    def saw(self, seq: int, now: float) -> None:
+        """Note that the log has got as far as `seq` by now."""
+        if seq > self._seen[0]:
+            self._seen = seq, now
+
+    async def learn_new(
+        self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
+    ) -> None:
+        """Find out which of many threads are nowhere, in a few requests. `held`: those of them that Postgres knows."""
+        at, seen = elapsed.now_s(), await self._seen_lately()
+        subjects = {self._subjects.of(t): t for t in thread_ids if self._tips.get(t) is None}
+        in_log = await self._log.last(list(subjects), self._timeout_s)
+        absent = [thread_id for subject, thread_id in subjects.items() if subject not in in_log]
+        # In this order: what is not in the log any more is in Postgres.
+        present = await held(absent) if absent else ()
+        self._new = {t: (at, seen) for t in absent if t not in present}
+
+    def _as_new(self, thread_id: str) -> Tip[M] | None:
+        """The tip of a thread that was found nowhere, a moment ago: too short for anything to be written and purged."""
+        at, seen = self._new.pop(thread_id, (float("-inf"), 0))
+        if elapsed.now_s() - at > min(_NEW_FOR_S, self._seen_for_s):
+            return None
+        return tip_of_row(Watermark(), seen, at, self._writer.nothing())
+
+    async def look_up(self, thread_id: str) -> Tip[M]:
+        """The tip from the log's last message of the thread. Postgres is not asked."""
+        if (new := self._as_new(thread_id)) is not None:
+            return new
+        at, seen = elapsed.now_s(), await self._seen_lately()
+        last = await self._lookups.last(self._subjects.of(thread_id))
+        if last is None:
+            return tip_unknown(seen, at)
+        tip: Tip[M] = tip_of_message(last)
+        self._tips.put(thread_id, tip)
+        return tip
+
+    async def of_content(self, thread_id: str) -> Tip[M]:
+        """The tip with the thread's content, from Postgres and the tail."""
+        if (new := self._as_new(thread_id)) is not None:
+            return new
+        at, seen = elapsed.now_s(), await self._seen_lately()
+        seq, watermark, memory, whole = await self._writer.load_base(thread_id)
+        if not seq:
+            return tip_of_row(watermark, seen, at, memory)
+        broken = watermark.broken_since is not None
+        known = watermark.producers if whole else watermark.producers or None
+        tip = Tip(
+            seq, watermark.applied_id, Base.CHAINED, 0, watermark.version, watermark.keys, memory, broken, whole, known
+        )
+        self._tips.put(thread_id, tip)
+        return tip
+
+    async def of_row(self, thread_id: str) -> Tip[M]:
+        """The tip with all keys and sources that are remembered: of its chain in the log, and what Postgres knows."""
+        if (new := self._as_new(thread_id)) is not None:
+            return new
+        at, seen = elapsed.now_s(), await self._seen_lately()
+        watermark = await self._load_row(thread_id)
+        known = self._tips.get(thread_id)
+        tip = await (self.confirm(thread_id, known) if known is not None else self.look_up(thread_id))
+        if not tip.seq:
+            return tip_of_row(watermark, seen, at, None)
+        first = tip.first or await self._first_above(thread_id, watermark.flushed_seq)
+        keys, marks = watermark.keys, watermark.producers
+        if first is not None and counts(first, watermark, None):
+            keys, marks = (
+                recent_keys.merge(keys, first.entry.keys),
+                producers.merge(marks, first.entry.producers or b""),
+            )
+        elif tip.first is not None:
+            return self._behind_superseded(thread_id, tip.seq, watermark)
+        tip.keys, tip.keys_complete, tip.first = recent_keys.merge(keys, tip.keys), True, None
+        tip.producers = producers.merge(marks, tip.producers or b"")
+        return tip
+
+    async def _first_above(self, thread_id: str, seq: int) -> StoredEntry | None:
+        """The log's first entry of the thread above a position: those behind it may not have its keys."""
+        found = await self._log.after(self._subjects.of(thread_id), seq, self._timeout_s, limit=1)
+        return tip_of_message(found[0]).first if found else None
+
+    def _behind_superseded(self, thread_id: str, seq: int, watermark: Watermark) -> Tip[M]:
+        """The tip where the log's last entry has no effect: what Postgres holds, at that entry's position."""
+        broken = watermark.broken_since is not None
+        tip: Tip[M] = Tip(
+            seq,
+            watermark.applied_id,
+            Base.CHAINED,
+            0,
+            watermark.version,
+            watermark.keys,
+            None,
+            broken,
+            producers=watermark.producers,
+        )
+        self._tips.put(thread_id, tip)
+        return tip
+
+    async def confirm(self, thread_id: str, known: Tip[M]) -> Tip[M]:
+        """The tip as it is now, where `known` was it some time ago."""
+        self._tips.drop(thread_id)
+        if known.broken:
+            return await self.of_content(thread_id)  # a replay heals a chain without an entry
+        last = await self._lookups.last(self._subjects.of(thread_id))
+        if last is not None and last.seq == known.seq:
+            self._tips.put(thread_id, known)
+            return known
+        if last is not None and known.memory is not None:
+            return await self.catch_up(thread_id, known)
+        return await self.look_up(thread_id)
+
+    async def catch_up(self, thread_id: str, before: Tip[M]) -> Tip[M]:
+        """The tip after the entries that others appended behind `before`."""
+        memory = before.memory
+        assert memory is not None
+        subject = self._subjects.of(thread_id)
+        messages = await self._log.after(subject, before.seq, self._timeout_s)
+        if not messages:
+            # A conflict, and nobody wrote behind us: what we built on has been purged, and maybe more with it.
+            return await self.look_up(thread_id)
+        tip = before
+        for item in assemble(messages, thread_id):
+            if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
+                return tip_of_message(messages[-1])
+            e = item.entry
+            if e.base is not Base.CHAINED:
+                return tip_of_message(messages[-1])  # what we know has been purged, and maybe more with it
+            self._writer.observe(memory, item)
+            known = tip.producers if e.producers is None else e.producers
+            tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.keys, memory, False, e.keys_complete, known)
+        if tip.seq != messages[-1].seq:
+            return tip_of_message(messages[-1])  # of a large entry only the end is left
+        self._tips.put(thread_id, tip)
+        return tip
+
+    async def _seen_lately(self) -> int:
+        """A position at or above everything that has been purged by now.
+
+        Purged is only what was committed a failover window ago, so the log's end at any later moment is one.
+        """
+        seq, at = self._seen
+        now, suspended_s = self._loop.time(), elapsed.suspended_s()
+        if now - at + suspended_s - self._suspended_s > self._seen_for_s:
+            seq = await self._log.end(self._timeout_s)
+            self._suspended_s = suspended_s
+            self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
+        return seq

@@ -1,0 +1,86 @@
+"""Writes that ended as unknown, so that a retry with their key is exact however much others have written since.
+
+The ring of a thread's entries knows its last 16 keys; a writer that got OutcomeUnknown while others go on writing may
+come back later than that. The process that sent the write remembers which entry it was sent behind: if it was stored it
+stands behind that one, as long as the log holds it. If it does not and anything else stands there, it never will; if
+nothing does, the compare-and-set decides between it and the retry.
+
+An entry that expected nothing in the log may have landed late and be superseded: Postgres' row tells whether it counts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from bufstore.buffer import recent_keys
+from bufstore.buffer.chain import Watermark, counts
+from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.jetstream.messages import AppendUnknown
+
+_REMEMBERED = 10_000
+
+
+class _Found(NamedTuple):
+    """An entry with the key, whether its content is the same, and what follows it."""
+
+    entry: StoredEntry
+    same: bool
+    behind: StoredEntry | Malformed | None
+
+
+class Unresolved:
+    """Per thread and idempotency key: the position that the first sending of a write stood behind."""
+
+    def __init__(self, log: Log, subjects: Subjects, load_row: Callable[[str], Awaitable[Watermark]]) -> None:
+        self._log = log
+        self._subjects = subjects
+        self._load_row = load_row
+        self._behind: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+
+    def remember(self, thread_id: str, item: bytes, behind: int) -> None:
+        """A write with this ring item ended as unknown, sent behind this position."""
+        key = thread_id, recent_keys.hash_of(item)
+        self._behind.setdefault(key, behind)
+        self._behind.move_to_end(key)
+        while len(self._behind) > _REMEMBERED:
+            self._behind.popitem(last=False)
+
+    def __contains__(self, write: tuple[str, bytes]) -> bool:
+        """Whether a write to the thread with this ring item ended as unknown."""
+        thread_id, item = write
+        return (thread_id, recent_keys.hash_of(item)) in self._behind
+
+    async def find(self, thread_id: str, item: bytes, timeout_s: float) -> tuple[StoredEntry, bool] | None:
+        """The entry that the write has become, and whether it has the same content; None if there is none (yet).
+
+        Raises LogUnavailable; StoreUnavailable when only Postgres can tell; AppendUnknown when nothing tells any more.
+        """
+        found = await self._last(thread_id, item, timeout_s)
+        if found is not None and found.entry.entry.base is not Base.CHAINED:
+            watermark = await self._load_row(thread_id)
+            found = await self._last(thread_id, item, timeout_s)  # in this order: see `counts`
+            stands = found is None or counts(found.entry, watermark, found.behind)
+            if stands is None:
+                raise AppendUnknown("the entry was flushed, and others wrote so much since that nothing tells how")
+            if not stands:
+                return None
+        return (found.entry, found.same) if found is not None else None
+
+    async def _last(self, thread_id: str, item: bytes, timeout_s: float) -> _Found | None:
+        """The last entry with the key: one that is superseded may have been followed by a repeat of it."""
+        behind = self._behind.get((thread_id, recent_keys.hash_of(item)))
+        if behind is None:
+            return None
+        items = assemble(await self._log.after(self._subjects.of(thread_id), behind, timeout_s), thread_id)
+        for i in range(len(items) - 1, -1, -1):
+            found = items[i]
+            same = (
+                recent_keys.find(recent_keys.newest(found.entry.keys), item) if isinstance(found, StoredEntry) else None
+            )
+            if isinstance(found, StoredEntry) and same is not None:
+                return _Found(found, same, items[i + 1] if i + 1 < len(items) else None)
+        return None

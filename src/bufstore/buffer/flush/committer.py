@@ -1,0 +1,220 @@
+"""One flush transaction: what is decided on the locked rows, the commit, and the acks behind it.
+
+Which entries are flushed together, and what becomes of those that are refused, is the settler's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import msgspec
+
+from bufstore.buffer.chain import Parked, Watermark
+from bufstore.buffer.entry import Malformed, StoredEntry, assemble
+from bufstore.buffer.flush.deciding import Threads, decide_thread, payload_bytes
+from bufstore.buffer.flush.owned_partition import Item, OwnedPartition
+from bufstore.buffer.ports.domain import Coalesce
+from bufstore.buffer.ports.ledger import Decision, FlushFailed, Ledger, QuarantineBusy, QuarantineFull
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.shared_state import SharedState
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
+
+_FILL_S = 10.0
+
+
+class NoRoom(Exception):
+    """The quarantine has not room for what a flush would park: how many entries of which thread."""
+
+    def __init__(self, error: QuarantineFull, parked: Sequence[Parked]) -> None:
+        super().__init__(str(error))
+        self.room = error.room
+        self.busy = isinstance(error, QuarantineBusy)
+        self.parked = Counter(p.item.thread_id for p in parked)
+
+
+class _Gap(Exception):
+    """Entries are missing between a row and what has arrived; fetch them first."""
+
+    def __init__(self, threads: Mapping[str, int]) -> None:
+        super().__init__(f"{len(threads)} threads have gaps")
+        self.threads = threads
+
+
+@dataclass
+class Outcome:
+    """Of which threads the store took something, and which were left out."""
+
+    taken: set[str] = field(default_factory=set)
+    locked: set[str] = field(default_factory=set)
+    refused: dict[str | None, FlushFailed] = field(default_factory=dict)
+    untried: set[str | None] = field(default_factory=set)
+
+    def add(self, other: Outcome) -> None:
+        """What became of two parts."""
+        self.taken |= other.taken
+        self.locked |= other.locked
+        self.refused |= other.refused
+        self.untried |= other.untried
+
+    @property
+    def left_out(self) -> Set[str | None]:
+        """The threads of which nothing was settled."""
+        return {*self.locked, *self.refused, *self.untried}
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a transaction has written: its partitions, how many entries it settled, and what became of the threads."""
+
+    owned_partitions: Collection[OwnedPartition]
+    entries: int
+    decision: Decision
+    outcome: Outcome
+
+
+class Committer:
+    """Commits entries of the partitions in `shares`, those that are followed."""
+
+    def __init__(
+        self,
+        log: Log,
+        shared: SharedState,
+        ledger: Ledger,
+        coalesce: Coalesce,
+        subjects: Subjects,
+        owned_partitions: Mapping[int, OwnedPartition],
+    ) -> None:
+        self._log = log
+        self._shared = shared
+        self._ledger = ledger
+        self._coalesce = coalesce
+        self._subjects = subjects
+        self._owned = owned_partitions
+        #: The partitions as they were when the window was gathered.
+        self._window: Mapping[int, OwnedPartition] = {}
+        #: Entries that turned out not to be applicable, and why, until they are parked.
+        self.poison: dict[int, str] = {}
+
+    def begin_window(self) -> None:
+        """Entries are gathered from now on: a partition that is given up, or taken again, has other ones."""
+        self._window = dict(self._owned)
+
+    async def commit(self, threads: Threads, *, probe: int) -> Committed | None:
+        """Flush these threads' entries in one transaction: settled is all but what was left out. None: none are ours.
+
+        Entries that were missing between are added to `threads`: if one of them is to blame it must be found, too.
+        Raises NoRoom, and what `Ledger.flush` raises.
+        """
+        complete: set[str] = set()
+        parked: list[Parked] = []
+        settled: set[int] = set()
+        owned_partitions: list[OwnedPartition] = []
+
+        def decide(watermarks: Mapping[str, Watermark]) -> Decision:
+            decision = self._decide(threads, complete, watermarks)
+            parked[:] = decision.parked
+            settled.clear()
+            settled.update(i.seq for t, items in threads.items() if t is None or t in watermarks for i in items)
+            decision.cursors = [owned.cursor_after(settled) for owned in owned_partitions]
+            return decision
+
+        while True:
+            self._leave_lost(threads)
+            if not threads:
+                return None
+            seqs = {item.seq for items in threads.values() for item in items}
+            owned_partitions[:] = [
+                owned for _, owned in sorted(self._owned.items()) if not seqs.isdisjoint(owned.pending)
+            ]
+            try:
+                names = sorted(t for t in threads if t is not None)
+                reach(Failpoint.FLUSH_BEFORE)
+                held = [owned.cursor for owned in owned_partitions]
+                flushed = await self._ledger.flush(held, names, decide, probe=probe, size=payload_bytes(threads))
+                break
+            except QuarantineFull as e:
+                raise NoRoom(e, parked) from e
+            except _Gap as gap:
+                for thread_id, after in gap.threads.items():
+                    threads[thread_id] = await self._fill(thread_id, after, threads[thread_id])
+                complete.update(gap.threads)
+        # The second line that matters, the commit, is behind us: entries, watermarks and cursor are in Postgres
+        # together. Acknowledging before it would lose what a crash rolls back.
+        reach(Failpoint.FLUSH_COMMITTED)
+        decision, now = flushed.decision, asyncio.get_running_loop().time()
+        for owned, cursor in zip(owned_partitions, decision.cursors, strict=True):
+            owned.settle(settled, cursor, now)
+        taken = {change.thread_id for change in decision.batch}
+        outcome = Outcome(
+            taken, set(flushed.locked), dict[str | None, FlushFailed](flushed.refused.items()), set(flushed.untried)
+        )
+        return Committed(owned_partitions, len(settled), decision, outcome)
+
+    async def acknowledge(self, committed: Committed) -> None:
+        """Tell of the commit: those who wait for it, those who built on what it parked, and JetStream."""
+        decision = committed.decision
+        with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
+            await self._shared.report({cursor.partition: cursor.seq for cursor in decision.cursors})
+            for thread_id in {p.item.thread_id for p in decision.parked if p.item.thread_id is not None}:
+                await self._shared.tell_parked(thread_id)
+        reach(Failpoint.FLUSH_REPORTED)
+        for owned in committed.owned_partitions:
+            await owned.feed.ack(owned.cursor.seq)
+        reach(Failpoint.FLUSH_ACKED)
+
+    def partition_of(self, thread_id: str | None, items: Sequence[Item]) -> int:
+        """The partition of a thread's entries, or of what names no thread."""
+        if thread_id is not None:
+            return self._subjects.partition(thread_id)
+        item = items[0]
+        assert isinstance(item, Malformed)
+        return next((p for p, s in self._window.items() if item.seq in s.pending), -1)
+
+    def _leave_lost(self, threads: Threads) -> None:
+        """Forget the threads of partitions that were given up since they were gathered: they are not ours to flush."""
+        lost = {p for p, owned in self._window.items() if self._owned.get(p) is not owned}
+        for thread_id in [t for t, items in threads.items() if self.partition_of(t, items) in lost] if lost else ():
+            del threads[thread_id]
+
+    def _decide(self, threads: Threads, complete: Set[str], watermarks: Mapping[str, Watermark]) -> Decision:
+        batch = []
+        new_rows: dict[str, Watermark] = {}
+        parked: list[Parked] = []
+        gaps: dict[str, int] = {}
+        for thread_id, items in threads.items():
+            if thread_id is None:
+                parked += [Parked(item, item.cause) for item in items if isinstance(item, Malformed)]
+                continue
+            watermark = watermarks.get(thread_id)
+            if watermark is None:  # left out
+                continue
+            todo, change = decide_thread(
+                thread_id, watermark, items, self.poison, self._coalesce, complete=thread_id in complete
+            )
+            if todo.gap_before is not None:
+                gaps[thread_id] = watermark.flushed_seq
+                continue
+            if change is not None:
+                batch.append(change)
+            new_rows[thread_id] = todo.watermark
+            parked += map(self._with_cause, todo.park)
+        if gaps:
+            raise _Gap(gaps)
+        return Decision(batch=batch, watermarks=new_rows, parked=parked)
+
+    def _with_cause(self, parked: Parked) -> Parked:
+        cause = self.poison.get(parked.item.entry.id) if isinstance(parked.item, StoredEntry) else None
+        return parked if cause is None else msgspec.structs.replace(parked, cause=cause)
+
+    async def _fill(self, thread_id: str, after: int, items: Sequence[Item]) -> list[Item]:
+        """The thread's `items`, and what else stands in the log above position `after` up to the last of them."""
+        messages = await self._log.after(self._subjects.of(thread_id), after, _FILL_S)
+        last = max(item.seq for item in items)
+        found = {item.seq: item for item in (*assemble(messages, thread_id), *items) if item.seq <= last}
+        return [found[seq] for seq in sorted(found)]

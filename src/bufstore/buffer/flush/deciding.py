@@ -1,0 +1,67 @@
+"""What becomes of the entries of one thread, and how a window is divided: decisions of a flush, without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bufstore.buffer.chain import Plan, Watermark, plan
+from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.ports.domain import Coalesce, Inapplicable
+
+#: Entries to be flushed, by thread; None stands for those that no thread is known of.
+Threads = MutableMapping[str | None, list[Item]]
+
+
+def decide_thread(
+    thread_id: str,
+    watermark: Watermark,
+    items: Sequence[Item],
+    poison: MutableMapping[int, str],
+    coalesce: Coalesce,
+    *,
+    complete: bool,
+) -> tuple[Plan, Any]:
+    """What becomes of a thread's entries (see `chain.plan`), and the one change that equals those that are applied.
+
+    Entries that turn out not to be applicable are added to `poison`, with the cause.
+    """
+    while True:
+        todo = plan(watermark, items, complete=complete, poison=poison.keys())
+        if todo.gap_before is not None or not todo.apply:
+            return todo, None
+        try:
+            change = coalesce(thread_id, watermark.version, todo.apply)
+        except Inapplicable as e:
+            poison[e.entry_id] = str(e)
+            continue
+        return msgspec.structs.replace(
+            todo, watermark=msgspec.structs.replace(todo.watermark, gone=change.gone)
+        ), change
+
+
+def by_partition(threads: Threads, partition_of: Callable[[str | None, Sequence[Item]], int]) -> list[Threads]:
+    """The parts of a window by partition."""
+    parts: dict[int, Threads] = {}
+    for thread_id, items in threads.items():
+        parts.setdefault(partition_of(thread_id, items), {})[thread_id] = items
+    return list(parts.values())
+
+
+def halves(threads: Threads) -> list[Threads]:
+    """The threads in two parts."""
+    names = list(threads)
+    return [{t: threads[t] for t in half} for half in (names[: len(names) // 2], names[len(names) // 2 :])]
+
+
+def is_one_entry(threads: Threads) -> bool:
+    """Whether it is a single entry, of a thread that can wait without the others."""
+    return None not in threads and sum(map(len, threads.values())) == 1
+
+
+def payload_bytes(threads: Threads) -> int:
+    """How much there is to work through."""
+    return sum(len(i.entry.payload) for items in threads.values() for i in items if isinstance(i, StoredEntry))

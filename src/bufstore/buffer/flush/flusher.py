@@ -1,0 +1,256 @@
+"""The flush path: gather, coalesce, one transaction, ack, purge (see also `takeover`, `settler`, `retention`).
+
+Rule 1: Postgres holds the truth. Watermarks, cursors, terms and parked entries change in the flush transaction
+only; leases, acks and what is in memory here may be lost or wrong at any moment without losing an entry.
+Rule 2: any doubt about a partition (a hole in its feed, another owner, a lost connection) ends in the same way: its
+memory is dropped and it is taken again, from the cursor, with a higher term.
+
+Theory of operation. A member renews its lease and computes the partitions that it owns. Taking a partition raises its
+term in Postgres, which fences every earlier owner, and follows the log from the cursor. Every window, all owned
+partitions are flushed in one transaction: rows locked in id order, `chain.plan` on the locked rows decides what is
+applied, the domain coalesces it, watermarks and cursors move, commit. Then the progress report, then the ack, later
+the purge.
+
+Failure model. What passes is retried from memory. What says that one entry is to blame is split: by partition, by
+thread, by entry; so a locked row delays only its own thread, and poison parks alone. What only an operator can
+mend is retried slowly and reported. The loops restart themselves after an error nobody thought of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_random_exponential
+from tenacity.stop import stop_when_event_set
+
+from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.flush.lease import Lease
+from bufstore.buffer.flush.overdue import Overdue
+from bufstore.buffer.flush.recaller import Recaller
+from bufstore.buffer.flush.retention import Retention
+from bufstore.buffer.flush.takeover import Takeover
+from bufstore.buffer.flush.window_flusher import Later, WindowFlusher
+from bufstore.buffer.ports.domain import Coalesce
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.shared_state import SharedState
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import BufstoreError, LogRolledBack
+from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.messages import AppendUnknown
+
+_log = logging.getLogger(__name__)
+
+_BACKOFF_MAX_S = 2.0
+
+
+class Flusher:
+    """Flushes the partitions it owns; see the module's text. One per process and log."""
+
+    def __init__(
+        self,
+        log: Log,
+        shared: SharedState,
+        ledger: Ledger,
+        coalesce: Coalesce,
+        subjects: Subjects,
+        config: BufferConfig,
+        member: str,
+        prepare: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._shared = shared
+        self._config = config
+        self._member = member
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._asked_at = float("-inf")
+        self._window_began: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.state = FlusherState()
+        self._takeover = Takeover(log, ledger, subjects, member, prepare, self._wake.set, self.state)
+        self._owned = self._takeover.owned_partitions
+        self._window_flusher = WindowFlusher(
+            log, shared, ledger, coalesce, subjects, config, self._takeover, self.state
+        )
+        self._recaller = Recaller(log, subjects, config, self._owned, self._window_flusher, self._wake.set)
+        self._overdue = Overdue(log, subjects, self._owned, self._wake.set)
+        self._log = log
+        self._lease = Lease(
+            shared,
+            member,
+            subjects.partitions,
+            config.lease_s,
+            self._takeover.want,
+            self._takeover.hold,
+            self._unable,
+            lambda: self.state.trouble,
+        )
+        self._retention = Retention(log, ledger, subjects, config, self._owned, self._takeover.compare)
+
+    async def start(self) -> None:
+        """Join the members and begin to flush."""
+        await self._shared.on_call(self._on_call)
+        self.state.running = True
+        loops = {
+            "lease": self._lease.keep,
+            "takeover": self._takeover.keep,
+            "flush": self._flush_windows,
+            "overdue": self._overdue.keep,
+            "retention": self._retention.keep,
+        }
+        for name, work in loops.items():
+            task = asyncio.create_task(self._supervise(name, work), name=f"bufstore-flusher-{name}")
+            self._tasks.append(task)
+
+    async def aclose(self) -> None:
+        """Stop: finish the window on its way, give up the partitions, leave the members."""
+        if not self.state.running:
+            return
+        reach(Failpoint.CLOSE_FLUSHED)
+        self._stopping.set()
+        self._wake.set()
+        self._lease.members_changed()
+        self._takeover.look()
+        self._overdue.stop()
+        _, late = await asyncio.wait(self._tasks, timeout=self._config.flush_timeout_s) if self._tasks else ((), ())
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._recaller.aclose()
+        await self._takeover.aclose()
+        reach(Failpoint.CLOSE_GIVEN_UP)
+        with contextlib.suppress(BufstoreError, AppendUnknown):
+            await self._shared.leave(self._member)
+        reach(Failpoint.CLOSE_LEFT)
+        self.state.running = False
+
+    def ask(self, partition: int) -> None:
+        """Flush now instead of at the end of the window; also what arrives within the next second.
+
+        `partition`: for the sake of which; who waits for a flush of it asks again until it has come.
+        """
+        self._asked_at = self._loop.time()
+        self._overdue.ask(partition)
+        self._wake.set()
+
+    @property
+    def member(self) -> str:
+        """Its name among the members."""
+        return self._member
+
+    def cursors(self) -> dict[int, int]:
+        """Up to where the partitions it holds are flushed."""
+        return {partition: owned.cursor.seq for partition, owned in self._owned.items()}
+
+    def owns(self, partition: int) -> bool:
+        """Whether this flusher holds the partition."""
+        return partition in self._owned
+
+    # --- supervision ------------------------------------------------------------------------------------------
+
+    async def _supervise(self, name: str, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+        while not self._stopping.is_set():
+            try:
+                await work(self._stopping)
+            except Exception as e:
+                self.state.trouble = f"{name}: unexpected {type(e).__name__}"
+                _log.exception("the flusher's %s loop failed; it starts again", name, extra={"action": "flusher_error"})
+                await self._pause(1.0)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, or until stopped."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    # --- which partitions -------------------------------------------------------------------------------------
+
+    def _unable(self) -> str | None:
+        """Why this flusher can flush nothing, whatever others can."""
+        reason = self._log.refused
+        if reason is not None:
+            self.state.report(LogRolledBack(reason), stopped=True)
+        return reason
+
+    def _on_call(self, partition: int) -> None:
+        if partition < 0:
+            self._lease.members_changed()
+        elif partition in self._owned:
+            self.ask(partition)
+
+    # --- the window -------------------------------------------------------------------------------------------
+
+    async def _flush_windows(self, stopping: asyncio.Event) -> None:
+        pause = wait_random_exponential(multiplier=0.05, max=_BACKOFF_MAX_S)
+        while True:
+            async for attempt in AsyncRetrying(
+                wait=pause,
+                retry=retry_if_exception_type(Later),
+                stop=stop_when_event_set(stopping),  # type: ignore[arg-type]
+                sleep=self._pause,
+                before_sleep=self._count_retry,
+                retry_error_callback=lambda _: None,
+            ):
+                with attempt:
+                    await self._window()
+            if stopping.is_set():
+                return
+
+    def _count_retry(self, state: RetryCallState) -> None:
+        self.state.retries += 1
+
+    async def _window(self) -> None:
+        """Gather until a window is due, flush it."""
+        while True:
+            self._wake.clear()
+            if not self._stopping.is_set():
+                self._takeover.give_up()
+            for owned in list(self._owned.values()):
+                if owned.collect():
+                    await owned.feed.more()
+            self._overdue.judge()
+            self._recaller.look()
+            self.state.pending = sum(owned.unsettled for owned in self._owned.values())
+            if not self.state.pending:
+                self._clear_trouble()
+                if self._loop.time() - self._asked_at < 1.0:
+                    await self._takeover.compare_for_asker()
+            wait = self._due_in()
+            if wait <= 0:
+                break
+            if self._stopping.is_set():
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait):
+                    await self._wake.wait()
+        self._window_began = None
+        if self.state.pending:
+            self._asked_at = float("-inf")
+        await self._window_flusher.settle_pending()
+        await self._window_flusher.settle_waiting()
+        self._clear_trouble()
+
+    def _clear_trouble(self) -> None:
+        if self._takeover.complete and self._log.refused is None:
+            waiting, operator = self._window_flusher.trouble()
+            self.state.clear(waiting, stopped=operator)
+
+    def _due_in(self) -> float:
+        """Seconds until the window must be flushed; at most what keeps lost feeds from going unnoticed."""
+        now = self._loop.time()
+        waiting_due = self._window_flusher.waiting.soonest(now + 1.0) - now
+        count = self._window_flusher.ready()
+        if not count:
+            return 0 if self._stopping.is_set() else min(max(waiting_due, 0), 1.0)
+        if self._window_began is None:
+            self._window_began = now
+        size = sum(owned.pending_bytes for owned in self._owned.values())
+        full = count >= self._config.flush_max_entries // 2 or size >= self._config.flush_max_bytes // 2
+        if now - self._asked_at < 1.0 or full or self._window_flusher.more or self._stopping.is_set():
+            return 0
+        return min(self._window_began + self._config.flush_interval_s - now, 1.0)

@@ -1,0 +1,110 @@
+"""Keeping one flusher in the list of the live ones, and telling it which partitions are its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from bufstore.buffer.flush.membership import Pulse, owned
+from bufstore.buffer.ports.shared_state import SharedState
+from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.messages import AppendUnknown
+
+_log = logging.getLogger(__name__)
+
+
+#: In this time every live member renews its record, whatever its lease.
+_PULSE_S = 2.0
+
+
+class Lease:
+    """One member's lease; see `bufstore.buffer.flush.membership` for how partitions are shared.
+
+    `own` is called with the partitions that are ours whenever the list has been looked at, and `hold` before a lease
+    that cannot be renewed runs out: from then on others may take what is ours, and are to be left what they take. But
+    where nobody can renew his lease, nobody takes anything, and all go on with what they have. Who cannot flush, as
+    `unable` says with a reason, leaves the list, so that others flush what was his, and joins it again when he can.
+
+    Within `lease_s` of a member's end its partitions are flushed by others: half of it is the time to live of its
+    record; the rest is for the server to remove that (it looks once a second), for the others to see it, and to take
+    the partitions.
+    """
+
+    def __init__(
+        self,
+        shared: SharedState,
+        member: str,
+        partitions: int,
+        lease_s: float,
+        own: Callable[[frozenset[int]], None],
+        hold: Callable[[], None],
+        unable: Callable[[], str | None],
+        trouble: Callable[[], str],
+    ) -> None:
+        """`trouble`: what the others are told of why nothing is flushed here at the moment; empty when all is well."""
+        self._shared = shared
+        self._member = member
+        self._partitions = partitions
+        #: Seconds that the record lives, and between two renewals.
+        self._ttl_s = max(1, int(lease_s) // 2)
+        self._interval_s = self._ttl_s / 4
+        self._own = own
+        self._hold = hold
+        self._unable = unable
+        self._trouble = trouble
+        self._pulse = Pulse(self._ttl_s)
+        self._until = 0.0
+        self._announced = False
+        self._changed = asyncio.Event()
+
+    def members_changed(self) -> None:
+        """Look at the list now."""
+        self._changed.set()
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Renew the record four times in its life, until `stopping`."""
+        while not stopping.is_set():
+            self._changed.clear()
+            try:
+                reason = self._unable()
+                await (self._renew() if reason is None else self._withdraw(reason))
+            except (BufstoreError, AppendUnknown) as e:
+                _log.warning("cannot renew the lease: %s", e, extra={"action": "lease_error"})
+                if asyncio.get_running_loop().time() > self._until - self._interval_s:
+                    self._hold()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s):
+                    await self._changed.wait()
+
+    async def _withdraw(self, reason: str) -> None:
+        self._own(frozenset())
+        if self._announced:
+            _log.warning("leaves its partitions to others: %s", reason, extra={"action": "lease_given_up"})
+            await self._shared.leave(self._member)
+            self._announced = False
+
+    async def _renew(self) -> None:
+        began = asyncio.get_running_loop().time()
+        await self._shared.renew_member(self._member, self._ttl_s, self._trouble())
+        self._until = began + self._ttl_s  # counted from before the server's clock started
+        if not self._announced:
+            reach(Failpoint.LEASE_RENEWED)
+            await self._shared.announce()
+            self._announced = True
+        records = await self._shared.members()
+        alive, dead = self._pulse.look(records, asyncio.get_running_loop().time())
+        self._own(owned(self._member, {*alive, self._member}, self._partitions))
+        for member in set(dead) - {self._member}:
+            await self._shared.leave(member)
+
+
+async def living(shared: SharedState) -> list[str]:
+    """The flushers that are alive: where there are records it takes two seconds to tell."""
+    before = await shared.members()
+    if not before:
+        return []
+    await asyncio.sleep(_PULSE_S)
+    return [name for name, number in (await shared.members()).items() if before.get(name) != number]

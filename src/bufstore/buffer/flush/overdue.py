@@ -1,0 +1,157 @@
+"""Noticing that a feed delivers nothing although there is something to deliver.
+
+A consumer is led by one node of the cluster and delivers what that node has. A node that was cut off may lead consumers
+again long before it has caught up with the log: until then it sends heartbeats and no messages, which looks as if the
+partition were idle. So whoever asks for a flush that does not come makes us ask the leader of the log where the
+partition ends; and now and then we ask without that, for feeds that have been still. When nothing arrives for a while
+although the partition goes on, it is taken again: with a new consumer, which another node may lead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import BufstoreError
+
+#: Who asks for a flush asks again several times in this time.
+_ASKED_AGAIN_S = 1.0
+#: Asked for so long, and nothing arrived: look at the log.
+_LOOK_AFTER_S = 0.5
+_LOOK_TIMEOUT_S = 2.0
+#: Looked at without anybody asking.
+_RARELY_S = 30.0
+#: What is in the log and does not arrive within this time is overdue. It grows each time that a new consumer
+#: did not help: where everything is slow, making one after the other would only make it slower.
+_PATIENCE_S = 1.5
+_PATIENCE_GROWS = 1.5
+_PATIENCE_MAX_S = 30.0
+
+
+@dataclass
+class _Asked:
+    """Somebody wants a partition flushed, and nothing has arrived since."""
+
+    owned: OwnedPartition
+    delivered: int
+    first: float
+    last: float
+
+
+@dataclass
+class _Awaited:
+    """The log holds more of a partition than has arrived."""
+
+    owned: OwnedPartition
+    end: int
+    delivered: int
+    since: float
+
+
+class Overdue:
+    """Doubts shares whose feeds leave out what the log holds."""
+
+    def __init__(
+        self, log: Log, subjects: Subjects, owned_partitions: Mapping[int, OwnedPartition], wake: Callable[[], None]
+    ) -> None:
+        """`wake`: have `judge` called."""
+        self._log = log
+        self._subjects = subjects
+        self._owned = owned_partitions
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._asked: dict[int, _Asked] = {}
+        self._due: set[int] = set()
+        self._awaited: dict[int, _Awaited] = {}
+        self._patience: dict[int, float] = {}
+        #: The feeds as they were at the last look that nobody had asked for.
+        self._before: dict[int, tuple[OwnedPartition, int]] = {}
+        self._changed = asyncio.Event()
+
+    def ask(self, partition: int) -> None:
+        """Somebody waits for a flush of this partition; he calls again until it has come."""
+        owned = self._owned.get(partition)
+        if owned is None:
+            return
+        now = self._loop.time()
+        asked = self._asked.get(partition)
+        if (
+            asked is None
+            or (asked.owned, asked.delivered) != (owned, owned.delivered)
+            or now - asked.last > _ASKED_AGAIN_S
+        ):
+            self._asked[partition] = _Asked(owned, owned.delivered, now, now)
+            return
+        asked.last = now
+        if now - asked.first >= _LOOK_AFTER_S and partition not in self._awaited:
+            asked.first = now
+            self._due.add(partition)
+            self._changed.set()
+
+    def stop(self) -> None:
+        """Have `keep` look whether it is to stop."""
+        self._changed.set()
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Look at the log for what was asked for, and rarely for the rest, until `stopping`."""
+        rarely_at = self._loop.time() + _RARELY_S
+        while not stopping.is_set():
+            self._changed.clear()
+            due, self._due = self._due, set()
+            if self._loop.time() >= rarely_at:
+                rarely_at += _RARELY_S
+                due |= self._still()
+            await self._look(due)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(rarely_at):
+                    await self._changed.wait()
+
+    def _still(self) -> set[int]:
+        """The partitions of which nothing has arrived since this was called before."""
+        now = {p: (owned, owned.delivered) for p, owned in self._owned.items()}
+        still = {p for p, seen in now.items() if self._before.get(p) == seen}
+        self._before = now
+        return still
+
+    async def _look(self, partitions: set[int]) -> None:
+        looked_at = {p: self._owned[p] for p in sorted(partitions & self._owned.keys())}
+        if not looked_at:
+            return
+        try:
+            ends = await self._log.ends([self._subjects.of_partition(p) for p in looked_at], _LOOK_TIMEOUT_S)
+        except BufstoreError:
+            return  # he asks again
+        now = self._loop.time()
+        for (partition, owned), end in zip(looked_at.items(), ends, strict=True):
+            if end <= owned.delivered:
+                self._patience.pop(partition, None)
+            elif partition not in self._awaited:
+                self._awaited[partition] = _Awaited(owned, end, owned.delivered, now)
+        if self._awaited:
+            self._wake()
+
+    def judge(self) -> None:
+        """Doubt what is overdue. To be called when all that feeds have delivered is collected."""
+        now = self._loop.time()
+        for partition, awaited in list(self._awaited.items()):
+            owned = awaited.owned
+            if self._owned.get(partition) is not owned:
+                del self._awaited[partition]
+            elif owned.delivered >= awaited.end:
+                del self._awaited[partition]
+                self._patience.pop(partition, None)
+            elif owned.delivered > awaited.delivered or owned.feed.crowded:
+                # It delivers, or has no room to.
+                awaited.delivered, awaited.since = owned.delivered, now
+            elif now - awaited.since >= (patience := self._patience.get(partition, _PATIENCE_S)):
+                del self._awaited[partition]
+                self._patience[partition] = min(patience * _PATIENCE_GROWS, _PATIENCE_MAX_S)
+                owned.doubt = (
+                    f"nothing behind {owned.delivered} arrives, and the log holds entries of it up to {awaited.end}"
+                )
+                self._wake()

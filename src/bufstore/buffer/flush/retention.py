@@ -1,0 +1,130 @@
+"""Removing flushed entries from the log, when it is time, and with them the rows that only guarded against them.
+
+When that is, and why Postgres has to confirm it before: see `bufstore.buffer.flush.passed`. Two wishes meet here:
+flushed entries are retained for who reads the log, and the log has room for what cannot be flushed while Postgres is
+away. The second one goes first: what is retained gives way long before the log is full, because a partition whose owner
+goes away in an outage is purged by nobody until Postgres is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.flush.passed import purgeable, share_to_go
+from bufstore.buffer.ports.ledger import FlushFailed, Ledger
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.messages import AppendUnknown
+
+_log = logging.getLogger(__name__)
+
+_INTERVAL_S = 5.0
+_TOMBSTONES_AT_ONCE = 1000
+_TIMEOUT_S = 10.0
+
+
+class Retention:
+    """Purges the partitions of one owner."""
+
+    def __init__(
+        self,
+        log: Log,
+        ledger: Ledger,
+        subjects: Subjects,
+        config: BufferConfig,
+        owned_partitions: Mapping[int, OwnedPartition],
+        compare: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._log = log
+        self._ledger = ledger
+        self._subjects = subjects
+        self._config = config
+        self._owned = owned_partitions
+        self._compare = compare
+        self._loop = asyncio.get_running_loop()
+        #: When Postgres was asked last of those times that it had all it should have.
+        self._confirmed_at = float("-inf")
+        self._archived = 0
+        #: Why Postgres does not confirm anything at the moment.
+        self._unconfirmed = ""
+        self._to_bury = False
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Purge now and then, until `stopping`."""
+        interval = min(_INTERVAL_S, self._config.log.failover_window_s / 4)
+        while not stopping.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await stopping.wait()
+            try:
+                await self._purge()
+            except (BufstoreError, FlushFailed, AppendUnknown) as e:
+                _log.warning("purging failed: %s", e, extra={"action": "purge_failed"})
+
+    async def _purge(self) -> None:
+        await self._confirm(archives=self._log.windows.archives)
+        used, limit = await self._log.fill()
+        windows = self._log.windows  # as `fill` has just read them
+        to_go = share_to_go(used, limit, self._config.outage_reserve)
+        if to_go:
+            first, _ = await self._log.bounds()
+            for owned in self._owned.values():
+                owned.passed.gone(first)
+        wished = self._loop.time() - self._config.retain_after_flush_s
+        confirmed = self._confirmed_at - windows.keep_s
+        archived = self._archived if windows.archives else None
+        for owned in list(self._owned.values()):
+            below = purgeable(owned.passed, confirmed=confirmed, wished=wished, to_go=to_go, archived=archived)
+            if below is not None and owned.doubt is None:
+                # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
+                reach(Failpoint.PURGE_BEFORE)
+                await self._log.purge(owned.cursor.partition, below)
+                reach(Failpoint.PURGE_DONE)
+                owned.passed.gone(below)
+                self._to_bury = True
+        if self._to_bury and not self._unconfirmed:
+            await self._bury()
+            self._to_bury = False
+
+    async def _confirm(self, *, archives: bool) -> None:
+        """Have Postgres say what it has, for when it cannot be asked."""
+        asked_at = self._loop.time()
+        try:
+            await self._compare()
+            if archives:
+                self._archived = await self._ledger.archived()
+        except (BufstoreError, FlushFailed) as e:
+            why = str(e) or type(e).__name__
+            if why != self._unconfirmed:
+                self._unconfirmed = why
+                _log.warning(
+                    "Postgres does not confirm what it has; only what it confirmed before is purged: %s",
+                    why,
+                    extra={"action": "purge_unconfirmed"},
+                )
+        else:
+            self._confirmed_at, self._unconfirmed = asked_at, ""
+
+    async def _bury(self) -> None:
+        """Remove the rows of deleted threads whose entries the log has purged: they cannot come again."""
+        after = ""
+        below = max((owned.passed.purged for owned in self._owned.values()), default=0)
+        while found := await self._ledger.tombstones(below, after, _TOMBSTONES_AT_ONCE):
+            mine = [(seq, thread_id) for seq, thread_id in found if seq < self._purged_below(thread_id)]
+            # What is in the log of such a thread was written since, and maybe builds on the deletion.
+            subjects = {self._subjects.of(thread_id): (seq, thread_id) for seq, thread_id in mine}
+            written = await self._log.last(list(subjects), _TIMEOUT_S) if subjects else {}
+            if mine := [tombstone for subject, tombstone in subjects.items() if subject not in written]:
+                await self._ledger.bury(mine)
+            after = found[-1][1]
+
+    def _purged_below(self, thread_id: str) -> int:
+        owned = self._owned.get(self._subjects.partition(thread_id))
+        return owned.passed.purged if owned is not None else 0

@@ -1,0 +1,270 @@
+"""Taking partitions, following them, giving them up.
+
+Any doubt about a partition ends in the same way: it is given up with all that is in memory, and taken again from the
+cursor in Postgres, with a higher term. So nothing is ever repaired in memory.
+
+Taking is a task of its own, and following each partition another: one whose row somebody holds, or whose consumer the
+server does not make, delays neither the others nor what is flushed meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from bufstore.buffer.entry import entry_id
+from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.ports.ledger import Cursor, FlushFailed, Ledger
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreMisconfigured, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.messages import AppendUnknown
+
+_log = logging.getLogger(__name__)
+
+_TAKE_RETRY_S = 0.5
+#: A row that somebody holds is free again when a flush has ended, or an owner that stopped is thrown out; after so long
+#: it is said who waits.
+_HELD_RETRY_S = 0.1
+_HELD_SAID_S = 2.0
+_LOOK_S = 1.0
+_CLOSE_S = 10.0
+#: Who asks for a flush of what is flushed makes us look into Postgres, but not more often than this.
+_COMPARE_S = 0.5
+#: So many partitions are looked at and followed at the same time.
+_AT_ONCE = 16
+_BARRIER_S = 5.0
+
+
+async def mismatch(log: Log, cursor: Cursor) -> str | None:
+    """Why the log is not the one that the cursor speaks of; None when it is. Raises LogUnavailable."""
+    end = await log.end(5.0)
+    if end < cursor.seq:
+        return f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
+    if cursor.id and cursor.seq >= log.generation_start:
+        # The entry at the cursor is never purged: if it is not there, the log was purged further than this Postgres
+        # has got, or it is not the same log.
+        found = await log.identity(cursor.seq)
+        if found is None or entry_id(found) != cursor.id:
+            return f"position {cursor.seq} no longer holds the entry at the cursor of partition {cursor.partition}"
+    return None
+
+
+async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | None:
+    """What `look` finds wrong with the log, also once its leader has proved that it leads.
+
+    One that the others have left shows an old end for some seconds. Raises LogUnavailable when there is no proof.
+    """
+    if await look() is None:
+        return None
+    try:
+        stored = await log.barrier(_BARRIER_S)
+    except AppendUnknown:
+        raise LogUnavailable("the log does not look right, and its leader cannot prove that it leads") from None
+    found = await look()
+    if found is not None and stored and await log.end(_BARRIER_S) < stored:
+        raise LogUnavailable("the log does not look right to one who does not lead it any more")
+    return found
+
+
+class Takeover:
+    """The partitions of one owner: `shares` holds those it follows, and changes here only."""
+
+    def __init__(
+        self,
+        log: Log,
+        ledger: Ledger,
+        subjects: Subjects,
+        member: str,
+        prepare: Callable[[], Awaitable[None]],
+        wake: Callable[[], None],
+        state: FlusherState,
+    ) -> None:
+        self._log = log
+        self._ledger = ledger
+        self._subjects = subjects
+        self._member = member
+        self._prepare = prepare
+        self._prepared = False
+        self._wake = wake
+        self._state = state
+        self._loop = asyncio.get_running_loop()
+        self._wanted: frozenset[int] = frozenset()
+        #: Whether others may have them by now: see `hold`.
+        self._holding = False
+        #: Partitions that could not be taken, and when to try again.
+        self._untakeable: dict[int, float] = {}
+        #: Partitions whose rows somebody else holds, and since when.
+        self._held: dict[int, float] = {}
+        #: Partitions that are ours in Postgres already, on their way into `shares`.
+        self._following: set[int] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._compared_at = float("-inf")
+        self.owned_partitions: dict[int, OwnedPartition] = {}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all partitions that are ours are followed, as far as has been tried."""
+        return self._wanted.isdisjoint(self._untakeable)
+
+    def want(self, partitions: frozenset[int]) -> None:
+        """These are ours from now on; `keep` sees to it."""
+        if self._holding or partitions != self._wanted:
+            self._wanted, self._holding = partitions, False
+            self._changed.set()
+            self._wake()
+
+    def hold(self) -> None:
+        """Nobody says what is ours any more: keep what is followed until it is lost or somebody takes it, take nothing.
+
+        An owner whom another one has replaced commits nothing (its term), and its feed ends with its consumer.
+        """
+        self._holding = True
+
+    def look(self) -> None:
+        """Have `keep` look now."""
+        self._changed.set()
+
+    def give_up(self) -> None:
+        """Give up what is not ours (any more) or lost; `keep` takes it again if it is ours."""
+        for partition, owned in list(self.owned_partitions.items()):
+            lost = owned.feed.lost or owned.doubt
+            if lost is not None:
+                self.drop(owned, lost)
+            elif partition not in self._wanted:
+                self.drop(owned, "another member owns it")
+
+    async def keep(self, stopping: asyncio.Event) -> None:
+        """Take what is ours, until `stopping`."""
+        while not stopping.is_set():
+            self._changed.clear()
+            self.give_up()
+            now = self._loop.time()
+            missing = frozenset() if self._holding else self._wanted - self.owned_partitions.keys() - self._following
+            if due := sorted(p for p in missing if self._untakeable.get(p, 0.0) <= now):
+                await self._take(due)
+            soonest = min((self._untakeable.get(p, 0.0) for p in missing), default=now + _LOOK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(max(soonest - self._loop.time(), _HELD_RETRY_S), _LOOK_S)):
+                    await self._changed.wait()
+
+    async def aclose(self) -> None:
+        """Give up everything."""
+        self._wanted = frozenset()
+        await self._ended()
+        for owned in list(self.owned_partitions.values()):
+            self.drop(owned, "closing")
+        await self._ended()
+
+    async def _ended(self) -> None:
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _take(self, partitions: list[int]) -> None:
+        """Raise the terms of those that nobody holds, and begin to follow them."""
+        try:
+            if not self._prepared:
+                await self._prepare()
+                self._prepared = True
+            cursors = await self._ledger.take(partitions, self._member)
+        except (BufstoreError, FlushFailed) as e:
+            operator = isinstance(e, (StoreMisconfigured, LogRolledBack))
+            self._state.report(e, stopped=operator or (isinstance(e, FlushFailed) and e.verdict.needs_operator))
+            self._untakeable.update(dict.fromkeys(partitions, self._loop.time() + _TAKE_RETRY_S))
+            return
+        reach(Failpoint.TAKE_RAISED)
+        self._note_held(set(partitions) - {cursor.partition for cursor in cursors})
+        for cursor in cursors:
+            self._held.pop(cursor.partition, None)
+            self._following.add(cursor.partition)
+            self._start(self._try_to_follow(cursor))
+
+    def _note_held(self, partitions: set[int]) -> None:
+        now = self._loop.time()
+        for partition in sorted(partitions):
+            since = self._held.setdefault(partition, now)
+            self._untakeable[partition] = now + _HELD_RETRY_S
+            if now - since > _HELD_SAID_S:
+                reason = f"partition {partition} cannot be taken: somebody holds its row in buffer_partitions"
+                self._state.report(StoreUnavailable(reason), stopped=False)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work, name="bufstore-flusher-partition")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _try_to_follow(self, cursor: Cursor) -> None:
+        try:
+            async with self._at_once:
+                await self._follow(cursor)
+            self._untakeable.pop(cursor.partition, None)
+        except (BufstoreError, AppendUnknown) as e:
+            self._state.report(e, stopped=isinstance(e, LogRolledBack))
+            self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
+        except Exception as e:
+            self._state.trouble = f"takeover: unexpected {type(e).__name__}"
+            _log.exception("a partition cannot be followed", extra={"action": "flusher_error"})
+            self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
+        finally:
+            self._following.discard(cursor.partition)
+            self._wake()
+
+    async def _follow(self, cursor: Cursor) -> None:
+        """Check that the log still is the one that the cursor speaks of, and follow it from there."""
+        trouble = await proven(self._log, lambda: mismatch(self._log, cursor))
+        if trouble is not None:
+            self._log.refuse(trouble)
+            raise LogRolledBack(trouble)
+        feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake)
+        owned = self.owned_partitions[cursor.partition] = OwnedPartition(cursor, feed, self._subjects)
+        if cursor.seq:
+            # Committed by now, whenever that was: retention counts from here.
+            owned.passed.note(self._loop.time(), cursor.seq)
+        self._state.takeovers += 1
+        self._state.partitions = tuple(sorted(self.owned_partitions))
+
+    async def compare(self) -> None:
+        """Doubt the partitions whose cursors Postgres no longer knows: it went back, or somebody else has them.
+
+        Without this, a partition to which nothing is written would not notice. Raises what `Ledger.cursors` raises.
+        """
+        known = {p: (owned, owned.cursor) for p, owned in self.owned_partitions.items()}
+        cursors = await self._ledger.cursors()
+        for partition, (owned, ours) in known.items():
+            found = cursors.get(partition, Cursor(partition, 0, 0, 0))
+            # It may be ahead: of a flush that is on its way.
+            if found == owned.cursor:
+                continue
+            if found.term != ours.term or found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id):
+                owned.doubt = f"Postgres has {found}, not {ours}"
+                self._wake()
+
+    async def compare_for_asker(self) -> None:
+        """`compare`, now and then: somebody asks for a flush, and there is nothing that is not flushed."""
+        if self.owned_partitions and self._loop.time() - self._compared_at >= _COMPARE_S:
+            self._compared_at = self._loop.time()
+            with contextlib.suppress(BufstoreError, FlushFailed):
+                await self.compare()
+
+    def drop(self, owned: OwnedPartition, reason: str) -> None:
+        """Give the partition up: its memory is void."""
+        _log.info("partition %d: %s", owned.cursor.partition, reason, extra={"action": "partition_dropped"})
+        self.owned_partitions.pop(owned.cursor.partition, None)
+        self._state.partitions = tuple(sorted(self.owned_partitions))
+        reach(Failpoint.SHARE_DROPPED)
+        self._start(self._close(owned))
+        self._changed.set()
+
+    async def _close(self, owned: OwnedPartition) -> None:
+        with contextlib.suppress(BufstoreError, AppendUnknown):
+            await owned.feed.close()

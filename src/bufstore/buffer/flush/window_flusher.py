@@ -1,0 +1,358 @@
+"""Settling entries: one transaction for all that waits; of what cannot be committed whole, all that can.
+
+Here is decided who is tried together, who waits, and whose entry is to blame; the transaction itself is the
+committer's (`bufstore.buffer.flush.committer`).
+
+What passes is tried again from memory. What is about some threads is found: a locked row delays its own thread only,
+poison parks alone, and the others are committed. See `bufstore.buffer.flush.verdict` for what an error means, and
+`bufstore.buffer.flush.blame` for when nobody's entry is to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.flush.blame import THREADS_MIN, Blame
+from bufstore.buffer.flush.committer import Committed, Committer, NoRoom, Outcome
+from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry
+from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.flush.takeover import Takeover
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.flush.waiting import Waiting
+from bufstore.buffer.ports.domain import Coalesce
+from bufstore.buffer.ports.ledger import (
+    FlushFailed,
+    Ledger,
+    NotOwner,
+)
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.shared_state import SharedState
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import BufstoreError, StoreMisconfigured, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.messages import AppendUnknown
+
+_log = logging.getLogger(__name__)
+
+#: An app's code that raises for a thread is asked this often before the entry is taken for poison: about a minute.
+_SUSPECT_TRIES = 10
+#: Of the threads that are refused for a reason that is everybody's, or wait for locks of the store's own tables (which
+#: are waited for one by one), so many are tried at a time, and this often; it is the others' turn later.
+TRIED_AT_ONCE = 8
+_OTHERS_S = 8.0
+_EVERYBODYS_MAX_S = 2.0
+#: An entry that takes too long alone holds everybody up while it is tried.
+_ALONE_MAX_S = 64.0
+#: So many refused threads are enough to tell what is wrong.
+_REFUSED_MAX = 100
+
+
+class Later(Exception):
+    """Not now; everything stays as it is."""
+
+
+class WindowFlusher:
+    """Flushes what the followed partitions hold in memory."""
+
+    def __init__(
+        self,
+        log: Log,
+        shared: SharedState,
+        ledger: Ledger,
+        coalesce: Coalesce,
+        subjects: Subjects,
+        config: BufferConfig,
+        takeover: Takeover,
+        state: FlusherState,
+    ) -> None:
+        self._ledger = ledger
+        self._config = config
+        self._takeover = takeover
+        self._owned = takeover.owned_partitions
+        self._committer = Committer(log, shared, ledger, coalesce, subjects, takeover.owned_partitions)
+        self._poison = self._committer.poison
+        self._state = state
+        self._loop = asyncio.get_running_loop()
+        self.waiting = Waiting()
+        self._blame = Blame()
+        #: What is wrong for everybody, as far as was said; and which causes are locks of the store's own tables.
+        self._told: set[str] = set()
+        self._locks: set[str] = set()
+        #: Causes that were no more when some threads were tried.
+        self._passing: set[str] = set()
+        #: A window that could not be committed is tried again with half as many entries.
+        self._room = config.flush_max_entries
+        #: Whether the last window left something out for want of room.
+        self.more = False
+        self._quarantine_full = False
+
+    # --- what is flushed when ---------------------------------------------------------------------------------
+
+    async def settle_pending(self) -> None:
+        """Flush what has arrived, except of threads that have to wait. Raises Later when it cannot be flushed now."""
+        pending = self._gather(lambda thread_id: thread_id not in self.waiting)
+        self.more = sum(map(len, pending.values())) >= self._room
+        if pending:
+            await self._settle(pending)
+
+    async def settle_waiting(self) -> None:
+        """Try the threads that had to wait, together; whoever fails again waits again, longer."""
+        now = self._loop.time()
+        due = self.waiting.due(now)
+        if not due:
+            return
+        found = self._gather(set(due).__contains__)
+        gone = [t for t in due if t not in found]  # their partition was given up, or there was no room for them
+        if sum(map(len, found.values())) < self._room:
+            self.waiting.discard(gone)
+            self._blame.settled(gone)
+        waiting = [t for t in due if t in found]
+        for thread_id in [t for t in waiting if self.waiting.alone(t)]:
+            waiting.remove(thread_id)
+            await self._settle({thread_id: found[thread_id][:1]})
+        for cause in {self.waiting.cause(t) for t in waiting}:
+            if self._is_everybodys(cause) or cause in self._locks:
+                concerned = [t for t in waiting if self.waiting.cause(t) == cause]
+                waiting = [t for t in waiting if self.waiting.cause(t) != cause]
+                await self._try_some(cause, concerned, found)
+        if waiting:
+            await self._settle({t: found[t] for t in waiting})
+
+    async def _try_some(self, cause: str, concerned: Sequence[str | None], found: Threads) -> None:
+        """Whether it has passed: of some threads, the first entry."""
+        tried, now = concerned[:TRIED_AT_ONCE], self._loop.time()
+        self.waiting.postpone(cause, tried, now, now + _OTHERS_S)
+        await self._settle({t: found[t][:1] for t in tried}, probe=_REFUSED_MAX)
+        if all(t in self.waiting for t in tried):
+            self._passing.discard(cause)
+        else:
+            self._passing.add(cause)
+            self.waiting.hurry(cause, self._loop.time())
+
+    def tries_some(self, cause: str) -> bool:
+        """Whether of those who wait for this only some are tried at a time, and it did not pass for them."""
+        return cause not in self._passing and (self._is_everybodys(cause) or cause in self._locks)
+
+    def ready(self) -> int:
+        """How many entries can be settled now: all but those of threads that have to wait."""
+        if not self.waiting:
+            return sum(len(owned.pending) for owned in self._owned.values())
+        return sum(i.thread_id not in self.waiting for owned in self._owned.values() for i in owned.pending.values())
+
+    def trouble(self) -> tuple[str, bool]:
+        """For whom flushing does not go on, and why; whether an operator has to mend it."""
+        self._told = {cause for cause in self._told & self.waiting.causes().keys() if self._is_everybodys(cause)}
+        return self.waiting.trouble(), bool(self._told)
+
+    def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
+        """What to flush, by thread, bounded."""
+        room = self._room
+        found: Threads = {}
+        self._committer.begin_window()
+        for owned in self._owned.values():
+            for item in owned.pending.values():
+                if not wanted(item.thread_id):
+                    continue
+                if room <= 0:
+                    return found
+                room -= 1
+                found.setdefault(item.thread_id, []).append(item)
+        return found
+
+    # --- what becomes of it -----------------------------------------------------------------------------------
+
+    async def _settle(self, threads: Threads, *, probe: int = 0) -> None:
+        try:
+            outcome = await self._attempt(threads, probe=probe)
+        except NotOwner as e:
+            if e.partition in self._owned:
+                self._takeover.drop(self._owned[e.partition], f"another owner took it ({e})")
+            raise Later from e
+        except (StoreUnavailable, StoreMisconfigured) as e:
+            self._less(threads)
+            if isinstance(e, StoreUnavailable) and await self._is_of_one(threads, str(e)):
+                self._wait(next(iter(threads)), FlushFailed(str(e), Verdict.RETRY), alone=True)
+                return
+            self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
+            raise Later from e
+        except NoRoom as e:
+            await self._settle_parkable(threads, e)
+            return
+        except FlushFailed as e:
+            self._less(threads)
+            if e.verdict is Verdict.SHRINK and is_one_entry(threads):
+                self._wait(next(iter(threads)), e, alone=True, longest_s=_ALONE_MAX_S)
+                return
+            if e.verdict is Verdict.RETRY and await self._is_of_one(threads, e.cause):
+                self._wait(next(iter(threads)), e, alone=True)
+                return
+            self._state.report(e, stopped=e.verdict.needs_operator)
+            raise Later from e
+        except (BufstoreError, AppendUnknown) as e:
+            self._state.report(e, stopped=False)
+            raise Later from e
+        now = self._loop.time()
+        for thread_id in outcome.locked:
+            self._wait(thread_id, FlushFailed("somebody else holds its row", Verdict.LOCKED))
+        for refused, error in outcome.refused.items():
+            if refused is not None:
+                if error.verdict is Verdict.LOCKED:
+                    self._locks.add(error.cause)
+                at_least = 1 if error.verdict is Verdict.DENIED else THREADS_MIN
+                self._blame.refused(refused, error.cause, now, at_least=at_least)
+        self._blame.taken(outcome.taken, now)
+        if outcome.refused:
+            await self._settle_refused(threads, outcome.refused)
+        if outcome.untried and not any(self._is_everybodys(e.cause) for e in outcome.refused.values()):
+            self.more = True
+
+    def _less(self, threads: Threads) -> None:
+        """It may have been too much for the time there is."""
+        self._room = max(1, min(self._room, sum(map(len, threads.values()))) // 2)
+
+    async def _is_of_one(self, threads: Threads, cause: str) -> bool:
+        """Whether it is one entry that ends the session, or gets no answer: for all else Postgres is there."""
+        # When so many others have the same it is not theirs.
+        few = not threads.keys().isdisjoint(self.waiting) or self.waiting.causes()[cause] < TRIED_AT_ONCE
+        if not few or not is_one_entry(threads):
+            return False
+        with contextlib.suppress(BufstoreError, FlushFailed):
+            await self._ledger.cursors()
+            return True
+        return False
+
+    async def _attempt(self, threads: Threads, *, probe: int = 0) -> Outcome:
+        """Commit what can be committed. Raises FlushFailed for what is not about some of the threads."""
+        try:
+            return await self._commit(threads, probe=probe)
+        except FlushFailed as e:
+            if not e.verdict.of_statement or (e.verdict is Verdict.DENIED and not e.of_batch):
+                raise
+            error = e
+        if not probe and error.of_batch:
+            return await self._attempt(threads, probe=_REFUSED_MAX)
+        # Not found by savepoints: at the commit, or in the buffer's own tables.
+        parts = by_partition(threads, self._committer.partition_of)
+        if len(threads) == 1 or (error.verdict is Verdict.LOCKED and len(parts) == 1):
+            return Outcome(refused=dict.fromkeys(threads, error))
+        outcome = Outcome()
+        for part in parts if len(parts) > 1 else halves(threads):
+            if len(outcome.refused) < _REFUSED_MAX:
+                outcome.add(await self._attempt(part, probe=probe or _REFUSED_MAX))
+            else:
+                outcome.untried |= part.keys()
+        return outcome
+
+    async def _settle_refused(self, threads: Threads, refused: Mapping[str | None, FlushFailed]) -> None:
+        """Of these threads the store takes something not: they wait, or the entry to blame is found and parked."""
+        park: Threads = {}
+        first: Threads = {}
+        second: Threads = {}
+        for thread_id, error in refused.items():
+            items = threads[thread_id]
+            if thread_id is None:  # our own tables: nothing of one thread
+                self._state.report(error, stopped=False)
+                raise Later from error
+            if not self._is_poison(thread_id, error):
+                self._wait(thread_id, error)
+            elif len(items) > 1:
+                first[thread_id], second[thread_id] = items[: len(items) // 2], items[len(items) // 2 :]
+            elif not isinstance(items[0], StoredEntry) or items[0].entry.id in self._poison:
+                self._wait(thread_id, error)  # parking itself was refused: this is not about the entry
+            else:
+                self._blame.parked(thread_id, error.cause)
+                self._poison[items[0].entry.id] = str(error)
+                park[thread_id] = items
+        if park:
+            await self._settle(park)
+        if first:
+            await self._settle(first, probe=len(first))
+            reach(Failpoint.FLUSH_HALF_SETTLED)
+            # In order, and only as far as it goes: the second half builds on the first.
+            second = {t: items for t, items in second.items() if self._is_settled(t, first[t])}
+            if second:
+                await self._settle(second, probe=len(second))
+
+    def _is_settled(self, thread_id: str | None, items: Sequence[Item]) -> bool:
+        owned = self._owned.get(self._committer.partition_of(thread_id, items))
+        if owned is None or thread_id in self.waiting:
+            return False
+        return not any(item.seq in owned.pending for item in items)
+
+    def _is_poison(self, thread_id: str, error: FlushFailed) -> bool:
+        if error.verdict is Verdict.SUSPECT:
+            if self.waiting.tries(thread_id) < _SUSPECT_TRIES:
+                return False
+        elif error.verdict is not Verdict.POISON:
+            return False
+        return not self._is_everybodys(error.cause)
+
+    def _is_everybodys(self, cause: str) -> bool:
+        return self._blame.everybodys(cause, self._loop.time())
+
+    def _wait(
+        self, thread_id: str | None, error: FlushFailed, *, alone: bool = False, longest_s: float | None = None
+    ) -> None:
+        everybodys = self._is_everybodys(error.cause)
+        if everybodys and error.cause not in self._told and error.verdict is not Verdict.LOCKED:
+            self._told.add(error.cause)
+            text = "this is refused to all, and nobody's entry is to blame; nothing is parked: %s"
+            _log.error(text, error, extra={"action": "refused_to_all"})
+        elif not everybodys and not self.waiting.tries(thread_id):
+            _log.warning("thread %r has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
+        longest = {"longest_s": longest_s or _EVERYBODYS_MAX_S} if longest_s or everybodys else {}
+        self.waiting.add(thread_id, str(error), self._loop.time(), cause=error.cause, alone=alone, **longest)
+
+    async def _settle_parkable(self, threads: Threads, error: NoRoom) -> None:
+        """There is no room in quarantine for all that would have to go there: nothing is dropped, that part waits."""
+        room = error.room
+        rest = dict(threads)
+        for thread_id, count in error.parked.items():
+            if count <= room:
+                room -= count
+                continue
+            del rest[thread_id]
+            self.waiting.add(thread_id, str(error), self._loop.time())
+        if not self._quarantine_full and not error.busy:
+            self._quarantine_full = True
+            _log.error("%s", error, extra={"action": "quarantine_full"})
+        if rest:
+            await self._settle(rest)
+
+    async def _commit(self, threads: Threads, *, probe: int) -> Outcome:
+        committed = await self._committer.commit(threads, probe=probe)
+        if committed is None:
+            return Outcome()
+        self._room = min(2 * self._room, self._config.flush_max_entries)
+        self._count(threads, committed)
+        await self._committer.acknowledge(committed)
+        return committed.outcome
+
+    def _count(self, threads: Threads, committed: Committed) -> None:
+        decision = committed.decision
+        left_out = committed.outcome.left_out
+        settled = [t for t in threads if t is not None and t not in left_out]
+        self.waiting.discard(settled)
+        self._blame.settled(settled)
+        self._quarantine_full = self._quarantine_full and not decision.parked
+        self._state.transactions += 1
+        self._state.entries += committed.entries
+        self._state.changes += len(decision.batch)
+        self._state.parked += len(decision.parked)
+        for parked in decision.parked:
+            item = parked.item
+            _log.error(
+                "entry %d of thread %r is quarantined: %s",
+                item.seq,
+                item.thread_id,
+                parked.cause,
+                extra={"action": "entry_parked"},
+            )
+            if isinstance(item, StoredEntry):
+                self._poison.pop(item.entry.id, None)

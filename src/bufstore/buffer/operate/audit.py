@@ -1,0 +1,112 @@
+"""What a self-check finds: the rules that log and Postgres keep between them, without I/O.
+
+Each rule holds at every moment, also in the middle of a flush, if Postgres is asked in the order that
+`bufstore.buffer.operate.verify` keeps. What they find is either damage or a bug of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from bufstore.buffer.chain import Watermark, plan
+from bufstore.buffer.entry import Base, Malformed, StoredEntry, decode
+from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import StoredMessage
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One rule that does not hold."""
+
+    #: Which one, in a word or two.
+    rule: str
+    #: What is there instead.
+    detail: str
+    partition: int
+    #: None when it is about the whole partition.
+    thread_id: str | None = None
+
+
+class Verification(msgspec.Struct, frozen=True, kw_only=True):
+    """What a self-check looked at, and what it found."""
+
+    partitions: int
+    #: Threads that the log shows.
+    threads: int
+    #: Threads with entries that are not flushed yet, and how many entries those are.
+    unflushed_threads: int
+    unflushed_entries: int
+    #: Entries in quarantine.
+    quarantined: int
+    #: The live flushers.
+    members: Sequence[str]
+    #: How many rules do not hold, and the first of them.
+    wrong: int
+    findings: Sequence[Finding]
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing was found."""
+        return not self.wrong
+
+
+class ThreadFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What was read of one thread."""
+
+    thread_id: str
+    watermark: Watermark
+    #: Up to where entries were discarded from quarantine.
+    given_up: int
+    #: Its last message in the log.
+    last: StoredMessage
+    #: Its entries above the watermark.
+    tail: Sequence[StoredEntry | Malformed]
+    #: Which of the positions asked for are in quarantine.
+    parked: Collection[int]
+    #: The partition's cursor, read before all this.
+    cursor: int
+    #: The row's version, the store's, and how many messages the store has; None if it is not to be asked.
+    versions: tuple[int, int | None, int] | None = None
+
+
+def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
+    """The rules that do not hold for the thread, each with what is there instead."""
+    watermark, last = facts.watermark, facts.last
+    found = []
+    if watermark.flushed_seq > last.seq:
+        found.append(("watermark <= log", f"flushed up to {watermark.flushed_seq}, the log's last entry is {last.seq}"))
+    if watermark.flushed_seq == last.seq and not _explained(facts):
+        found.append(("watermark applied", f"the entry at the watermark {last.seq} is neither applied nor parked"))
+    skipped = [item.seq for item in facts.tail if item.seq <= facts.cursor]
+    if skipped:
+        found.append(("cursor flushed", f"entry {skipped[0]} is not flushed, the cursor stands at {facts.cursor}"))
+    torn = None if facts.given_up or watermark.broken_since is not None else _torn(watermark, facts.tail)
+    if torn is not None:
+        found.append(("chain", f"entry {torn} does not build on what is before it"))
+    if facts.versions is not None:
+        known, stored, messages = facts.versions
+        # Of a deleted thread only the row of the buffer stays: with no messages, as the store has none.
+        if not known == (stored or 0) == messages:
+            found.append(("version", f"the buffer has version {known}, the store {stored} and {messages} messages"))
+    return found
+
+
+def _explained(facts: ThreadFacts) -> bool:
+    """Whether the row's last entry took effect, or why it did not is known."""
+    watermark, last = facts.watermark, facts.last
+    if watermark.broken_since is not None or last.seq in facts.parked or last.seq <= facts.given_up:
+        return True
+    try:
+        entry, _, _ = decode(last)
+    except MalformedEntry:
+        return False
+    return entry.id == watermark.applied_id or entry.base is not Base.CHAINED  # the latter: it came too late
+
+
+def _torn(watermark: Watermark, tail: Sequence[StoredEntry | Malformed]) -> int | None:
+    """The first entry of the tail whose predecessor is missing, unless what cannot be read explains it."""
+    for parked in plan(watermark, tail, complete=True).park:
+        return None if isinstance(parked.item, Malformed) else parked.item.seq
+    return None

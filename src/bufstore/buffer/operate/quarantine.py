@@ -1,0 +1,146 @@
+"""The quarantine, for an operator: what waits there, replaying it, giving it up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.entry import Malformed
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed, plan_replay
+from bufstore.buffer.ports.domain import Coalesce, Inapplicable
+from bufstore.buffer.ports.ledger import FlushFailed, Ledger, ParkedInfo, Replay
+from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
+from bufstore.types import check_id
+
+_PAGE = 500
+_LIMIT_MAX = 100_000
+#: No position of the log is above this one.
+_POSITION_MAX = 2**63 - 1
+
+
+class Quarantine:
+    """Entries that could not be applied; each is called by its position in the log (`thread_seq`).
+
+    Every method raises StoreUnavailable when Postgres does not answer, StoreMisconfigured when it refuses.
+    """
+
+    def __init__(self, ledger: Ledger, coalesce: Coalesce, tell: Callable[[str], Awaitable[None]]) -> None:
+        self._ledger = ledger
+        self._coalesce = coalesce
+        #: Tells every writer that a thread's chain is another than it remembers.
+        self._tell = tell
+
+    async def count(self) -> int:
+        """How many entries wait."""
+        return await self._ledger.quarantined()
+
+    async def page(self, *, thread_id: str | None = None, after: int = 0, limit: int = 100) -> Sequence[ParkedInfo]:
+        """What waits (of one thread, if it is given), oldest first, above position `after`. Raises InvalidId."""
+        if thread_id is not None:
+            check_id(thread_id, "thread_id")
+        limit = max(1, min(limit, _LIMIT_MAX))
+        after = min(max(after, 0), _POSITION_MAX)
+        return await self._ledger.parked.page(after, thread_id, limit)
+
+    async def show(self, seq: int) -> ParkedEntry:
+        """One entry, whole. Raises NotFound."""
+        found = await self._ledger.parked.entry(seq) if 0 <= seq <= _POSITION_MAX else None
+        if found is None:
+            raise NotFound(f"no entry of position {seq} is in quarantine")
+        return found
+
+    async def replay(self, seq: int) -> Sequence[Replayed]:
+        """Apply the entry and what was parked behind it, in order, as far as it goes; what became of each.
+
+        Exactly once, also beside a running flusher, and when it is done again. Raises NotFound.
+        """
+        entry = await self.show(seq)
+        if entry.thread_id is None:
+            assert isinstance(entry.item, Malformed)
+            reason = entry.item.cause
+            return [Replayed(seq=seq, thread_id=None, outcome=Outcome.UNDECODABLE, reason=reason)]
+        return await self._replay(entry.thread_id, seq)
+
+    async def replay_thread(self, thread_id: str) -> Sequence[Replayed]:
+        """Apply all of the thread's parked entries that are not superseded, in order; what became of each.
+
+        Raises InvalidId.
+        """
+        return await self._replay(check_id(thread_id, "thread_id"), 0)
+
+    async def threads(self, *, after: str = "", limit: int = _PAGE) -> Sequence[str]:
+        """Threads that have entries here, in order of their ids, those behind `after`."""
+        return await self._ledger.parked.threads(after, limit)
+
+    async def discard(self, seqs: Sequence[int]) -> int:
+        """Delete these entries for good; how many there were.
+
+        A thread of which nothing waits any more goes on from what Postgres holds.
+        """
+        seqs = [s for s in seqs if 0 <= s <= _POSITION_MAX]
+        threads = {e.thread_id for s in seqs if (e := await self._ledger.parked.entry(s)) is not None and e.thread_id}
+        count = await self._ledger.parked.discard(seqs)
+        reach(Failpoint.DISCARD_COMMITTED)
+        await self._tell_all(threads)
+        return count
+
+    async def _replay(self, thread_id: str, start: int) -> list[Replayed]:
+        done: list[Replayed] = []
+        refused: dict[int, str] = {}
+        single = False
+        while True:
+            decide = _Decide(self._coalesce, thread_id, refused, single=single)
+            try:
+                replay = await self._ledger.parked.replay(thread_id, start, decide)
+            except FlushFailed as e:
+                if e.verdict.needs_operator:
+                    raise StoreMisconfigured(str(e)) from e
+                if e.verdict not in (Verdict.POISON, Verdict.SUSPECT) or decide.last is None:
+                    raise StoreUnavailable(str(e)) from e
+                # One at a time, until the one that is to blame is found; what builds on it waits.
+                if single:
+                    refused[decide.last] = str(e)
+                single = True
+                continue
+            outcomes = replay.plan.outcomes
+            done += outcomes
+            if not outcomes:
+                if any(o.outcome is Outcome.APPLIED for o in done):
+                    reach(Failpoint.REPLAY_COMMITTED)
+                    await self._tell_all({thread_id})
+                return done
+            start = outcomes[-1].seq + 1
+
+    async def _tell_all(self, threads: set[str]) -> None:
+        for thread_id in threads:
+            with contextlib.suppress(BufstoreError):  # they find out themselves, by a conflict or by Postgres
+                await self._tell(thread_id)
+
+
+class _Decide:
+    """Decides within a replay's transaction; `single`: at most one entry is applied."""
+
+    def __init__(self, coalesce: Coalesce, thread_id: str, refused: dict[int, str], *, single: bool) -> None:
+        self._coalesce = coalesce
+        self._thread_id = thread_id
+        self._refused = refused
+        self._single = single
+        #: The id of the last entry that was to be applied.
+        self.last: int | None = None
+
+    def __call__(self, watermark: Watermark, parked: Sequence[ParkedEntry]) -> Replay:
+        while True:
+            plan = plan_replay(watermark, parked, refused=self._refused)
+            if self._single and len(plan.apply) > 1:
+                parked = [p for p in parked if p.seq <= plan.apply[0].seq]
+                continue
+            self.last = plan.apply[-1].entry.id if plan.apply else None
+            try:
+                change = self._coalesce(self._thread_id, watermark.version, plan.apply) if plan.apply else None
+            except Inapplicable as e:
+                self._refused[e.entry_id] = str(e)
+                continue
+            return Replay(plan=plan, change=change)

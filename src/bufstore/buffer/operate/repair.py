@@ -1,0 +1,260 @@
+"""The way on when the log and Postgres do not fit together any more: save what the log has, begin a new generation.
+
+Theory of operation. However they came apart (the log lost its end, or is gone, or is an older copy; Postgres is one, or
+went back further than the log reaches), the way on is one. The stream is taken out of service. Each thread's entries
+in it that Postgres lacks are applied if they fit and parked if not (`bufstore.buffer.operate.salvage`), one transaction
+a thread. Then the epoch in Postgres goes up and the stream is removed: the next start creates the new generation, whose
+positions are above all that any process or row remembers.
+
+Rule: nothing of the stream is removed before all of it is in Postgres. Every step may be done again, so a repair that
+was interrupted is begun anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+import msgspec
+
+from bufstore.buffer.chain import Parked, Plan, Watermark
+from bufstore.buffer.entry import Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.flush.lease import living
+from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.operate.salvage import known_up_to, plan_salvage
+from bufstore.buffer.ports.domain import Coalesce, Inapplicable
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, Ledger, need_all
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.shared_state import SharedState
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import ConfigError, MalformedEntry, StoreMisconfigured, StoreUnavailable
+
+_CHUNK = 500
+_TIMEOUT_S = 30.0
+_OWNER = "repair"
+
+Item = StoredEntry | Malformed
+
+
+class Repaired(msgspec.Struct, frozen=True, kw_only=True):
+    """What a repair would do, or has done."""
+
+    #: Why log and Postgres do not fit together; None: they do, and there is nothing to repair.
+    reason: str | None
+    #: False: nothing was changed, the numbers say what would be done.
+    done: bool = False
+    #: Threads that the log shows.
+    threads: int = 0
+    #: Entries in it that Postgres lacks and takes.
+    applied: int = 0
+    #: Entries in it that Postgres lacks and that fit nowhere: they go to quarantine.
+    parked: int = 0
+    #: The generation that the next start creates.
+    epoch: int | None = None
+
+
+#: What is done with a thread's entries (None: of no thread), of which those at some positions are in quarantine.
+_Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
+
+
+class Repair:
+    """One look at a log, and one repair of it."""
+
+    def __init__(
+        self,
+        log: Log,
+        shared: SharedState,
+        ledger: Ledger,
+        coalesce: Coalesce,
+        subjects: Subjects,
+        reason: str | None,
+    ) -> None:
+        """`reason`: why log and Postgres do not fit together."""
+        self._log = log
+        self._shared = shared
+        self._ledger = ledger
+        self._coalesce = coalesce
+        self._subjects = subjects
+        self._reason = reason
+        self._threads = 0
+        self._applied = 0
+        self._parked = 0
+
+    async def look(self) -> Repaired:
+        """What would be done; changes nothing. Raises Unavailable errors."""
+        if self._reason is None:
+            return Repaired(reason=None)
+        if await self._log.epoch(checked=False) is not None:
+            await self._salvage(self._only_plan, await self._common())
+        return await self._report(done=False)
+
+    async def carry_out(self) -> Repaired:
+        """Repair. Raises ConfigError while flushers are alive; Unavailable errors: do it again."""
+        if self._reason is None:
+            return Repaired(reason=None)
+        alive = await living(self._shared)
+        if alive:
+            raise ConfigError(
+                f"{len(alive)} instances still flush, or were killed some seconds ago: stop all of them first"
+            )
+        # From here on no flusher commits any more, whatever it believes.
+        partitions = await self._ledger.cursors()
+        if len(await self._ledger.take(sorted(partitions), _OWNER)) < len(partitions):
+            raise StoreUnavailable("somebody holds rows of buffer_partitions: is an instance still flushing?")
+        if await self._log.epoch(checked=False) is not None:
+            common = await self._log.withdraw(await self._common())
+            await self._salvage(self._settle, common)
+        report = await self._report(done=True)
+        assert report.epoch is not None
+        await self._ledger.set_epoch(report.epoch)
+        # What is told of progress may be ahead of a Postgres that went back.
+        await self._shared.report({c.partition: c.seq for c in (await self._ledger.cursors()).values()})
+        await self._log.remove()
+        return report
+
+    async def _report(self, *, done: bool) -> Repaired:
+        epochs = (await self._log.epoch(checked=False), await self._ledger.epoch())
+        return Repaired(
+            reason=self._reason,
+            done=done,
+            threads=self._threads,
+            applied=self._applied,
+            parked=self._parked,
+            epoch=max(e for e in (*epochs, 0) if e is not None) + 1,
+        )
+
+    # --- what the log still has -------------------------------------------------------------------------------
+
+    async def _salvage(self, settle: _Settle, common: Sequence[int]) -> None:
+        for partition in range(self._subjects.partitions):
+            await self._salvage_partition(partition, settle, common[partition])
+
+    async def _salvage_partition(self, partition: int, settle: _Settle, common: int) -> None:
+        async for subjects in self._subject_chunks(partition):
+            by_thread = {thread_id: s for s in subjects if (thread_id := self._thread_of(s)) is not None}
+            self._threads += len(by_thread)
+            watermarks = await self._ledger.watermarks(list(by_thread))
+            last = await self._log.last(list(by_thread.values()), _TIMEOUT_S)
+            for thread_id, subject in by_thread.items():
+                watermark = watermarks[thread_id][0] if thread_id in watermarks else Watermark()
+                if subject not in last or entry_id(last[subject]) == watermark.applied_id:
+                    continue  # all of it is in Postgres
+                items = assemble(await self._log.after(subject, 0, _TIMEOUT_S), thread_id)
+                await settle(thread_id, items, common, await self._settled(items))
+            for subject in set(subjects) - set(by_thread.values()):
+                messages = await self._log.after(subject, 0, _TIMEOUT_S)
+                items = [Malformed(m.subject, m.seq, (m,), "a subject of no thread", None) for m in messages]
+                await settle(None, items, common, await self._settled(items))
+
+    async def _common(self) -> list[int]:
+        """Per partition, up to where the log is certainly the one that Postgres speaks of."""
+        cursors = await self._ledger.cursors()
+        return [await self._common_of(p, cursors.get(p)) for p in range(self._subjects.partitions)]
+
+    async def _common_of(self, partition: int, cursor: Cursor | None) -> int:
+        known = 0
+        if cursor is not None and cursor.id:
+            message = await self._log.identity(cursor.seq)
+            known = cursor.seq if message is not None and entry_id(message) == cursor.id else 0
+        async for subjects in self._subject_chunks(partition):
+            threads = [t for s in subjects if (t := self._thread_of(s)) is not None]
+            watermarks = await self._ledger.watermarks(threads)
+            last = await self._log.last([self._subjects.of(t) for t in watermarks], _TIMEOUT_S)
+            for thread_id, (watermark, _) in watermarks.items():
+                message = last.get(self._subjects.of(thread_id))
+                if message is not None:
+                    known = max(known, known_up_to(watermark, assemble([message], thread_id)))
+        return known
+
+    async def _subject_chunks(self, partition: int) -> AsyncIterator[list[str]]:
+        offset = 0
+        while subjects := await self._log.subjects(self._subjects.of_partition(partition), offset):
+            offset += len(subjects)
+            for i in range(0, len(subjects), _CHUNK):
+                yield subjects[i : i + _CHUNK]
+
+    def _thread_of(self, subject: str) -> str | None:
+        try:
+            return self._subjects.thread_id(subject)
+        except MalformedEntry:
+            return None
+
+    async def _settled(self, items: Sequence[Item]) -> set[int]:
+        """Positions whose entries are in quarantine. Raises ConfigError when another entry is there instead."""
+        present = await self._ledger.parked.present([i.seq for i in items])
+        for item in items:
+            found = await self._ledger.parked.entry(item.seq) if item.seq in present else None
+            if found is not None and _id_of(found.item) != _id_of(item):
+                raise ConfigError(
+                    f"quarantine holds another entry of position {item.seq}: replay or discard it before the repair"
+                )
+        return present
+
+    # --- one thread -------------------------------------------------------------------------------------------
+
+    async def _only_plan(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
+        watermark = await self._ledger.watermark(thread_id) if thread_id is not None else Watermark()
+        self._count(plan_salvage(watermark, items, common=common, settled=settled))
+
+    async def _settle(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
+        """Apply and park in one transaction; if the store refuses something, one entry after the other."""
+        try:
+            await self._commit(thread_id, items, common, settled, poison={})
+        except _Refused:
+            for item in items:
+                try:
+                    await self._commit(thread_id, [item], common, settled, poison={})
+                except _Refused as e:
+                    await self._commit(thread_id, [item], common, settled, poison={_id_of(item): str(e)})
+
+    async def _commit(
+        self,
+        thread_id: str | None,
+        items: Sequence[Item],
+        common: int,
+        settled: set[int],
+        poison: dict[int | None, str],
+    ) -> None:
+        found: list[Plan] = []
+        names = [thread_id] if thread_id is not None else []
+
+        def decide(watermarks: Mapping[str, Watermark]) -> Decision:
+            need_all(names, watermarks)
+            watermark = watermarks[thread_id] if thread_id is not None else Watermark()
+            ids = {id_ for id_ in poison if id_ is not None}
+            planned = plan_salvage(watermark, items, common=common, settled=settled, poison=ids)
+            found[:] = [planned]
+            parked = [_with_cause(p, poison) for p in planned.park]
+            if thread_id is None:
+                return Decision(parked=parked)
+            batch = [self._coalesce(thread_id, watermark.version, planned.apply)] if planned.apply else []
+            after = msgspec.structs.replace(planned.watermark, gone=batch[0].gone) if batch else planned.watermark
+            return Decision(batch=batch, watermarks={thread_id: after}, parked=parked)
+
+        try:
+            await self._ledger.flush([], names, decide)
+        except Inapplicable as e:
+            raise _Refused(str(e)) from e
+        except FlushFailed as e:
+            if e.verdict in (Verdict.POISON, Verdict.SUSPECT):
+                raise _Refused(str(e)) from e
+            if e.verdict.needs_operator:
+                raise StoreMisconfigured(str(e)) from e
+            raise StoreUnavailable(str(e)) from e
+        self._count(found[0])
+
+    def _count(self, found: Plan) -> None:
+        self._applied += len(found.apply)
+        self._parked += len(found.park)
+
+
+class _Refused(Exception):
+    """The store takes one of the entries on no base."""
+
+
+def _id_of(item: Item) -> int | None:
+    return item.entry.id if isinstance(item, StoredEntry) else None
+
+
+def _with_cause(parked: Parked, causes: Mapping[int | None, str]) -> Parked:
+    cause = causes.get(_id_of(parked.item))
+    return parked if cause is None else msgspec.structs.replace(parked, cause=cause)

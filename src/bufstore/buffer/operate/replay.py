@@ -1,0 +1,108 @@
+"""What may be replayed from quarantine: the decision, without I/O.
+
+An entry was parked on a base: the thread's last applied entry at that moment. As long as the row holds the same base,
+nothing was applied since, and what was parked is what the thread is missing: it is applied in the log's order, as a
+flush would have done it. Once the base has moved (a later snapshot healed the thread), the entry is superseded:
+neither its messages nor its run may be written over newer ones, and nothing in it says which of two records of a run
+is newer. What is replayed moves the base of what was parked behind it along.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+import msgspec
+
+from bufstore.buffer import recent_keys
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.entry import Malformed, StoredEntry
+
+
+class ParkedEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry as it waits in quarantine, whole."""
+
+    #: Its position in the log, by which it is called.
+    seq: int
+    #: None when even the subject names no thread.
+    thread_id: str | None
+    #: The thread's last applied entry when this one was parked.
+    base_id: int | None
+    cause: str
+    parked_at: datetime
+    item: StoredEntry | Malformed
+
+
+class Outcome(enum.Enum):
+    """What a replay did with an entry; all but APPLIED stay in quarantine."""
+
+    APPLIED = "applied"
+    #: The thread has gone on without it.
+    SUPERSEDED = "superseded"
+    #: The entry that it builds on is not applied.
+    WAITS = "waits"
+    #: It is no entry that this release can read.
+    UNDECODABLE = "undecodable"
+    #: The store still does not take it.
+    REFUSED = "refused"
+
+
+class Replayed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replay did with one entry, and why."""
+
+    seq: int
+    thread_id: str | None
+    outcome: Outcome
+    reason: str = ""
+
+
+class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do with a thread's parked entries."""
+
+    watermark: Watermark
+    apply: Sequence[StoredEntry] = ()
+    outcomes: Sequence[Replayed] = ()
+
+
+def plan_replay(
+    watermark: Watermark, parked: Sequence[ParkedEntry], *, refused: Mapping[int, str] | None = None
+) -> ReplayPlan:
+    """Decide what of a thread's `parked` entries takes effect on `row`.
+
+    `refused`: ids of entries that turned out not to be applicable, and why.
+    """
+    base = watermark.applied_id
+    refused = refused or {}
+    apply: list[StoredEntry] = []
+    outcomes: list[Replayed] = []
+    for p in sorted(parked, key=lambda p: p.seq):
+        outcome, reason = _judge(watermark, base, p, refused)
+        outcomes.append(Replayed(seq=p.seq, thread_id=p.thread_id, outcome=outcome, reason=reason))
+        if outcome is Outcome.APPLIED:
+            assert isinstance(p.item, StoredEntry)
+            e = p.item.entry
+            apply.append(p.item)
+            # The watermark's position stays: it has passed this entry, and maybe others, long ago.
+            watermark = Watermark(
+                flushed_seq=watermark.flushed_seq,
+                applied_id=e.id,
+                version=e.version,
+                keys=recent_keys.merge(watermark.keys, e.keys),
+                broken_since=watermark.broken_since,
+                producers=watermark.producers,  # an entry's are the row's since it was parked
+            )
+    return ReplayPlan(watermark=watermark, apply=apply, outcomes=outcomes)
+
+
+def _judge(watermark: Watermark, base: int, parked: ParkedEntry, refused: Mapping[int, str]) -> tuple[Outcome, str]:
+    item = parked.item
+    if isinstance(item, Malformed):
+        return Outcome.UNDECODABLE, item.cause
+    if parked.base_id != base:
+        return Outcome.SUPERSEDED, "the thread has gone on without it"
+    if item.entry.id in refused:
+        return Outcome.REFUSED, refused[item.entry.id]
+    if not item.entry.self_contained and item.entry.prev_id != watermark.applied_id:
+        return Outcome.WAITS, "its predecessor is not applied"
+    return Outcome.APPLIED, ""

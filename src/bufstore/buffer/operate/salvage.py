@@ -1,0 +1,129 @@
+"""What a log that does not fit to Postgres any more still has to give: the decision, without I/O.
+
+Three things may have happened. The log lost its last entries: Postgres has applied more than it shows. Postgres went
+back further than the log reaches: entries between are gone. Or both went on from a common past: what was appended
+after the log went back stands at positions that Postgres has seen other entries at.
+
+Rule 1: positions prove nothing here, ids do. Up to the last entry that Postgres has certainly applied (`known_up_to`,
+over all threads of a partition: it is cut at one place) the log is the one that Postgres speaks of.
+Rule 2: what may have been acknowledged and is not known to be applied is applied or parked, never dropped. A snapshot
+at a position that Postgres has passed may be older than all that a row remembers: it is applied only if it builds on
+what is known to be applied, or it could rewind the thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import msgspec
+
+from bufstore.buffer import recent_keys
+from bufstore.buffer.chain import Parked, Plan, Watermark, plan
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
+
+
+def reason_to_repair(
+    *,
+    stream: str,
+    log_epoch: int | None,
+    epoch: int | None,
+    log_start: int,
+    log_first: int,
+    log_end: int,
+    applied: int,
+) -> str | None:
+    """Why this log is not the one that Postgres speaks of, as far as their ends tell; None when they fit.
+
+    `log_epoch` is None when there is no stream, `epoch` when Postgres knows of none yet. `log_start`: the first
+    position of the generation (`log_epoch`, or without a stream `epoch`). `applied`: the highest cursor.
+    """
+    if log_epoch is None:
+        if applied >= log_start:
+            return f"stream {stream} is gone, and Postgres has entries of its epoch {epoch or 0}"
+        return None
+    if epoch is None:
+        if log_first > log_start:
+            return f"stream {stream} has been purged of entries that this Postgres never had: is it the right one?"
+        return None
+    if epoch > log_epoch:
+        return f"stream {stream} has epoch {log_epoch}, Postgres knows epoch {epoch}: the stream is an older one"
+    if epoch < log_epoch:
+        return f"stream {stream} has epoch {log_epoch}, Postgres knows epoch {epoch}: Postgres is an older copy"
+    if log_end < applied:
+        return f"stream {stream} ends at {log_end}, Postgres has applied entries up to {applied}"
+    return None
+
+
+def known_up_to(watermark: Watermark, items: Sequence[StoredEntry | Malformed]) -> int:
+    """The position of the last of a thread's `items` that Postgres has certainly applied; 0 if that shows of none."""
+    return max((i.seq for i in items if isinstance(i, StoredEntry) and _applied(watermark, i.entry)), default=0)
+
+
+def plan_salvage(
+    watermark: Watermark,
+    items: Sequence[StoredEntry | Malformed],
+    *,
+    common: int,
+    settled: Set[int],
+    poison: Set[int] = frozenset(),
+) -> Plan:
+    """Decide what of all that the log has of a thread takes effect on `row`, and what is parked.
+
+    `common`: up to there the log is the one that Postgres speaks of. `settled`: positions whose entries are in
+    quarantine. `poison`: ids that turned out not to be applicable.
+    """
+    # A thread's entries are settled in order: those before one that is applied are.
+    common = max(common, known_up_to(watermark, items))
+    remaining = [i for i in items if i.seq not in settled and not _done(watermark, i, common)]
+    if not remaining:
+        return Plan(watermark=watermark)
+    start = min(watermark.flushed_seq, min(i.seq for i in remaining) - 1)
+    unfounded = _unfounded(watermark, remaining)
+    behind = msgspec.structs.replace(watermark, flushed_seq=start)
+    found = plan(behind, remaining, complete=True, poison=poison | unfounded)
+    # What came too late in a log that goes on is superseded. Here it may be the newest there is: somebody decides.
+    judged = {i.seq for i in found.apply} | {p.item.seq for p in found.park}
+    doubtful = [i for i in remaining if i.seq not in judged and i.seq <= watermark.flushed_seq]
+    after, park = found.watermark, list(found.park)
+    for item in doubtful:
+        park.append(Parked(item, "written after the log had gone back", after.applied_id))
+        broken = after.broken_since if after.broken_since is not None else item.seq
+        after = msgspec.structs.replace(after, broken_since=broken)
+    after = msgspec.structs.replace(after, flushed_seq=max(watermark.flushed_seq, after.flushed_seq))
+    return Plan(watermark=after, apply=found.apply, park=sorted(park, key=lambda p: p.item.seq))
+
+
+def _unfounded(watermark: Watermark, items: Sequence[StoredEntry | Malformed]) -> set[int]:
+    """The snapshots at positions that Postgres has passed whose predecessor is not known to be applied."""
+    entries = sorted((i for i in items if isinstance(i, StoredEntry)), key=lambda i: i.seq)
+    founded: set[int] = set()
+    found: set[int] = set()
+    for item in entries:
+        e = item.entry
+        if item.seq > watermark.flushed_seq or e.prev_id in founded or _known(watermark, e.prev_id):
+            founded.add(e.id)
+        elif e.self_contained or e.base is Base.UNKNOWN:
+            found.add(e.id)
+    return found
+
+
+def _known(watermark: Watermark, id_: int) -> bool:
+    return id_ == watermark.applied_id or recent_keys.holds(
+        watermark.keys, recent_keys.item(recent_keys.key_of(id_), b"")
+    )
+
+
+def _applied(watermark: Watermark, entry: Entry) -> bool:
+    return _known(watermark, entry.id)
+
+
+def _done(watermark: Watermark, item: StoredEntry | Malformed, common: int) -> bool:
+    """Whether the entry is applied, superseded or parked as far as Postgres knows."""
+    if item.seq > watermark.flushed_seq:
+        return False
+    if item.seq <= common:
+        return True
+    # An idempotency key says that the same write took effect, if in an entry that the log has lost.
+    return isinstance(item, StoredEntry) and (
+        _applied(watermark, item.entry) or recent_keys.holds(watermark.keys, recent_keys.newest(item.entry.keys))
+    )

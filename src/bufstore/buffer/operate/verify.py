@@ -1,0 +1,177 @@
+"""The self-check: log, hot state and Postgres against each other, on a live system, in bounded memory.
+
+What moves while it is looked at is looked at again; only what stays wrong is a finding. Within one look, what may only
+grow is read in the order in which being late does no harm: the cursor before the rows, the rows before the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.entry import assemble, entry_id
+from bufstore.buffer.operate.audit import Finding, ThreadFacts, Verification, thread_findings
+from bufstore.buffer.ports.ledger import Cursor, Ledger
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.shared_state import SharedState
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import MalformedEntry
+
+_CHUNK = 500
+_FINDINGS_MAX = 100
+_LOOKS = 4
+_PAUSE_S = 0.1
+_TIMEOUT_S = 30.0
+
+#: Per thread: the row's version, the store's own, and how many messages the store holds.
+Versions = Callable[[Sequence[str]], Awaitable[Mapping[str, tuple[int, int | None, int]]]]
+
+
+class Verifier:
+    """One self-check."""
+
+    def __init__(
+        self, log: Log, shared: SharedState, ledger: Ledger, subjects: Subjects, versions: Versions | None = None
+    ) -> None:
+        self._log = log
+        self._shared = shared
+        self._ledger = ledger
+        self._subjects = subjects
+        self._versions = versions
+        self._findings: list[Finding] = []
+        self._wrong = 0
+        self._threads = 0
+        self._unflushed_threads = 0
+        self._unflushed_entries = 0
+
+    async def run(self) -> Verification:
+        """Look at everything. Raises LogUnavailable, StoreUnavailable."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await asyncio.gather(*(self._partition(p) for p in range(self._subjects.partitions)))
+        for partition in range(self._subjects.partitions):
+            await self._threads_of(partition)
+        return Verification(
+            partitions=self._subjects.partitions,
+            threads=self._threads,
+            unflushed_threads=self._unflushed_threads,
+            unflushed_entries=self._unflushed_entries,
+            quarantined=await self._ledger.quarantined(),
+            members=sorted(await self._shared.members()),
+            wrong=self._wrong,
+            findings=tuple(self._findings),
+            seconds=round(loop.time() - began, 3),
+        )
+
+    def _find(self, partition: int, found: Sequence[tuple[str, str]], thread_id: str | None = None) -> None:
+        self._wrong += len(found)
+        for rule, detail in found[: max(0, _FINDINGS_MAX - len(self._findings))]:
+            self._findings.append(Finding(rule=rule, detail=detail, partition=partition, thread_id=thread_id))
+
+    # --- partitions -------------------------------------------------------------------------------------------
+
+    async def _partition(self, partition: int) -> None:
+        async def look() -> list[tuple[str, str]]:
+            return await self._partition_findings(partition)
+
+        self._find(partition, await _lasting(look))
+
+    async def _partition_findings(self, partition: int) -> list[tuple[str, str]]:
+        found = []
+        told = (await self._shared.progress()).get(partition, 0)
+        term = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0)).term
+        acked = await self._log.acked(partition, term)
+        cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0))
+        end = await self._log.end(_TIMEOUT_S)
+        if acked is not None and acked > cursor.seq and await self._holds(partition, cursor.seq, acked):
+            found.append(("ack <= cursor", f"acknowledged up to {acked}, the cursor stands at {cursor.seq}"))
+        if told > cursor.seq:
+            found.append(("progress <= cursor", f"told to be flushed up to {told}, the cursor stands at {cursor.seq}"))
+        if cursor.seq > end:
+            found.append(("cursor <= log", f"the cursor stands at {cursor.seq}, the log ends at {end}"))
+        elif cursor.id and cursor.seq >= self._log.generation_start:
+            message = await self._log.identity(cursor.seq)
+            if message is None or entry_id(message) != cursor.id:
+                found.append(("cursor entry", f"position {cursor.seq} does not hold the entry at the cursor"))
+        return found
+
+    async def _holds(self, partition: int, above: int, up_to: int) -> bool:
+        """Whether the partition has a message there: the server moves a floor over what is not the consumer's."""
+        first = await self._log.after(self._subjects.of_partition(partition), above, _TIMEOUT_S, limit=1)
+        return bool(first) and first[0].seq <= up_to
+
+    # --- threads ----------------------------------------------------------------------------------------------
+
+    async def _threads_of(self, partition: int) -> None:
+        offset = 0
+        while subjects := await self._log.subjects(self._subjects.of_partition(partition), offset):
+            offset += len(subjects)
+            for i in range(0, len(subjects), _CHUNK):
+                threads = [t for s in subjects[i : i + _CHUNK] if (t := self._thread_of(s)) is not None]
+                await self._chunk(partition, threads)
+
+    def _thread_of(self, subject: str) -> str | None:
+        try:
+            return self._subjects.thread_id(subject)
+        except MalformedEntry:
+            return None  # of no thread: its entries are parked one by one
+
+    async def _chunk(self, partition: int, threads: Sequence[str]) -> None:
+        facts = await self._facts(partition, threads)
+        self._threads += len(facts)
+        for f in facts:
+            self._unflushed_threads += bool(f.tail)
+            self._unflushed_entries += len(f.tail)
+            if not thread_findings(f):
+                continue
+            thread_id = f.thread_id
+
+            async def look(thread_id: str = thread_id) -> list[tuple[str, str]]:
+                again = await self._facts(partition, [thread_id])
+                return thread_findings(again[0]) if again else []
+
+            self._find(partition, await _lasting(look), thread_id)
+
+    async def _facts(self, partition: int, threads: Sequence[str]) -> list[ThreadFacts]:
+        if not threads:
+            return []
+        cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0)).seq
+        watermarks = await self._ledger.watermarks(threads)
+        versions = await self._versions(threads) if self._versions is not None else {}
+        last = await self._log.last([self._subjects.of(t) for t in threads], _TIMEOUT_S)
+        parked = await self._ledger.parked.present([m.seq for m in last.values()])
+        facts = []
+        for thread_id in threads:
+            message = last.get(self._subjects.of(thread_id))
+            if message is None:
+                continue  # purged since
+            watermark, given_up = watermarks.get(thread_id, (Watermark(), 0))
+            behind = message.seq > watermark.flushed_seq
+            messages = await self._log.after(message.subject, watermark.flushed_seq, _TIMEOUT_S) if behind else []
+            facts.append(
+                ThreadFacts(
+                    thread_id=thread_id,
+                    watermark=watermark,
+                    given_up=given_up,
+                    last=message,
+                    tail=assemble(messages, thread_id),
+                    parked=parked,
+                    cursor=cursor,
+                    versions=versions.get(thread_id),
+                )
+            )
+        return facts
+
+
+async def _lasting(look: Callable[[], Awaitable[list[tuple[str, str]]]]) -> list[tuple[str, str]]:
+    """What `look` finds, and finds again, by the same rule, each time that it looks."""
+    found = await look()
+    for attempt in range(1, _LOOKS):
+        if not found:
+            break
+        await asyncio.sleep(_PAUSE_S * attempt)
+        again = await look()
+        rules = {rule for rule, _ in found}
+        found = [(rule, detail) for rule, detail in again if rule in rules]
+    return found

@@ -1,0 +1,66 @@
+"""The highest sequence number per producer: how a repeated write is recognized however much later it comes.
+
+A pipeline that may do its work again (a Spark query, a consumer of a queue) numbers what it writes, growing per
+thread: `bufstore.ProducerSequence`. Each entry carries, for up to 8 producers of its thread, the highest number that
+was written; so a writer that holds the compare-and-set sees a repeat before it appends, in whatever process the first
+one ran, without any window of time. `bufstore.buffer.recent_keys` knows the last 16 keys; this knows all writes of a
+producer, in 16 bytes. Why numbers: docs/adr/0014.
+
+A ninth producer makes the thread forget the one that has not written to it for the longest.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from hashlib import blake2b
+
+from bufstore.types import ProducerSequence
+
+SIZE = 8
+_ITEM = 16  # 8 bytes of the name's hash, 8 bytes of the number
+NUMBER_MAX = (1 << 63) - 1
+
+
+def item(name: str, number: int) -> bytes:
+    """A producer and its sequence number."""
+    return _hash_of(name) + number.to_bytes(8)
+
+
+@lru_cache(maxsize=256)  # a process writes for few producers, and many numbers of each
+def _hash_of(name: str) -> bytes:
+    return blake2b(name.encode(), digest_size=8).digest()
+
+
+def item_of(mark: ProducerSequence | None) -> bytes | None:
+    """The item of a mark; None of none."""
+    return item(mark.producer_id, mark.sequence) if mark is not None else None
+
+
+def holds(producers: bytes, wanted: bytes) -> bool:
+    """Whether the producer has written this number already, or a higher one."""
+    for i in range(0, len(producers), _ITEM):
+        if producers[i : i + 8] == wanted[:8]:
+            return producers[i + 8 : i + _ITEM] >= wanted[8:]  # big endian: compares as numbers do
+    return False
+
+
+def add(producers: bytes, new: bytes) -> bytes:
+    """The producers after a write of `new`, which stands last; the first falls out when there are too many."""
+    if producers[:8] == new[:8] and len(producers) == _ITEM:
+        return new  # most threads have one producer
+    rest = b"".join(
+        producers[i : i + _ITEM] for i in range(0, len(producers), _ITEM) if producers[i : i + 8] != new[:8]
+    )
+    return (rest + new)[-SIZE * _ITEM :]
+
+
+def merge(older: bytes, newer: bytes) -> bytes:
+    """Both, each producer with its highest number; those of `newer` are kept where there are more than fit."""
+    if not newer or older == newer:
+        return older
+    merged = older
+    for i in range(0, len(newer), _ITEM):
+        one = newer[i : i + _ITEM]
+        known = next((merged[k : k + _ITEM] for k in range(0, len(merged), _ITEM) if merged[k : k + 8] == one[:8]), one)
+        merged = add(merged, max(known, one))
+    return merged

@@ -1,0 +1,143 @@
+"""Waiting until something is flushed, by whichever instance flushes it.
+
+The owner of a partition is asked to flush now, its progress reports are heard, and then Postgres is asked, and now and
+then before: a report may be lost, or speak of a commit that a failover has lost; the truth is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+
+from bufstore.buffer.flush.flusher import Flusher
+from bufstore.buffer.flush.membership import owners
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.shared_state import SharedState
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import BufstoreError, FlushTimeout
+
+_ASK_INTERVAL_S = 0.25
+
+
+class FlushWaiter:
+    """Knows how far each partition is flushed, and waits for more. One per process and log."""
+
+    def __init__(self, shared: SharedState, ledger: Ledger, subjects: Subjects, flusher: Flusher | None) -> None:
+        self._shared = shared
+        self._ledger = ledger
+        self._subjects = subjects
+        self._flusher = flusher
+        self._progress: dict[int, int] = {}
+        self._moved = asyncio.Event()
+
+    async def start(self) -> None:
+        """Hear the progress reports."""
+        await self._shared.on_progress(self._on_progress)
+
+    def _on_progress(self, partition: int, seq: int) -> None:
+        if seq > self._progress.get(partition, 0):
+            self._progress[partition] = seq
+            # A new event for the next report: whoever holds this one before he looks misses nothing.
+            moved, self._moved = self._moved, asyncio.Event()
+            moved.set()
+
+    async def thread(self, thread_id: str, target: int, timeout_s: float) -> None:
+        """Return once the thread is flushed up to `target`. Raises FlushTimeout after `timeout_s`."""
+        partition = self._subjects.partition(thread_id)
+
+        async def look() -> dict[int, int]:
+            return {partition: (await self._ledger.watermark(thread_id)).flushed_seq}
+
+        # Most likely it is not flushed yet: ask the owner first, look into Postgres when no report comes.
+        await self._wait({partition: target}, look, thread_id, timeout_s, look_first=False)
+
+    async def partitions(self, targets: Mapping[int, int], timeout_s: float) -> None:
+        """Return once each partition is flushed up to its target. Raises FlushTimeout after `timeout_s`."""
+
+        async def look() -> dict[int, int]:
+            return {p: cursor.seq for p, cursor in (await self._ledger.cursors()).items()}
+
+        await self._wait(targets, look, None, timeout_s, look_first=True)
+
+    async def _wait(
+        self,
+        targets: Mapping[int, int],
+        look: Callable[[], Awaitable[Mapping[int, int]]],
+        thread_id: str | None,
+        timeout_s: float,
+        *,
+        look_first: bool,
+    ) -> None:
+        left = targets
+        reached: Mapping[int, int] = {}
+        failed = ""
+        inquiry: asyncio.Task[tuple[str, str]] | None = None
+        loop = asyncio.get_running_loop()
+        half_time = loop.time() + timeout_s / 2
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    moved = self._moved
+                    if look_first or all(self._progress.get(p, 0) >= t for p, t in left.items()):
+                        try:
+                            reached = found = await look()
+                            left = {p: t for p, t in left.items() if found.get(p, 0) < t}
+                            if not left:
+                                return
+                            # What was reported beyond that is no more.
+                            self._progress.update({p: found.get(p, 0) for p in left})
+                        except BufstoreError as e:
+                            failed = str(e)
+                    look_first = True
+                    failed = await self._ask(left) or failed
+                    if inquiry is None and loop.time() >= half_time:
+                        inquiry = loop.create_task(self._inquire(min(left)), name="bufstore-flush-inquiry")
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(min(_ASK_INTERVAL_S, timeout_s / 4)):
+                            await moved.wait()
+        except TimeoutError:
+            partition = min(left)
+            who, trouble = self._ourselves(partition) or (inquiry.result() if inquiry and inquiry.done() else ("", ""))
+            why = trouble or failed or ("it tells of no trouble" if who else "")
+            reason = f"{who} is to flush it: {why}" if who else why
+            raise FlushTimeout(
+                thread_id,
+                target=left[partition],
+                flushed=reached.get(partition, 0),
+                reason=reason,
+                partition=partition,
+            ) from None
+        finally:
+            if inquiry is not None:
+                inquiry.cancel()
+
+    def _ourselves(self, partition: int) -> tuple[str, str] | None:
+        """This process and its trouble, if it follows the partition."""
+        if self._flusher is None or not self._flusher.owns(partition):
+            return None
+        return "this process", self._flusher.state.trouble
+
+    async def _inquire(self, partition: int) -> tuple[str, str]:
+        """Who is to flush a partition, and what trouble it tells of; empty as far as that cannot be told."""
+        try:
+            members, troubles = await self._shared.members(), await self._shared.troubles()
+        except BufstoreError:
+            return "", ""
+        owner = owners(members, self._subjects.partitions).get(partition)
+        if owner is None:
+            return "", "no flusher is alive"
+        mine = self._flusher is not None and owner == self._flusher.member
+        return "this process" if mine else f"flusher {owner}", troubles.get(owner, "")
+
+    async def _ask(self, partitions: Mapping[int, int]) -> str:
+        """Ask the owners to flush now; why that failed, or nothing."""
+        for partition in partitions:
+            if self._flusher is not None and self._flusher.owns(partition):
+                self._flusher.ask(partition)
+                continue
+            try:
+                await self._shared.call_owner(partition)
+            except BufstoreError as e:
+                return str(e)
+        return ""

@@ -1,0 +1,76 @@
+"""The thread's memory of idempotency keys: a ring of the last 16, carried by every entry.
+
+A writer that holds the compare-and-set sees a repeat in its predecessor's ring before it appends, in whatever
+process the first attempt ran. An entry written without a key has its own id as key, so that a caller who got
+OutcomeUnknown can retry with the id as key. Bound: a repeat is recognised among the thread's last 16 entries.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+SIZE = 16
+_ITEM = 12  # 8 bytes of key hash, 4 bytes of content hash
+
+
+def item(key: str, content: bytes) -> bytes:
+    """The ring's item for a key and the content it was used with (b"" when content does not matter)."""
+    return blake2b(key.encode(), digest_size=8).digest() + (
+        blake2b(content, digest_size=4).digest() if content else b"\0\0\0\0"
+    )
+
+
+def item_of(id_: int) -> bytes:
+    """The item of an entry that was written without a key: `item` of its `key_of`."""
+    return blake2b(f"entry-{id_:016x}".encode(), digest_size=8).digest() + b"\0\0\0\0"
+
+
+def key_of(id_: int) -> str:
+    """The key of an entry that was written without one."""
+    return f"entry-{id_:016x}"
+
+
+def find(keys: bytes, wanted: bytes) -> bool | None:
+    """True when `wanted` was used with the same content, False with other content, None when it is not there."""
+    for i in range(0, len(keys), _ITEM):
+        if keys[i : i + 8] == wanted[:8]:
+            known, given = keys[i + 8 : i + _ITEM], wanted[8:]
+            return known == given or known == b"\0\0\0\0"
+    return None
+
+
+def holds(keys: bytes, wanted: bytes) -> bool:
+    """Whether `wanted` is one of the ring's items."""
+    return any(keys[i : i + _ITEM] == wanted for i in range(0, len(keys), _ITEM))
+
+
+def hash_of(item: bytes) -> bytes:
+    """The item's key, without the content."""
+    return item[:8]
+
+
+def newest(keys: bytes) -> bytes:
+    """The item of the entry that carries the ring."""
+    return keys[-_ITEM:]
+
+
+def add(keys: bytes, new: bytes) -> bytes:
+    """The ring with `new` as its last item; the oldest falls out of a full one."""
+    return (keys + new)[-SIZE * _ITEM :]
+
+
+def full(keys: bytes) -> bool:
+    """Whether nothing older would fit in."""
+    return len(keys) >= SIZE * _ITEM
+
+
+def merge(older: bytes, newer: bytes) -> bytes:
+    """Both rings' items, the newer ones kept where there are more than fit.
+
+    An entry written without knowing the thread carries a ring of its own; the row's memory must outlive it.
+    """
+    if newer[:-_ITEM] == older[-(SIZE - 1) * _ITEM :]:
+        return newer  # it was made of the older one
+    known = {newer[i : i + _ITEM] for i in range(0, len(newer), _ITEM)}
+    rest = b"".join(older[i : i + _ITEM] for i in range(0, len(older), _ITEM) if older[i : i + _ITEM] not in known)
+    return (rest + newer)[-SIZE * _ITEM :]

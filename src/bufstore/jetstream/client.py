@@ -1,0 +1,131 @@
+"""The client of one TCP connection: nats-py's, with what it does to messages and logins replaced where it harms."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from bufstore.config import mask_url
+from bufstore.errors import ConfigError
+from bufstore.jetstream import frames, hooks
+
+_log = logging.getLogger(__name__)
+
+#: Called with subject, reply subject, payload and headers as they came; what it returns is awaited.
+Listener = Callable[[str, str, bytes, bytes], Awaitable[None] | None]
+
+
+class ListeningClient(Client):
+    """Reads on whatever others have published: headers that are none would end nats-py's reading task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Subscriptions whose messages do not take nats-py's way; see `listen`.
+        self._listeners: dict[int, Listener] = {}
+
+    async def listen(self, subject: str, heard: Listener) -> Subscription:
+        """Have `heard` called with every message on `subject` as it arrives, in the task that reads.
+
+        nats-py makes a message of it first, with its headers parsed as those of an email, and hands it to a task of
+        its own: half of what reading the log costs. For this a private method is replaced, so only with a version
+        that was looked at; with any other the messages come that way.
+        """
+
+        async def on_message(msg: Msg) -> None:
+            raw = msg.headers or {}
+            status = f" {raw['Status']} {raw.get('Description', '')}" if "Status" in raw else ""
+            lines = "".join(f"{name}: {value}\r\n" for name, value in raw.items())
+            headers = f"NATS/1.0{status}\r\n{lines}\r\n".encode("utf-8", "surrogateescape") if raw else b""
+            more = heard(msg.subject, msg.reply, msg.data, headers)
+            if more is not None:
+                await more
+
+        found = await self.subscribe(subject, cb=on_message, pending_msgs_limit=0, pending_bytes_limit=0)
+        if frames.supported:
+            self._listeners[found._id] = heard
+        return found
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        heard = self._listeners.get(sid)
+        if heard is None:
+            await super()._process_msg(sid, subject, reply, data, headers)
+            return
+        self.stats["in_msgs"] += 1
+        self.stats["in_bytes"] += len(data)
+        try:
+            more = heard(subject.decode("utf-8", "replace"), reply.decode("utf-8", "replace"), data, headers or b"")
+            if more is not None:
+                await more
+        except Exception as e:
+            # Anybody may send anything to an inbox: it must not end the task that reads. What was ours is missed, and
+            # whoever waits for it notices.
+            _log.warning("a message that is none: %s", type(e).__name__, extra={"action": "nats_message"})
+
+    def heard(self) -> None:
+        """What was sent is on its way: an answer to a PING behind it need not be here yet."""
+        self._pings_outstanding = 0
+
+    def _remove_sub(self, sid: int, *limit: int) -> None:
+        # Unsubscribed. What is on its way still comes, and is dropped like that of any unknown subscription.
+        self._listeners.pop(sid, None)
+        super()._remove_sub(sid, *limit)
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            found: dict[str, str] | None = await super()._process_headers(headers)
+        except Exception as e:  # an IndexError for a block without a line, for one
+            _log.debug("headers that are none: %s", type(e).__name__, extra={"action": "nats_headers"})
+            return None
+        return found
+
+
+class TlsClient(ListeningClient):
+    """Sends no credentials in the clear: nats-py uses TLS only when the server asks for it.
+
+    Raises ConfigError when the installed nats-py would not ask us before it sends them.
+    """
+
+    def __init__(self) -> None:
+        if hooks.GUARD in hooks.changed():
+            raise ConfigError(
+                f"with {hooks.installed()} it cannot be made sure that credentials go over TLS only: {hooks.advice()}"
+            )
+        super().__init__()
+
+    def _connect_command(self) -> bytes:
+        if not self._server_info.get("tls_required"):
+            raise nats.errors.Error("the server does not ask for TLS, which is configured")
+        command: bytes = super()._connect_command()
+        return command
+
+
+async def round_trip(client: Client, timeout_s: int = 10) -> None:
+    """A round trip after everything that was published and subscribed so far. Raises nats-py's errors.
+
+    nats-py's `flush` alone is one before it: its PING goes to the socket at once, and overtakes what still waits for
+    the writing task.
+    """
+    while client.is_connected and client.pending_data_size:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await client.flush(timeout_s)
+
+
+async def close_client(client: Client) -> None:
+    """Close it, within two seconds, whatever it says."""
+    try:
+        async with asyncio.timeout(2):
+            await client.close()
+    except Exception as e:
+        _log.debug("closing a nats client: %s", text_of(e), extra={"action": "nats_close"})
+
+
+def text_of(error: BaseException | None) -> str:
+    """The error for a log or a message of ours, without any password."""
+    # nats-py puts URLs into some messages; a URL may carry a password.
+    return " ".join(mask_url(w) if "@" in w else w for w in f"{type(error).__name__}: {error}".split(" "))

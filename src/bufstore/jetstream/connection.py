@@ -1,0 +1,439 @@
+"""One supervised connection to NATS.
+
+nats-py's own reconnect is switched off. A client that reconnects keeps bytes it could not send and sends them later,
+is closed for good by some errors, and may lose its reading task while it says it is connected. Here a client lives
+for one TCP connection: when anything is wrong with it, it is thrown away with all it holds, and a new one is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+from bufstore.config import NatsConfig, mask_url, split_url
+from bufstore.errors import BufstoreError, Closed, ConfigError, LogUnavailable
+from bufstore.jetstream import frames, hooks
+from bufstore.jetstream.client import ListeningClient, TlsClient, close_client, round_trip, text_of
+from bufstore.jetstream.credentials import read_credentials
+from bufstore.jetstream.headers import status_of
+from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Outgoing
+from bufstore.jetstream.pace import Pace, Watch
+
+_log = logging.getLogger(__name__)
+
+#: What the server says when a user may not publish or subscribe; nats-py gives it in lower case.
+_FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
+_ERRORS_KEPT = 100
+#: So many subjects are named in the log, once each.
+_FORBIDDEN_NAMED = 20
+#: A dead server is noticed after at most two of these.
+_PING_INTERVAL_S = 5
+#: After so long a request that got no answer is sent once more, then after twice as long, and so on.
+AGAIN_S = 0.5
+
+
+@dataclass(slots=True)
+class _Question:
+    """A request or write that waits for its answer."""
+
+    subjects: Sequence[str]
+    #: Called once, with the answer's payload or why there is none.
+    end: Callable[[bytes | Exception], None]
+
+
+class Connection:
+    """Connects, watches, and connects again, until `aclose`."""
+
+    def __init__(self, config: NatsConfig, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._client: ListeningClient | None = None
+        self._lost: asyncio.Event = asyncio.Event()
+        self._up: asyncio.Event = asyncio.Event()
+        self._hooks: list[Callable[[ListeningClient], Awaitable[None]]] = []
+        self._supervisor: asyncio.Task[None] | None = None
+        self._reason = "not connected yet"
+        self._closed = False
+        self._inbox = ""
+        self._tokens = itertools.count()
+        self._answers: dict[str, _Question] = {}
+        self._pace = Pace()
+        self._on_forbidden: list[Callable[[str, ConfigError], None]] = []
+        self._forbidden: set[str] = set()
+        self._on_lost: list[Callable[[], None]] = []
+        #: Messages sent and received by earlier clients; see `traffic`.
+        self._past = [0, 0]
+
+    def on_connect(self, hook: Callable[[ListeningClient], Awaitable[None]]) -> None:
+        """Run `hook` on every new client before anybody else uses it (subscriptions, checks)."""
+        self._hooks.append(hook)
+
+    def on_lost(self, hook: Callable[[], None]) -> None:
+        """Run `hook` when a connection is lost."""
+        self._on_lost.append(hook)
+
+    def on_forbidden(self, hook: Callable[[str, ConfigError], None]) -> None:
+        """Run `hook` with the subject (in lower case) and an error when NATS does not permit us to publish on it."""
+        self._on_forbidden.append(hook)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Messages sent and received since the start."""
+        stats = self._client.stats if self._client else {"out_msgs": 0, "in_msgs": 0}
+        return self._past[0] + stats["out_msgs"], self._past[1] + stats["in_msgs"]
+
+    async def open(self) -> None:
+        """Connect. Raises ConfigError when the server refuses us, LogUnavailable when none can be reached."""
+        for concern in hooks.concerns():
+            _log.warning("%s: %s", hooks.installed(), concern, extra={"action": "nats_client"})
+        try:
+            await self._connect()
+        except ConfigError:
+            raise
+        except Exception as e:
+            if "authorization violation" in str(e).lower() or isinstance(e, nats.errors.AuthorizationError):
+                raise ConfigError(f"NATS refused the credentials ({self._where()})") from None
+            raise LogUnavailable(f"cannot reach NATS at {self._where()}: {text_of(e)}") from None
+        self._supervisor = asyncio.create_task(self._supervise(), name="bufstore-nats-connection")
+
+    async def aclose(self) -> None:
+        """Close the connection and stop watching it."""
+        self._closed = True
+        self._reason = "closed"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        await self._discard()
+
+    def client(self) -> ListeningClient:
+        """The live client. Raises LogUnavailable (or Closed) when there is none now."""
+        if self._closed:
+            raise Closed("the store is closed")
+        if self._client is None or not self._client.is_connected:
+            raise LogUnavailable(f"not connected to NATS at {self._where()}: {self._reason}")
+        return self._client
+
+    async def wait_up(self, timeout_s: float) -> ListeningClient:
+        """The live client, waiting for one if need be. Raises LogUnavailable after `timeout_s`."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with asyncio.timeout(max(timeout_s, 0)):
+                while not self._closed and (self._client is None or not self._client.is_connected):
+                    self._up.clear()
+                    await self._up.wait()
+        return self.client()
+
+    def _drop(self, client: Client, reason: str) -> None:
+        """Throw a client away, unless that has been done already."""
+        if self._client is client:
+            self._reason = reason
+            self._lost.set()
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float, *, again: bool = False) -> bytes:
+        """Send a request and return the answer's payload.
+
+        `again`: it does the same when it is done twice, so it is repeated while no answer comes. What is asked while a
+        cluster elects a leader is heard by nobody, and answered by nobody once there is one.
+
+        Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came, ConfigError when we
+        are not permitted to.
+        """
+        client = self.client()
+        return await self._answer(
+            [subject], lambda reply: frames.post(client, subject, payload, reply), timeout_s, again=again
+        )
+
+    def begin(self, first: Outgoing, batch: str) -> BegunBatch | None:
+        """Send the first message of a batch, if that is possible without waiting."""
+        client = self._client
+        if client is None or not frames.begin(client, first, batch):
+            return None
+        return BegunBatch(batch, client)
+
+    async def write(
+        self, messages: Sequence[Outgoing], batch: BegunBatch | None, timeout_s: float, *, again: bool = False
+    ) -> bytes:
+        """Send messages (several as one atomic batch) and return the answer to the last. Raises like `request`.
+
+        `again`: as there.
+
+        Without an answer the connection is thrown away, so that nothing waiting in its buffers arrives after somebody
+        has looked; but not while bytes of a large write leave (`bufstore.jetstream.pace`). A batch that was begun on an
+        earlier connection is lost with that: all of it is sent again.
+        """
+        client = self.client()
+        id_ = batch.id if batch is not None else ""
+        begun = batch is not None and batch.client is client
+        try:
+            subjects = [m.subject for m in messages]
+            watch = Watch(self._pace, client)
+
+            async def send(reply: str) -> None:
+                await frames.send(client, messages, id_, reply, begun=begun, moved=watch.moved)
+                watch.sent()
+
+            answer = await self._answer(subjects, send, timeout_s, paced=True, again=again)
+            watch.answered()
+            return answer
+        except AppendUnknown:
+            self._drop(client, "a write got no answer")
+            raise
+
+    async def write_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, bytes | Exception], None]
+    ) -> None:
+        """Send messages side by side; `ended` gets the number of each and its answer, or the error of `write`."""
+        if len(messages) <= 1 or not frames.supported:
+            await asyncio.gather(*(self._write_one(i, m, timeout_s, ended) for i, m in enumerate(messages)))
+            return
+        left = len(messages)
+        all_ended = asyncio.get_running_loop().create_future()
+
+        def end(number: int, outcome: bytes | Exception) -> None:
+            nonlocal left
+            left -= 1
+            ended(number, outcome)
+            if not left and not all_ended.done():
+                all_ended.set_result(None)
+
+        tokens = [self._ask([message.subject], partial(end, number)) for number, message in enumerate(messages)]
+        error: Exception = AppendUnknown("given up")
+        try:
+            client = self.client()
+            async with asyncio.timeout(timeout_s) as limit:
+                self._pace.begin(tokens[0], limit, timeout_s)
+                watch = Watch(self._pace, client)
+                replies = [f"{self._inbox}.{token}" for token in tokens]
+                await frames.send_each(client, messages, replies, watch.moved)
+                watch.sent()
+                await all_ended
+                watch.answered()
+        except LogUnavailable as e:
+            error = e
+        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
+            error = LogUnavailable(f"not connected to NATS: {self._reason}")
+        except TimeoutError:
+            error = AppendUnknown("no answer from NATS in time")
+            self._drop(client, "a write got no answer")
+        except OSError as e:
+            error = AppendUnknown(f"the connection failed: {text_of(e)}")
+            self._drop(client, "a write failed")
+        finally:
+            self._pace.end(tokens[0])
+            for token in tokens:
+                self._end(token, error)
+
+    async def _write_one(
+        self, number: int, message: Outgoing, timeout_s: float, ended: Callable[[int, bytes | Exception], None]
+    ) -> None:
+        outcome: bytes | Exception
+        try:
+            outcome = await self.write([message], None, timeout_s)
+        except (AppendUnknown, BufstoreError) as e:
+            outcome = e
+        ended(number, outcome)
+
+    async def _answer(
+        self,
+        subjects: Sequence[str],
+        send: Callable[[str], Awaitable[None]],
+        timeout_s: float,
+        *,
+        again: bool = False,
+        paced: bool = False,
+    ) -> bytes:
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        token = self._ask(subjects, partial(_settle, answer))
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                if paced:
+                    self._pace.begin(token, limit, timeout_s)
+                await send(f"{self._inbox}.{token}")
+                pause = AGAIN_S
+                while again and not (await asyncio.wait([answer], timeout=pause))[0]:
+                    await send(f"{self._inbox}.{token}")
+                    pause *= 2
+                return await answer
+        except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
+            raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
+        except TimeoutError:
+            raise AppendUnknown("no answer from NATS in time") from None
+        except OSError as e:
+            raise AppendUnknown(f"the connection failed: {text_of(e)}") from None
+        finally:
+            self._answers.pop(token, None)
+            if paced:
+                self._pace.end(token)
+
+    def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
+        # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
+        # wait for their whole timeout.
+        token = str(next(self._tokens))
+        self._answers[token] = _Question(subjects, end)
+        return token
+
+    def _end(self, token: str, outcome: bytes | Exception) -> None:
+        question = self._answers.pop(token, None)
+        if question is not None:
+            question.end(outcome)
+
+    def _on_answer(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        token = subject.rpartition(".")[2]
+        if headers and status_of(headers)[0] == "503":
+            self._end(token, LogUnavailable("no JetStream answers on NATS (starting, or without a leader)"))
+        else:
+            self._end(token, data)
+
+    def _on_violation(self, verb: str, subject: str) -> None:
+        """NATS did not take what we sent on `subject`: who waits for an answer to it is told at once."""
+        if subject not in self._forbidden and len(self._forbidden) < _FORBIDDEN_NAMED:
+            self._forbidden.add(subject)
+            _log.error("NATS does not permit %s on %r", verb, subject, extra={"action": "nats_forbidden"})
+        if verb != "publish":
+            return
+        # Not stored: of a batch, the server stores nothing when one message of it is missing.
+        how = "`bufstore setup` does it as operator" if ".stream.create." in subject else "see `bufstore permissions`"
+        error = ConfigError(f"NATS does not permit this user to publish on {subject!r} ({how})")
+        for token, question in list(self._answers.items()):
+            if any(s.lower() == subject for s in question.subjects):
+                self._end(token, error)
+        for hook in self._on_forbidden:
+            hook(subject, error)
+
+    async def _connect(self) -> None:
+        error: Exception | None = None
+        for url in self._config.servers:
+            client = TlsClient() if self._config.tls is not None or url.startswith("tls://") else ListeningClient()
+            errors: list[Exception] = []
+            bare, user, password = split_url(url)
+            try:
+                async with asyncio.timeout(2 * self._config.connect_timeout_s):
+                    await client.connect(servers=[bare], **self._options(client, errors, user, password))
+                self._inbox = client.new_inbox()
+                await client.listen(self._inbox + ".*", self._on_answer)
+                frames.prepare(client)
+                # Answered after whatever the server has to say about the subscription.
+                await round_trip(client, max(1, round(self._config.connect_timeout_s)))
+                if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
+                    raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers come")
+                for hook in self._hooks:
+                    await hook(client)
+            except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
+                # nats-py says "no servers" when it has given up; why, it has told before.
+                error = errors[-1] if isinstance(e, nats.errors.NoServersError) and errors else e
+                await close_client(client)
+                if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both
+                    raise ConfigError(f"NATS configuration: {text_of(e)}") from None
+                continue
+            except BaseException:
+                await close_client(client)
+                raise
+            self._client = client
+            self._lost.clear()
+            self._up.set()
+            return
+        assert error is not None
+        raise error
+
+    def _options(
+        self, client: Client, errors: list[Exception], user: str | None, password: str | None
+    ) -> dict[str, Any]:
+        """How to connect; `user` and `password` are the URL's, which count when no other way to sign in is given."""
+
+        async def on_closed() -> None:
+            self._drop(client, text_of(client.last_error) if client.last_error else "the connection was closed")
+
+        async def on_error(e: Exception) -> None:
+            errors.append(e)
+            del errors[:-_ERRORS_KEPT]
+            if violation := _FORBIDDEN.search(str(e).lower()):
+                self._on_violation(*violation.groups())
+            _log.debug("nats client: %s", text_of(e), extra={"action": "nats_error"})
+
+        c = self._config
+        explicit = any(way is not None for way in (c.credentials, c.user, c.token))
+        token = c.token if explicit or password is not None else user
+        options: dict[str, Any] = {
+            "name": self._name,
+            "allow_reconnect": False,
+            # One server of the list at a time, and no waiting in between: that is done by `_supervise`.
+            "max_reconnect_attempts": 1,
+            "reconnect_time_wait": 0,
+            "pending_size": 0,
+            "ping_interval": _PING_INTERVAL_S,
+            "max_outstanding_pings": 1,
+            "connect_timeout": c.connect_timeout_s,
+            "closed_cb": on_closed,
+            "error_cb": on_error,
+            "user": c.user if explicit or password is None else user,
+            "password": c.password if explicit else password,
+            "token": token,
+        }
+        if c.credentials is not None:
+            options["user_credentials"] = read_credentials(c.credentials)
+        if c.tls is not None:
+            options["tls"] = c.tls
+        if c.tls_hostname is not None:
+            options["tls_hostname"] = c.tls_hostname
+        return options
+
+    async def _supervise(self) -> None:
+        while True:
+            while not self._lost.is_set():
+                # The client may have lost its tasks without telling; so look now and then.
+                with contextlib.suppress(asyncio.TimeoutError):
+                    async with asyncio.timeout(1):
+                        await self._lost.wait()
+                if self._client is not None and not self._client.is_connected:
+                    self._lost.set()
+            _log.warning("lost NATS: %s", self._reason, extra={"action": "nats_lost"})
+            await self._discard()
+            async for attempt in AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.05, max=2),
+                retry=retry_if_exception_type(Exception),
+            ):
+                with attempt:
+                    await self._reconnect()
+            _log.info("connected to NATS again", extra={"action": "nats_connected"})
+
+    async def _reconnect(self) -> None:
+        try:
+            await self._connect()
+        except Exception as e:
+            self._reason = text_of(e)
+            raise
+
+    async def _discard(self) -> None:
+        client, self._client = self._client, None
+        self._pace.lost()
+        lost = f"the connection was lost before NATS answered: {self._reason}"
+        for token in list(self._answers):
+            self._end(token, AppendUnknown(lost))
+        for hook in self._on_lost:
+            hook()
+        if client is not None:
+            self._past[0] += client.stats["out_msgs"]
+            self._past[1] += client.stats["in_msgs"]
+            await close_client(client)
+
+    def _where(self) -> str:
+        return ", ".join(mask_url(u) for u in self._config.servers)
+
+
+def _settle(answer: asyncio.Future[bytes], outcome: bytes | Exception) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, bytes):
+        answer.set_result(outcome)
+    else:
+        answer.set_exception(outcome)

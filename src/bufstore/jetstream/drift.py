@@ -1,0 +1,22 @@
+"""Whether a stream, bucket or consumer is configured as it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bufstore.errors import ConfigDrift
+
+
+def check(what: str, wanted: Mapping[str, Any], found: Mapping[str, Any], ours: str, edit: str) -> None:
+    """Raise ConfigDrift for the first field that differs, with both values and both ways out."""
+    for field, expected in wanted.items():
+        value = found.get(field, type(expected)())  # the server leaves out what is zero, false or empty
+        if value != expected:
+            raise ConfigDrift(
+                what,
+                field,
+                expected=expected,
+                found=value,
+                way_out=f"Change it on the server (`{edit}`) or in the configuration ({ours}).",
+            )

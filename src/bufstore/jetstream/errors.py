@@ -1,0 +1,103 @@
+"""The one table from the server's error codes to our errors.
+
+Codes are the server's own (``err_code`` of an API error); texts only tell apart what shares a code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from bufstore.errors import ConfigError, LogFull, LogUnavailable
+from bufstore.jetstream.messages import BatchRefused, Conflict
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    """The ``error`` object of an answer."""
+
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class StreamMissing(LogUnavailable):
+    """The stream or bucket does not exist (any more)."""
+
+
+class StreamTaken(ConfigError):
+    """There is a stream of this name, with other settings."""
+
+
+class ConsumerMissing(LogUnavailable):
+    """The consumer does not exist (any more)."""
+
+
+class TooManyResults(LogUnavailable):
+    """A direct get matches more subjects than the server answers for at once."""
+
+
+class SubjectFull(LogFull):
+    """The subject holds as many messages as it may."""
+
+
+class MessageMissing(LogUnavailable):
+    """There is no message of this sequence (any more)."""
+
+
+def _store_failed(e: ApiError) -> Exception:
+    # One code for all that the store refuses: a limit of ours, a full disk, or a fault.
+    text = e.description.lower()
+    if "per subject exceeded" in text:
+        return SubjectFull(f"the subject is full: {e.description}")
+    if "exceeded" in text or "no space" in text:
+        return LogFull(f"the log is full: {e.description}")
+    return LogUnavailable(f"the log's storage failed: {e.description}")
+
+
+_TABLE: dict[int, Callable[[ApiError], Exception]] = {
+    10071: lambda e: Conflict(e.description),  # wrong last sequence
+    10164: lambda e: Conflict(e.description),  # wrong last sequence, another write in flight
+    10077: _store_failed,
+    10047: lambda e: LogFull(f"NATS has no more storage for the account: {e.description}"),
+    10023: lambda e: LogFull(f"NATS has not the resources: {e.description}"),
+    10054: lambda e: ConfigError(f"the stream has a max_msg_size: {e.description}"),
+    10174: lambda e: ConfigError(f"the stream does not allow atomic batches: {e.description}"),
+    10175: lambda e: BatchRefused(e.description),  # sequence missing
+    10176: lambda e: BatchRefused(e.description),  # incomplete, e.g. abandoned for being idle
+    10177: lambda e: BatchRefused(e.description),  # a header that batches do not support
+    10179: lambda e: BatchRefused(e.description),  # batch id
+    10199: lambda e: BatchRefused(e.description),  # too large
+    10200: lambda e: BatchRefused(e.description),  # commit header
+    10201: lambda e: BatchRefused(e.description),  # duplicate message id
+    10210: lambda e: BatchRefused(e.description),  # too many batches in flight
+    10211: lambda e: BatchRefused(e.description),  # too many batches in flight on the server
+    10037: lambda e: MessageMissing(e.description),
+    10043: lambda e: MessageMissing(e.description),
+    10057: lambda e: MessageMissing(e.description),  # deleting what is not there
+    10052: lambda e: ConfigError(f"the server takes no such stream: {e.description}"),
+    10058: lambda e: StreamTaken(f"a stream of this name has other settings: {e.description}"),
+    10065: lambda e: ConfigError(f"another stream listens on these subjects: {e.description}"),
+    10098: lambda e: ConfigError(f"a work queue needs explicit acks: {e.description}"),
+    10099: lambda e: ConfigError(f"the work queue has another consumer: {e.description}"),
+    10100: lambda e: ConfigError(f"the work queue has another consumer for these subjects: {e.description}"),
+    10148: lambda e: ConfigError(f"a consumer of this name has other settings: {e.description}"),
+    10165: lambda e: ConfigError(f"a time to live must be whole seconds, at least one: {e.description}"),
+    10166: lambda e: ConfigError(f"the stream allows no time to live per message: {e.description}"),
+    10059: lambda e: StreamMissing(e.description),
+    10014: lambda e: ConsumerMissing(e.description),
+    10076: lambda e: ConfigError("JetStream is not enabled on the server"),
+    10039: lambda e: ConfigError("JetStream is not enabled for the account"),
+    10008: lambda e: LogUnavailable(e.description),  # cluster not available
+    10009: lambda e: LogUnavailable(e.description),  # no leader
+}
+
+
+def to_error(e: ApiError) -> Exception:
+    """The exception for an error answer. Everything in it means: nothing was stored."""
+    make = _TABLE.get(e.err_code)
+    if make is not None:
+        return make(e)
+    if e.code in (429, 503):
+        return LogUnavailable(f"NATS: {e.description} ({e.err_code})")
+    return ConfigError(f"NATS refused: {e.description} ({e.err_code})")

@@ -1,0 +1,223 @@
+"""A whole batch as the bytes that go over the wire, written at once.
+
+nats-py's publish costs about 20 µs of Python per message with headers, most of the price of an append; framing it here
+costs about 2. For that private parts of its client are used, so only for the version they were checked with;
+with any other the public path does the same, slower (tests run both).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
+
+from bufstore import failpoints
+from bufstore.jetstream.messages import HEADER, Outgoing
+
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
+#: How the versions begin whose private parts were looked at.
+CHECKED_VERSIONS = ("2.16.",)
+_ALL = slice(None)
+#: What encloses the lines of the headers.
+_FRAME = len("NATS/1.0\r\n" + "\r\n")
+
+#: More than this is sent in parts, as far as it is of several messages.
+_PART_BYTES = 1 << 20
+_LOOK_S = 0.5
+
+
+def _unwatched(size: int) -> None:
+    pass
+
+
+#: Whether `send` writes frames of its own.
+supported = version("nats-py").startswith(CHECKED_VERSIONS)
+
+
+def prepare(client: Client) -> None:
+    """Have a new client send at once: uvloop keeps small writes back until all that is ready has had its turn."""
+    if supported and type(client._transport) is TcpTransport and client._transport._io_writer is not None:
+        client._transport._io_writer.transport.set_write_buffer_limits(0)
+
+
+async def send(
+    client: Client,
+    messages: Sequence[Outgoing],
+    batch: str,
+    reply: str,
+    *,
+    begun: bool = False,
+    moved: Callable[[int], None] = _unwatched,
+) -> None:
+    """Send the messages, several as the atomic batch `batch`; the answer to the last goes to `reply`.
+
+    `begun`: the first of them is sent already. `moved` is called while much of it leaves: see `_write_parts`. Raises
+    nats.errors.OutboundBufferLimitError when the client is not connected: nothing was sent then, or a batch without
+    its end, which the server never stores.
+    """
+    last = len(messages)
+    if supported:
+        if not client.is_connected:
+            raise nats.errors.OutboundBufferLimitError
+        if last > 1 and failpoints.active is not None:
+            # Only where a crash test listens.
+            half = max(last // 2, 1)
+            await _write(client, framed(messages, batch, reply, slice(int(begun), half)), half - begun, flushed=True)
+            failpoints.reach(failpoints.Failpoint.BATCH_HALF_SENT)
+            await _write(client, framed(messages, batch, reply, slice(half, last)), last - half)
+        else:
+            data = framed(messages, batch, reply, slice(int(begun), last))
+            if len(data) <= _PART_BYTES:
+                await _write(client, data, last - begun)
+            else:
+                parts = _parts(messages, int(begun))
+                await _write_parts(
+                    client, ((framed(messages, batch, reply, p), p.stop - p.start) for p in parts), moved
+                )
+        return
+    for number, message in enumerate(messages, 1):
+        headers = dict(_headers(message, batch if last > 1 else "", number, number == last))
+        await client.publish(
+            message.subject, message.body, reply=reply if number == last else "", headers=headers or None
+        )
+
+
+def begin(client: Client, first: Outgoing, batch: str) -> bool:
+    """Send the first message of a batch; False when it would have to wait, and then nothing is sent."""
+    if not supported or not client.is_connected or not _free(client):
+        return False
+    _write_now(client, framed([first], batch, "", whole=False), 1)
+    return True
+
+
+def _free(client: Client) -> bool:
+    """Whether nothing waits in the client that bytes sent straight to the socket could overtake."""
+    return not client._pending_data_size and type(client._transport) is TcpTransport
+
+
+def _write_now(client: Client, data: bytes, messages: int) -> None:
+    client.stats["out_msgs"] += messages
+    client.stats["out_bytes"] += len(data)
+    client._transport.write(data)  # type: ignore[union-attr]
+
+
+async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
+    """Send one message without headers, the answer to `reply`. Raises what nats-py's publish does."""
+    if not supported or len(payload) > client.max_payload or not client.is_connected:
+        await client.publish(subject, payload, reply=reply)
+    else:
+        await _write(client, framed([Outgoing(subject, payload)], "", reply), 1)
+
+
+async def send_each(
+    client: Client, messages: Sequence[Outgoing], replies: Sequence[str], moved: Callable[[int], None] = _unwatched
+) -> None:
+    """Send single messages at once, each with a reply subject of its own. Raises like `send`; needs `supported`."""
+    if not client.is_connected:
+        raise nats.errors.OutboundBufferLimitError
+    frames = [framed([message], "", reply) for message, reply in zip(messages, replies, strict=True)]
+    data = b"".join(frames)
+    if len(data) <= _PART_BYTES:
+        await _write(client, data, len(messages))
+    else:
+        parts = _parts(messages, 0)
+        await _write_parts(client, ((b"".join(frames[p]), p.stop - p.start) for p in parts), moved)
+
+
+def _parts(messages: Sequence[Outgoing], start: int) -> Iterator[slice]:
+    """Neighbours that are sent at once."""
+    size = 0
+    for number in range(start, len(messages)):
+        size += len(messages[number].body)
+        if size >= _PART_BYTES or number + 1 == len(messages):
+            yield slice(start, number + 1)
+            start, size = number + 1, 0
+
+
+async def _write_parts(client: Client, parts: Iterable[tuple[bytes, int]], moved: Callable[[int], None]) -> None:
+    """Send one part after another, each when the one before has left: what others send meanwhile goes in between.
+
+    `moved` is called with a number of bytes that had to wait for the socket, and have left.
+    """
+    for data, messages in parts:
+        if not client.is_connected:
+            raise nats.errors.OutboundBufferLimitError
+        await _write(client, data, messages)
+        while (waiting := _unsent(client)) and client.is_connected:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await client._transport.drain()  # type: ignore[union-attr]
+            if (gone := waiting - _unsent(client)) > 0:
+                moved(gone)
+
+
+def _unsent(client: Client) -> int:
+    """Bytes that wait in this process for the socket to take them."""
+    transport = client._transport
+    writer = transport._io_writer if type(transport) is TcpTransport else None
+    return writer.transport.get_write_buffer_size() if writer is not None else 0
+
+
+async def _write(client: Client, data: bytes, messages: int, *, flushed: bool = False) -> None:
+    if _free(client) and not flushed:  # not by way of the client's writing task
+        _write_now(client, data, messages)
+        return
+    client.stats["out_msgs"] += messages
+    client.stats["out_bytes"] += len(data)
+    await client._send_command(data)
+    await client._flush_pending(force_flush=flushed)
+
+
+def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _ALL, *, whole: bool = True) -> bytes:
+    """The protocol's bytes for (a part of) the messages: HPUB and PUB of the NATS client protocol.
+
+    Not `whole`: they are the beginning of a batch, and more of it will follow.
+    """
+    parts: list[bytes] = []
+    last = len(messages) if whole else -1
+    in_batch = f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: " if batch and last != 1 else ""
+    for number, message in enumerate(messages[part], (part.start or 0) + 1):
+        head = _head(message)
+        to = ""
+        if in_batch:
+            head = f"{head}{in_batch}{number}\r\n"
+        if number == last:
+            to = f" {reply}"
+            if in_batch:
+                head += "Nats-Batch-Commit: 1\r\n"
+        body = message.body
+        if head:
+            size = len(head) + _FRAME  # ASCII: tokens, numbers and base64
+            line = f"HPUB {message.subject}{to} {size} {size + len(body)}\r\nNATS/1.0\r\n{head}\r\n"
+        else:
+            line = f"PUB {message.subject}{to} {len(body)}\r\n"
+        parts += (line.encode("ascii"), body, b"\r\n")
+    return b"".join(parts)
+
+
+def _head(message: Outgoing) -> str:
+    """The lines of the headers, those of a batch apart."""
+    head = f"{HEADER}: {message.header}\r\n" if message.header is not None else ""
+    if message.expected is not None:
+        head += f"{_EXPECTED}: {message.expected}\r\n"
+    if message.expected_of is not None:
+        head += f"{_EXPECTED_OF}: {message.expected_of}\r\n"
+    if message.ttl_s:
+        head += f"Nats-TTL: {message.ttl_s}s\r\n"
+    return head
+
+
+def _headers(message: Outgoing, batch: str, number: int, is_last: bool) -> list[tuple[str, str]]:
+    """The same for nats-py's own publish."""
+    lines = _head(message)
+    if batch:
+        lines += f"Nats-Batch-Id: {batch}\r\nNats-Batch-Sequence: {number}\r\n"
+        if is_last:
+            lines += "Nats-Batch-Commit: 1\r\n"
+    return [(name, value) for name, _, value in (line.partition(": ") for line in lines.splitlines())]

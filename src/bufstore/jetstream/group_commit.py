@@ -1,0 +1,425 @@
+"""Group commit: many writers, few fsyncs.
+
+A single server with ``sync_interval: always`` syncs once per message, pipelined or not; an atomic batch costs about
+four syncs whatever its size. So while one group is being stored the next one fills: a lone write goes out at once as
+a plain message, several as parallel plain messages or as one atomic batch, whichever is faster here (`shape`).
+
+One group is on its way at a time: a server stores batches one after another and answers when it has nothing left to
+do, so a second one would only delay the answer to the first. What fills meanwhile is sent the moment the answer is
+there, before the writers of the first learn of it: so they prepare their next entries while the server works. For that
+to be so from the start, of many that wait only half go with the first group.
+
+Writers that read before they write again come too late for that, and would end up in two crowds that take turns,
+half a group each. For them a group may *linger* (as Postgres' ``commit_delay`` has it): until as many wait as there are
+writers, for a share of the time that the last group took at most.
+
+What is large goes beside all that, by itself (`_LARGE_BYTES`).
+
+A *unit* is what must be stored as neighbours or not at all (one thread's entries, the chunks of an entry). Units of
+different writers share a batch; when the server rejects it, it names no culprit: the units whose subject has moved
+are found with one read and fail with Conflict, the others go out again, in a batch of their own. A unit is never split.
+
+After a lost answer every unit of the group fails with AppendUnknown: whether it is stored is for its writer to
+find out, who knows what it expected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from bufstore.errors import BufstoreError, Closed, LogUnavailable
+from bufstore.jetstream.messages import (
+    HEADER_BYTES_MAX,
+    AppendUnknown,
+    BatchRefused,
+    BegunBatch,
+    Conflict,
+    Outgoing,
+    Stream,
+)
+from bufstore.jetstream.publish_mode import PublishModes
+
+_log = logging.getLogger(__name__)
+
+#: The server's limit for an atomic batch.
+BATCH_MESSAGES_MAX = 1000
+_BATCH_BYTES_MAX = 16 << 20
+#: A unit of more than this goes alone, beside the groups: on a slow link they would wait for it.
+_LARGE_BYTES = 4 << 20
+#: From this many waiting units on, two groups are made of them.
+_SPLIT_FROM = 96
+#: So much smaller than the last group, what waits goes together with what its writers write next.
+_SMALL = 4
+#: With so many waiting it may be a batch, also when no more come in this turn of the loop.
+_BEGIN_AT = 8
+#: How long the server may take for one group, at most.
+_GROUP_TIMEOUT_S = 5.0
+
+
+class Unit:
+    """What is stored as neighbours or not at all. Subclasses say what happens then."""
+
+    __slots__ = ("messages", "over")
+
+    def __init__(self, messages: list[Outgoing]) -> None:
+        self.messages = messages
+        #: `ended` was called.
+        self.over = False
+
+    @property
+    def given_up(self) -> bool:
+        """Nobody waits for it any more: it need not be sent."""
+        return False
+
+    def ended(self, outcome: int | Exception) -> None:
+        """Stored: the sequence of its last message; or why it is not, or not known to be. Called once."""
+        raise NotImplementedError
+
+
+class _Awaited(Unit):
+    __slots__ = ("stored",)
+
+    def __init__(self, messages: Sequence[Outgoing]) -> None:
+        super().__init__(list(messages))
+        self.stored: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    @property
+    def given_up(self) -> bool:
+        return self.stored.cancelled()
+
+    def ended(self, outcome: int | Exception) -> None:
+        if self.stored.done():
+            return
+        if isinstance(outcome, int):
+            self.stored.set_result(outcome)
+        else:
+            self.stored.set_exception(outcome)
+            self.stored.exception()  # a writer that is gone will not look at it
+
+
+class GroupCommit:
+    """Writes units to one stream, one group at a time."""
+
+    def __init__(self, stream: Stream, *, timeout_s: float = _GROUP_TIMEOUT_S, linger: float = 0.0) -> None:
+        """`timeout_s`: how long an answer is waited for, at most. `linger`: share of a group's time, 0 to 1."""
+        self._stream = stream
+        self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
+        self._shapes = PublishModes()
+        self._waiting: deque[Unit] = deque()
+        #: Large ones, one at a time.
+        self._large: deque[Unit] = deque()
+        self._large_task: asyncio.Task[None] | None = None
+        #: On their way; more than one only while what is left of a group goes out again.
+        self._tasks: set[asyncio.Task[None]] = set()
+        #: The group that the next one waits for.
+        self._ahead: list[Unit] | None = None
+        #: Messages in the last group; and whether the next one is to be a batch, when that is decided early.
+        self._last = 0
+        self._choice: bool | None = None
+        #: A batch of which the first message was sent, and the unit that waits at the head of the queue with it.
+        self._begun: tuple[Unit, BegunBatch] | None = None
+        self._linger = linger
+        #: How many units were on their way or waiting when the last group ended, and until when those are waited for.
+        self._writers = 0
+        self._linger_until = self._sent_at = 0.0
+        self._lingering: asyncio.TimerHandle | None = None
+        #: A look at what waits is due one turn of the loop later.
+        self._due = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin to send; needs a running event loop."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._look_soon()
+            self._send_large()
+
+    async def aclose(self) -> None:
+        """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
+        self._closed = True
+        self._stop_lingering()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        waiting = [*self._waiting, *self._large]
+        self._waiting.clear()
+        self._large.clear()
+        _end(waiting, Closed("the store was closed before the entry was sent"))
+
+    def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
+        """Queue a unit; the future gives the sequence of its last message, once it is durable.
+
+        It fails with Conflict, LogFull, LogUnavailable (nothing stored), or AppendUnknown. Cancelling the future
+        takes the unit back if it was not sent yet.
+        """
+        unit = _Awaited(messages)
+        self.add(unit)
+        return unit.stored
+
+    def add(self, unit: Unit) -> None:
+        """Queue a unit, which is told how it ended, later: see `submit`."""
+        if self._closed:
+            asyncio.get_running_loop().call_soon(_end, [unit], Closed("the store is closed"))
+            return
+        if _is_large(unit):
+            self._large.append(unit)
+            self._send_large()
+            return
+        self._waiting.append(unit)
+        if self._ahead is None and not self._lingers():
+            if not self._due:
+                self._look_soon()
+            elif len(self._waiting) == _BEGIN_AT:
+                self._begin()
+
+    def _lingers(self) -> bool:
+        """Whether more are waited for; if so, a look is due when their time is over."""
+        if self._loop is None or not 0 < len(self._waiting) < self._writers:
+            self._stop_lingering()
+            return False
+        if self._lingering is None and self._loop.time() < self._linger_until:
+            self._lingering = self._loop.call_at(self._linger_until, self._linger_over)
+        return self._lingering is not None
+
+    def _linger_over(self) -> None:
+        self._lingering = None
+        self._look()
+
+    def _stop_lingering(self) -> None:
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+
+    def _begin(self) -> None:
+        """So many that it may be a batch: if it will, let the server make room for it while the rest is prepared."""
+        if self._choice is None:
+            self._choice = self._shapes.batched(max(self._last, _BEGIN_AT))
+            if self._choice:
+                first = self._waiting[0]
+                begun = self._stream.begin_batch(first.messages[0])
+                self._begun = (first, begun) if begun is not None else None
+
+    def _look_soon(self) -> None:
+        """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
+        if self._loop is not None:
+            self._due = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._due = False
+        if self._ahead is None and not self._closed:
+            self._send(self._take(alone=True))
+
+    def _send(self, group: list[Unit]) -> None:
+        if group:
+            assert self._loop is not None
+            self._ahead, self._sent_at = group, self._now()
+            task = self._loop.create_task(self._guarded(group), name="bufstore-group")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _send_large(self) -> None:
+        while self._large and self._large_task is None and self._loop is not None and not self._closed:
+            unit = self._large.popleft()
+            if not unit.given_up:
+                self._large_task = self._loop.create_task(self._guarded([unit], large=True), name="bufstore-large")
+                self._tasks.add(self._large_task)
+                self._large_task.add_done_callback(self._large_sent)
+
+    def _large_sent(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._large_task = None
+        self._send_large()
+
+    def _go_on(self, group: list[Unit]) -> None:
+        """Nothing need wait for `group` any more: send what waits."""
+        if self._ahead is not group:
+            return
+        self._ahead = None
+        if self._linger:
+            now = self._now()
+            self._writers = len(group) + len(self._waiting)
+            self._linger_until = now + self._linger * (now - self._sent_at)
+        if self._closed or not self._waiting or self._lingers():
+            return
+        if len(self._waiting) * _SMALL < len(group):
+            self._look_soon()
+        else:
+            self._send(self._take(alone=False))
+
+    async def _guarded(self, group: list[Unit], *, large: bool = False) -> None:
+        try:
+            await (self._store_one(group[0]) if large else self._store(group))
+        except asyncio.CancelledError:
+            _end(group, AppendUnknown("the store was closed while the entry was on its way"))
+            raise
+        except Exception as e:
+            # Never leave writers waiting until their deadlines.
+            _log.exception("group commit failed", extra={"action": "group_commit_error"})
+            _end(group, AppendUnknown(f"unexpected {type(e).__name__}"))
+        finally:
+            self._go_on(group)
+
+    def _take(self, *, alone: bool) -> list[Unit]:
+        """The next group. `alone`: nothing is waiting behind it, so of many it is half."""
+        room = BATCH_MESSAGES_MAX
+        if alone and len(self._waiting) >= _SPLIT_FROM:
+            room = min(room, len(self._waiting) // 2)
+        group: list[Unit] = []
+        messages = size = 0
+        waiting = self._waiting
+        while waiting:
+            unit = waiting[0]
+            messages += len(unit.messages)
+            for message in unit.messages:
+                size += len(message.body) + HEADER_BYTES_MAX
+            if group and (messages > room or size > _BATCH_BYTES_MAX):
+                break
+            waiting.popleft()
+            if unit.given_up and (self._begun is None or unit is not self._begun[0]):
+                messages -= len(unit.messages)
+            else:
+                group.append(unit)
+        return group
+
+    async def _store(self, group: list[Unit]) -> None:
+        units = group
+        while units:
+            messages = [message for unit in units for message in unit.messages]
+            batched, begun = self._shape(units, len(messages))
+            if not batched:
+                await self._store_each(units)
+                return
+            began = self._now()
+            try:
+                seq = await self._stream.publish_batch(messages, self._timeout_s, begun)
+            except Conflict:
+                self._go_on(group)
+                units = await self._without_moved(units)
+                continue
+            except BatchRefused as e:
+                _log.info("no batch: %s", e, extra={"action": "batch_refused"})
+                await self._store_each(units)
+                return
+            except (AppendUnknown, BufstoreError) as e:
+                _end(units, e)
+                return
+            self._shapes.took(len(messages), True, self._now() - began)
+            self._last = len(messages)
+            self._go_on(group)
+            # The first line that matters, the publish ack: only now is the group on the log's disk, and only now
+            # do its writers return. Returning earlier would acknowledge what a crash can still lose.
+            seq -= len(messages)
+            for unit in units:
+                seq += len(unit.messages)
+                _end_one(unit, seq)
+            return
+
+    def _shape(self, units: list[Unit], messages: int) -> tuple[bool, BegunBatch | None]:
+        """Whether they are to be a batch, and what has been sent of it."""
+        if self._begun is not None and self._begun[0] is units[0]:
+            (_, begun), self._begun, self._choice = self._begun, None, None
+            return True, begun
+        if messages == 1:
+            return False, None
+        if messages > len(units):  # units of several messages would each be a batch of their own
+            return True, None
+        if self._ahead is units and self._choice is not None:
+            choice, self._choice = self._choice, None
+            return choice, None
+        return self._shapes.batched(messages), None
+
+    def _now(self) -> float:
+        assert self._loop is not None
+        return self._loop.time()
+
+    async def _store_each(self, units: list[Unit]) -> None:
+        single = [unit for unit in units if len(unit.messages) == 1]
+
+        def ended(number: int, outcome: int | Exception) -> None:
+            _end_one(single[number], outcome)
+
+        self._last = len(units)
+        if len(units) == 1:
+            await self._store_one(units[0])
+            return
+        began = self._now()
+        messages = [unit.messages[0] for unit in single]
+        try:
+            await asyncio.gather(
+                self._stream.publish_each(messages, self._timeout_s, ended),
+                *(self._store_one(unit) for unit in units if len(unit.messages) > 1),
+            )
+        except BufstoreError as e:
+            _end(single, e)
+            return
+        if len(single) == len(units):
+            self._shapes.took(len(units), False, self._now() - began)
+
+    async def _store_one(self, unit: Unit) -> None:
+        outcome: int | Exception
+        try:
+            if len(unit.messages) == 1:
+                outcome = await self._stream.publish(unit.messages[0], self._timeout_s)
+            else:
+                outcome = await self._stream.publish_batch(unit.messages, self._timeout_s)
+        except BatchRefused as e:
+            # Its messages must be neighbours, so there is no other way to store them.
+            outcome = LogUnavailable(f"the server takes no batch now: {e}")
+        except (Conflict, AppendUnknown, BufstoreError) as e:
+            outcome = e
+        _end_one(unit, outcome)
+
+    async def _without_moved(self, units: list[Unit]) -> list[Unit]:
+        """Fail the units whose subject is not where they expect it; the rest."""
+        expected = {_about(m): m.expected for u in units for m in u.messages if m.expected is not None}
+        try:
+            found = await self._stream.last(list(expected), self._timeout_s)
+        except BufstoreError:
+            # Nothing is stored; let each writer look for itself.
+            _end(units, Conflict("a batch was rejected"))
+            return []
+        moved = {s for s, seq in expected.items() if (found[s].seq if s in found else 0) != seq}
+        if not moved:
+            # The conflict was with a write in flight. Alone each will succeed or meet its own conflict.
+            await self._store_each(units)
+            return []
+        rest = []
+        for unit in units:
+            if any(m.expected is not None and _about(m) in moved for m in unit.messages):
+                _end_one(unit, Conflict("the subject has moved"))
+            else:
+                rest.append(unit)
+        return rest
+
+
+def _is_large(unit: Unit) -> bool:
+    messages = unit.messages
+    if len(messages) == 1:
+        return len(messages[0].body) > _LARGE_BYTES
+    return sum(len(message.body) for message in messages) > _LARGE_BYTES
+
+
+def _about(message: Outgoing) -> str:
+    return message.expected_of or message.subject
+
+
+def _end(units: Iterable[Unit], error: Exception) -> None:
+    for unit in units:
+        _end_one(unit, error)
+
+
+def _end_one(unit: Unit, outcome: int | Exception) -> None:
+    if unit.over:
+        return
+    unit.over = True
+    try:
+        unit.ended(outcome)
+    except Exception:
+        # The others of the group must learn of their end all the same.
+        _log.exception("a writer failed on its answer", extra={"action": "group_commit_error"})

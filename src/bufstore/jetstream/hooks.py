@@ -1,0 +1,62 @@
+"""The private methods of nats-py that are replaced here, and whether the installed version still calls them.
+
+A method that it has renamed is no error anywhere: ours would never be called, and what it is for would be gone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from types import FunctionType
+
+from nats.aio.client import Client
+from nats.protocol.parser import Parser
+
+from bufstore.jetstream import frames
+
+#: Each with its parameters.
+_HOOKS = {
+    "_process_msg": ["self", "sid", "subject", "reply", "data", "headers"],
+    "_process_headers": ["self", "headers"],
+    "_connect_command": ["self"],
+}
+#: What sends the credentials.
+GUARD = "_connect_command"
+
+
+def changed(client: type = Client, callers: Iterable[type] = (Client, Parser)) -> list[str]:
+    """Names of the methods that this version has no more, has with other parameters, or calls no more."""
+    called = {name for owner in callers for method in _functions(owner) for name in method.__code__.co_names}
+    return [name for name, wanted in _HOOKS.items() if name not in called or _parameters(client, name) != wanted]
+
+
+def concerns() -> list[str]:
+    """What is slower or weaker with the installed nats-py than with one that was looked at; empty with such a one."""
+    found = []
+    if not frames.supported:
+        found.append("bufstore was not checked with it: every message takes a slower way")
+    if "_process_headers" in (gone := changed()):
+        found.append("it parses headers in another way: one message with headers that are none may end the connection")
+    if GUARD in gone:
+        found.append("it signs in in another way: TLS is refused")
+    return found
+
+
+def installed() -> str:
+    """What is installed."""
+    return f"nats-py {version('nats-py')}"
+
+
+def advice() -> str:
+    """What to install."""
+    return f"install nats-py {' or '.join(frames.CHECKED_VERSIONS)}*, or a newer bufstore"
+
+
+def _functions(owner: type) -> Iterator[FunctionType]:
+    return (value for value in vars(owner).values() if isinstance(value, FunctionType))
+
+
+def _parameters(owner: type, name: str) -> list[str] | None:
+    method = getattr(owner, name, None)
+    return list(inspect.signature(method).parameters) if isinstance(method, FunctionType) else None

@@ -1,0 +1,119 @@
+"""What the buffer writes to and reads from: one JetStream stream, seen as subjects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+#: The one header that is written and read on fast paths.
+HEADER = "Bufstore-Entry"
+#: Headers of one message never exceed this many bytes: ring (16 x 12 bytes in base64), sources (8 x 16), numbers,
+#: batch headers.
+HEADER_BYTES_MAX = 1024
+
+
+class StoredMessage(msgspec.Struct, frozen=True, gc=False):
+    """One message of a stream, as an adapter hands it over."""
+
+    subject: str
+    seq: int
+    #: Value of the entry header; None when the message has none.
+    header: str | None
+    body: bytes
+
+
+class Held(NamedTuple):
+    """What a log holds at one moment, roughly: it may be written to meanwhile."""
+
+    #: Bytes it holds, and may hold.
+    bytes: int
+    limit: int
+    #: How many messages that are, and how many of them stand above the positions that were asked about.
+    messages: int
+    above: int
+    #: The last position.
+    end: int
+
+
+class Outgoing(msgspec.Struct, frozen=True, gc=False):
+    """One message to be written."""
+
+    subject: str
+    body: bytes
+    #: Value of the entry header, if it carries one.
+    header: str | None = None
+    #: The subject's last sequence that the write requires; None requires nothing.
+    expected: int | None = None
+    #: The subject that `expected` is about, if it is not its own.
+    expected_of: str | None = None
+    #: Seconds after which the server removes it; 0 keeps it.
+    ttl_s: int = 0
+
+
+class Conflict(Exception):
+    """A subject has another last message than expected. Nothing of the batch was stored."""
+
+
+class BatchRefused(Exception):
+    """The server takes no (such) batch now. Nothing was stored; single messages may still go through."""
+
+
+class AppendUnknown(Exception):
+    """Sent, and no answer: it may be stored or not."""
+
+
+class BegunBatch(NamedTuple):
+    """A batch whose first message was sent already."""
+
+    id: str
+    #: The connection that it was sent on: the rest must follow there.
+    client: object
+
+
+class Stream(Protocol):
+    """One JetStream stream, seen as a writer and reader of subjects.
+
+    Writes raise Conflict, BatchRefused, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
+    """
+
+    @property
+    def message_bytes_max(self) -> int:
+        """The server's max_payload: headers and body of one message."""
+        ...
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        """Store one message durably; its sequence."""
+        ...
+
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        """Store the messages one by one, side by side; returns when all have ended.
+
+        `ended` is called with the number and the sequence, or the error that `publish` would raise, of each. Raises
+        nothing else than a BufstoreError, when nothing was sent.
+        """
+        ...
+
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        """Send the first message of a batch already, if that is possible now; the rest must follow soon.
+
+        The server makes room for a batch when its first message arrives. Never followed by a rest, it is forgotten.
+        """
+        ...
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
+        """Store all messages or none, as neighbours; the sequence of the last. `begun`: with the first of them."""
+        ...
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        """The last message of each subject (wildcards allowed); subjects that have none are left out."""
+        ...
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """The subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
+        ...

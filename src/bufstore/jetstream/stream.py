@@ -1,0 +1,279 @@
+"""Writing and reading one JetStream stream: single messages, atomic batches (ADR-50), direct gets (ADR-31)."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import nats.errors
+
+from bufstore.errors import BufstoreError, ConfigError, LogUnavailable
+from bufstore.jetstream import frames
+from bufstore.jetstream.client import ListeningClient
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.errors import ApiError, TooManyResults, to_error
+from bufstore.jetstream.headers import added, entry_header, status_of
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing, StoredMessage
+
+_SUBJECTS_PER_GET = 1000
+_MESSAGES_PER_GET = 1000
+#: Requests that change nothing when they are done twice: every consumer here has a name.
+_REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.DELETE.")
+
+
+class _PubAck(msgspec.Struct):
+    seq: int = 0
+    error: ApiError | None = None
+
+
+class _Answer(msgspec.Struct):
+    error: ApiError | None = None
+
+
+_ack_decoder = msgspec.json.Decoder(_PubAck)
+_answer_decoder = msgspec.json.Decoder(_Answer)
+
+
+class NatsStream:
+    """One stream; see `bufstore.jetstream.messages.Stream` for what each method promises."""
+
+    def __init__(self, connection: Connection, api: str, name: str, replicas: int) -> None:
+        self._connection = connection
+        self._api = api
+        self._name = name
+        # Direct gets are answered by any replica, which may lag: on a replicated stream only the leader is asked.
+        self._leader_only = replicas > 1
+        self._gets: dict[str, _Get] = {}
+        self._inbox = ""
+        self._tokens = itertools.count()
+        connection.on_connect(self._subscribe)
+        connection.on_lost(self._fail_gets)
+        connection.on_forbidden(self._forbid_gets)
+
+    async def _subscribe(self, client: ListeningClient) -> None:
+        self._inbox = client.new_inbox()
+        await client.listen(self._inbox + ".*", self._on_reply)
+
+    def _fail_gets(self) -> None:
+        for get in self._gets.values():
+            get.fail(LogUnavailable("the connection was lost while reading"))
+
+    def _forbid_gets(self, subject: str, error: ConfigError) -> None:
+        if subject == f"{self._api}.DIRECT.GET.{self._name}".lower():
+            for get in self._gets.values():
+                get.fail(error)
+
+    @property
+    def message_bytes_max(self) -> int:
+        return self._connection.client().max_payload
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        return self._seq(await self._connection.write([message], None, timeout_s))
+
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        def answered(number: int, answer: bytes | Exception) -> None:
+            outcome: int | Exception
+            try:
+                outcome = answer if isinstance(answer, Exception) else self._seq(answer)
+            except (Conflict, BatchRefused, AppendUnknown, BufstoreError) as e:
+                outcome = e
+            ended(number, outcome)
+
+        await self._connection.write_each(messages, timeout_s, answered)
+
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        return self._connection.begin(first, secrets.token_hex(8))
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
+        batch = begun or BegunBatch(secrets.token_hex(8), None)
+        return self._seq(await self._connection.write(messages, batch, timeout_s))
+
+    def _seq(self, answer: bytes) -> int:
+        try:
+            ack = _ack_decoder.decode(answer)
+        except msgspec.MsgspecError:
+            raise AppendUnknown("NATS answered with something that is no publish ack") from None
+        if ack.error is not None:
+            raise to_error(ack.error)
+        if ack.seq <= 0:
+            raise AppendUnknown("NATS answered without a sequence")
+        return ack.seq
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        found: dict[str, StoredMessage] = {}
+        if self._leader_only and not any("*" in s or ">" in s for s in subjects):
+            for message in await asyncio.gather(*(self._leader_get({"last_by_subj": s}, timeout_s) for s in subjects)):
+                if message is not None:
+                    found[message.subject] = message
+            return found
+        for i in range(0, len(subjects), _SUBJECTS_PER_GET):
+            request = {"multi_last": list(subjects[i : i + _SUBJECTS_PER_GET])}
+            for message in await self._get_all(request, timeout_s):
+                found[message.subject] = message
+        return found
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        if not self._leader_only:
+            request = {"seq": seq + 1, "next_by_subj": subject, "batch": limit or _MESSAGES_PER_GET}
+            return await self._get_all(request, timeout_s, limit)
+        messages: list[StoredMessage] = []
+        while not limit or len(messages) < limit:
+            message = await self._leader_get({"seq": seq + 1, "next_by_subj": subject}, timeout_s)
+            if message is None:
+                break
+            messages.append(message)
+            seq = message.seq
+        return messages
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        """The message at exactly this sequence, from the leader."""
+        return await self._leader_get({"seq": seq}, 5.0)
+
+    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        """The last sequence that matches each filter (wildcards allowed), from the leader; 0 for none."""
+        found = await asyncio.gather(*(self._leader_get({"last_by_subj": f}, timeout_s) for f in filters))
+        return [message.seq if message is not None else 0 for message in found]
+
+    async def prove(self, unused: str, timeout_s: float) -> None:
+        """Return once the leader has proved that it leads. Raises AppendUnknown, LogUnavailable.
+
+        A leader that the others have left answers reads for seconds. Removing needs their votes, as writing does; but
+        this, on a subject that nothing has, stores nothing: it leaves no hole behind, and a full stream takes it.
+        """
+        asked = Outgoing(f"{self._api}.STREAM.PURGE.{self._name}", json.dumps({"filter": unused}).encode())
+        # As a write: who leads nobody does not answer, and then the connection to it is given up.
+        self._result(await self._connection.write([asked], None, timeout_s, again=True))
+
+    async def held_above(self, positions: Mapping[str, int], timeout_s: float) -> Held:
+        """What the stream holds, and above the position of each of these filters."""
+        counts = await asyncio.gather(*(self._count_above(f, seq, timeout_s) for f, seq in positions.items()))
+        info = await self.api(f"STREAM.INFO.{self._name}", timeout_s=timeout_s)
+        state, limit = info["state"], int(info["config"]["max_bytes"])
+        return Held(int(state["bytes"]), limit, int(state["messages"]), sum(counts), int(state["last_seq"]))
+
+    async def _count_above(self, filter_: str, seq: int, timeout_s: float) -> int:
+        # The server counts what is behind the one message that is asked for.
+        found, behind = await self._get({"seq": seq + 1, "next_by_subj": filter_, "batch": 1}, timeout_s)
+        return len(found) + behind
+
+    async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
+        """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
+        try:
+            answer = await self._connection.request(
+                f"{self._api}.{verb}",
+                json.dumps(body).encode() if body is not None else b"",
+                timeout_s,
+                again=verb.startswith(_REPEATABLE),
+            )
+        except AppendUnknown as e:
+            raise LogUnavailable(f"NATS does not answer {verb.split('.')[0]} requests: {e}") from None
+        return self._result(answer)
+
+    def _result(self, answer: bytes) -> dict[str, Any]:
+        error = _answer_decoder.decode(answer).error
+        if error is not None:
+            raise to_error(error)
+        result: dict[str, Any] = json.loads(answer)
+        return result
+
+    async def _leader_get(self, request: dict[str, Any], timeout_s: float) -> StoredMessage | None:
+        try:
+            answer = await self._connection.request(
+                f"{self._api}.STREAM.MSG.GET.{self._name}", json.dumps(request).encode(), timeout_s, again=True
+            )
+        except AppendUnknown as e:
+            raise LogUnavailable(f"the log's leader does not answer: {e}") from None
+        got = _get_decoder.decode(answer)
+        if got.error is not None:
+            if got.error.err_code == 10037:  # no message found
+                return None
+            raise to_error(got.error)
+        m = got.message
+        assert m is not None
+        return StoredMessage(m.subject, m.seq, entry_header(m.hdrs), m.data)
+
+    async def _get_all(self, request: dict[str, Any], timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """A direct get with its continuations: the server stops an answer at some bytes or messages."""
+        messages: list[StoredMessage] = []
+        while True:
+            part, pending = await self._get(request, timeout_s)
+            messages += part
+            if not pending or not part or (limit and len(messages) >= limit):
+                return messages
+            request = {**request, "seq": part[-1].seq + 1}
+
+    async def _get(self, request: dict[str, Any], timeout_s: float) -> tuple[list[StoredMessage], int]:
+        client = self._connection.client()
+        token = str(next(self._tokens))
+        get = self._gets[token] = _Get()
+        try:
+            await frames.post(
+                client, f"{self._api}.DIRECT.GET.{self._name}", json.dumps(request).encode(), f"{self._inbox}.{token}"
+            )
+            async with asyncio.timeout(timeout_s):
+                return await get.done
+        except TimeoutError:
+            raise LogUnavailable("the log does not answer reads in time") from None
+        except (nats.errors.Error, OSError) as e:
+            raise LogUnavailable(f"reading the log failed: {type(e).__name__}") from None
+        finally:
+            del self._gets[token]
+
+    def _on_reply(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        # The reply's own subject is lost in the message (it has the stored one in a header), except on a status;
+        # both come on the inbox subject that the request named.
+        get = self._gets.get(subject.rpartition(".")[2])
+        if get is not None:
+            get.add(data, headers)
+
+
+class _Get:
+    """The answers to one direct get, until its end."""
+
+    def __init__(self) -> None:
+        self.done: asyncio.Future[tuple[list[StoredMessage], int]] = asyncio.get_running_loop().create_future()
+        self._messages: list[StoredMessage] = []
+
+    def add(self, data: bytes, headers: bytes) -> None:
+        # What was stored may have a status of its own: anybody may publish. Only the server adds a sequence.
+        seq = added(headers, b"Nats-Sequence")
+        if seq is not None:
+            subject = added(headers, b"Nats-Subject") or ""
+            self._messages.append(StoredMessage(subject, int(seq), entry_header(headers), data))
+        elif not self.done.done():
+            status, description = status_of(headers)
+            if status in ("204", "404"):
+                self.done.set_result((self._messages, int(added(headers, b"Nats-Num-Pending") or "0")))
+            elif status == "413":
+                self.fail(TooManyResults("the log has too many subjects for one read"))
+            else:
+                self.fail(LogUnavailable(f"the log refused a read: {status} {description}"))
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+            self.done.exception()  # a reader that was cancelled will not look at it
+
+
+class _LeaderMessage(msgspec.Struct):
+    subject: str
+    seq: int
+    data: bytes = b""
+    hdrs: bytes = b""
+
+
+class _LeaderGet(msgspec.Struct):
+    message: _LeaderMessage | None = None
+    error: ApiError | None = None
+
+
+_get_decoder = msgspec.json.Decoder(_LeaderGet)

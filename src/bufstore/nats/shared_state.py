@@ -1,0 +1,208 @@
+"""The hot bucket: run → thread, live members, progress. All of it may be lost without losing a write.
+
+Values are put by plain publishes on the bucket's subjects, so whoever listens on such a subject hears of a change
+without a consumer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+from bufstore.buffer.ports.shared_state import RUN_TTL_S
+from bufstore.config import LogConfig
+from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.errors import StreamMissing
+from bufstore.jetstream.group_commit import GroupCommit
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import token, untoken
+from bufstore.nats.setup import ensure_bucket
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 3.0
+#: So much is kept of what a flusher says of its trouble.
+_TROUBLE_MAX = 500
+
+
+class NatsSharedState:
+    """See `bufstore.buffer.ports.shared_state.HotState`."""
+
+    def __init__(self, connection: Connection, api: str, config: LogConfig) -> None:
+        self._connection = connection
+        self._config = config
+        self._keys = f"$KV.{config.bucket}."
+        self._calls = f"{config.subject}-flush."
+        self._parked = f"{config.subject}-parked"
+        self._stream = NatsStream(connection, api, f"KV_{config.bucket}", config.replicas)
+        self._writes = GroupCommit(self._stream)
+        self._listeners: list[tuple[str, Callable[[Msg], None]]] = []
+        connection.on_connect(self._listen)
+
+    async def setup(self) -> None:
+        await ensure_bucket(self._stream, self._config)
+        reach(Failpoint.BUCKET_CREATED)
+        self._writes.start()
+
+    async def aclose(self) -> None:
+        """Stop writing."""
+        await self._writes.aclose()
+
+    async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
+        subject = f"{self._keys}run.{token(run_id)}"
+        message = Outgoing(subject, token(thread_id).encode(), expected=0, ttl_s=RUN_TTL_S)
+        try:
+            async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(LogUnavailable, AppendUnknown):
+                    return await self._claim(message, run_id, thread_id, timeout_s)
+                # Claiming twice is the same as once, so whatever the outcome was it may be tried again.
+                async for attempt in AsyncRetrying(
+                    wait=wait_random_exponential(multiplier=0.02, max=0.2),
+                    retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
+                ):
+                    with attempt:
+                        return await self._claim(message, run_id, thread_id, timeout_s)
+        except TimeoutError:
+            pass
+        raise LogUnavailable(f"run {run_id!r} could not be registered in time; nothing was stored")
+
+    async def _claim(self, message: Outgoing, run_id: str, thread_id: str, timeout_s: float) -> str:
+        try:
+            await self._put(message, timeout_s)
+            return thread_id
+        except Conflict:
+            owner = await self.thread_of_run(run_id, timeout_s)
+            if owner is None:
+                raise LogUnavailable(f"run {run_id!r} has just been removed from the hot bucket") from None
+            return owner
+
+    async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
+        subject = f"{self._keys}run.{token(run_id)}"
+        try:
+            found = (await self._stream.last([subject], timeout_s)).get(subject)
+        except StreamMissing:
+            return None
+        try:
+            return untoken(found.body.decode("ascii", "replace")) if found is not None and found.body else None
+        except MalformedEntry:
+            return None
+
+    async def lineage(self, timeout_s: float) -> tuple[int, bytes]:
+        subject = f"{self._keys}lineage"
+        try:
+            found = (await self._stream.last([subject], timeout_s)).get(subject)
+        except StreamMissing:
+            return 0, b""
+        return (found.seq, found.body) if found is not None else (0, b"")
+
+    async def put_lineage(self, record: bytes, expected: int, timeout_s: float) -> int:
+        return await self._put(Outgoing(f"{self._keys}lineage", record, expected=expected), timeout_s)
+
+    async def renew_member(self, member: str, ttl_s: int, trouble: str = "") -> None:
+        body = trouble[:_TROUBLE_MAX].encode("utf-8", "replace")
+        await self._put(Outgoing(f"{self._keys}member.{member}", body, ttl_s=ttl_s), _TIMEOUT_S)
+
+    async def leave(self, member: str) -> None:
+        # The shortest time to live there is: a delete marker would stay for ever.
+        await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
+        await self._tell(self._calls + "members", b"")
+
+    async def members(self) -> dict[str, int]:
+        return {name: m.seq for name, m in (await self._members()).items()}
+
+    async def troubles(self) -> dict[str, str]:
+        return {name: m.body.decode("utf-8", "replace") for name, m in (await self._members()).items() if m.body}
+
+    async def _members(self) -> dict[str, StoredMessage]:
+        try:
+            found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
+        except StreamMissing:
+            return {}
+        return {s.rpartition(".")[2]: m for s, m in sorted(found.items()) if m.body != b"left"}
+
+    async def announce(self) -> None:
+        """Tell the other members that the list has changed."""
+        await self._tell(self._calls + "members", b"")
+
+    async def report(self, progress: Mapping[int, int]) -> None:
+        for partition, seq in progress.items():
+            # Not awaited until stored: the next report overwrites it, and Postgres holds the truth.
+            await self._tell(f"{self._keys}flushed.{partition}", str(seq).encode())
+
+    async def progress(self) -> dict[int, int]:
+        try:
+            found = await self._stream.last([f"{self._keys}flushed.*"], _TIMEOUT_S)
+        except StreamMissing:
+            return {}
+        reports = [(s.rpartition(".")[2], m.body) for s, m in found.items()]
+        return {int(p): int(body) for p, body in reports if p.isdecimal() and body.isdigit()}
+
+    async def on_progress(self, callback: Callable[[int, int], None]) -> None:
+        def heard(msg: Msg) -> None:
+            callback(int(msg.subject.rpartition(".")[2]), int(msg.data))
+
+        await self._add_listener(f"{self._keys}flushed.*", heard)
+
+    async def tell_parked(self, thread_id: str) -> None:
+        await self._tell(self._parked, token(thread_id).encode())
+
+    async def on_parked(self, callback: Callable[[str], None]) -> None:
+        await self._add_listener(self._parked, lambda msg: callback(untoken(msg.data.decode("ascii", "replace"))))
+
+    async def call_owner(self, partition: int) -> None:
+        await self._tell(f"{self._calls}{partition}", b"")
+
+    async def _tell(self, subject: str, data: bytes) -> None:
+        try:
+            await self._connection.client().publish(subject, data)
+        except (nats.errors.Error, OSError) as e:
+            raise LogUnavailable(f"NATS takes no message: {type(e).__name__}") from None
+
+    async def on_call(self, callback: Callable[[int], None]) -> None:
+        def heard(msg: Msg) -> None:
+            word = msg.subject.rpartition(".")[2]
+            callback(-1 if word == "members" else int(word))
+
+        await self._add_listener(f"{self._calls}*", heard)
+
+    async def _put(self, message: Outgoing, timeout_s: float) -> int:
+        try:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    return await self._writes.submit([message])
+                except LogUnavailable:
+                    # Maybe somebody removed the bucket. Nothing in it is needed to be right: make a new one.
+                    await ensure_bucket(self._stream, self._config)
+                    return await self._writes.submit([message])
+        except TimeoutError:
+            raise LogUnavailable("the hot bucket does not answer in time") from None
+
+    async def _add_listener(self, subject: str, heard: Callable[[Msg], None]) -> None:
+        self._listeners.append((subject, heard))
+        await _subscribe(self._connection.client(), subject, heard)
+
+    async def _listen(self, client: Client) -> None:
+        for subject, heard in self._listeners:
+            await _subscribe(client, subject, heard)
+
+
+async def _subscribe(client: Client, subject: str, heard: Callable[[Msg], None]) -> None:
+    async def on_message(msg: Msg) -> None:
+        try:
+            heard(msg)
+        except (ValueError, MalformedEntry):  # anybody may publish here
+            _log.debug("not understood: %s", msg.subject, extra={"action": "hot_ignored"})
+
+    options: dict[str, Any] = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
+    await client.subscribe(subject, cb=on_message, **options)

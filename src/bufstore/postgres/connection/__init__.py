@@ -1,0 +1,1 @@
+"""Connections to Postgres: the pool, what its errors mean, migrations, arrays as parameters."""

@@ -1,0 +1,93 @@
+"""Columns as parameters: binary arrays, framed once.
+
+psycopg's own arrays look at each value twice and quote text.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+from psycopg import AsyncConnection, AsyncRawCursor
+from psycopg.adapt import Dumper
+from psycopg.errors import InvalidBinaryRepresentation
+from psycopg.pq import ExecStatus, Format
+
+_LENGTH = struct.Struct("!i").pack
+_INT8 = struct.Struct("!q").pack
+_HEADER = struct.Struct("!iiIii").pack  # dimensions, has nulls, element type, length, lower bound
+_NULL = _LENGTH(-1)
+
+
+@contextmanager
+def unstorable() -> Iterator[None]:
+    """Raise what Postgres says of data it cannot read, for values of which no columns can be made.
+
+    No writer of ours makes such an entry; somebody else's is its own fault, not that of the store.
+    """
+    try:
+        yield
+    except (msgspec.MsgspecError, struct.error, UnicodeError, OverflowError, RecursionError) as e:
+        raise InvalidBinaryRepresentation(f"{type(e).__name__} in a message or run") from e
+
+
+class Array(bytes):
+    """A Postgres array in its binary form."""
+
+
+class _ArrayDumper(Dumper):
+    format = Format.BINARY  # its type is what the statement casts the parameter to
+
+    def dump(self, obj: Array) -> bytes:
+        return obj
+
+
+class ArrayCursor(AsyncRawCursor[tuple[Any, ...]]):
+    """A cursor for our ``.sql`` files: ``$1`` placeholders, and arrays among the parameters."""
+
+    def __init__(self, connection: AsyncConnection[Any]) -> None:
+        super().__init__(connection)
+        # Here and not on the connection, which may be the caller's.
+        self.adapters.register_dumper(Array, _ArrayDumper)
+
+    async def rows(self) -> list[tuple[Any, ...]]:
+        """All rows; none of a statement that gives none."""
+        result = self.pgresult
+        # Not `description`, which makes an object of each column.
+        return await self.fetchall() if result is not None and result.status == ExecStatus.TUPLES_OK else []
+
+
+def texts(values: Iterable[str | None]) -> Array:
+    """A ``text[]``."""
+    return _array(25, [None if v is None else v.encode() for v in values])
+
+
+def ints(values: Iterable[int]) -> Array:
+    """An ``int[]``."""
+    return _array(23, [_LENGTH(v) for v in values])
+
+
+def longs(values: Iterable[int | None]) -> Array:
+    """A ``bigint[]``."""
+    return _array(20, [None if v is None else _INT8(v) for v in values])
+
+
+def blobs(values: Sequence[bytes | None]) -> Array:
+    """A ``bytea[]``."""
+    return _array(17, values)
+
+
+def _array(element_type: int, values: Sequence[bytes | None]) -> Array:
+    if not values:
+        return Array(struct.pack("!iiI", 0, 0, element_type))
+    parts: list[bytes] = [_HEADER(1, None in values, element_type, len(values), 1)]
+    for value in values:
+        if value is None:
+            parts.append(_NULL)
+        else:
+            parts.append(_LENGTH(len(value)))
+            parts.append(value)
+    return Array(b"".join(parts))

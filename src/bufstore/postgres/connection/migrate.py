@@ -1,0 +1,218 @@
+"""SQL files: numbered migrations, and the named queries beside them.
+
+A folder of SQL files belongs to one *part* of tables. ``NNNN_what.sql`` are its migrations, applied in order,
+once; each other ``name.sql`` is a query. In all of them ``{schema}`` stands for the (quoted) schema name.
+
+A rolling upgrade runs two releases on the same tables, and a rollback runs the older one on the newer tables. So a
+migration may begin with the line ``-- Works with: NNNN``: the release whose newest migration is NNNN, and every later
+one, still works after this one. It is recorded with the migration, because an older release cannot read the file. A
+migration without that line shuts out all earlier releases. Expand first, contract a release later: see
+docs/OPERATIONS.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib.resources.abc import Traversable
+from typing import Any, LiteralString
+
+import psycopg
+from psycopg import AsyncConnection, sql
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random
+
+from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
+
+_NUMBERED = re.compile(r"(\d{4})_.+\.sql")
+_WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
+#: The functions' bodies stand between these, so the schema's name must not hold it.
+_BODY_QUOTE = "$body$"
+#: Postgres cuts longer identifiers short, in silence.
+_MAX_IDENTIFIER_BYTES = 63
+#: Any fixed number: one migration at a time in a database.
+_MIGRATION_LOCK = 0x6275_6673_746F_7265
+#: How long a migration waits for a lock on a table, how long it leaves the tables alone then, at least, and for how
+#: long it tries again.
+_LOCK_S = 1.0
+_LOCK_PAUSE_S = 0.5
+_LOCKS_S = 6.0
+
+
+def check_schema(schema: str) -> str:
+    """Return `schema` if it can name our schema; else raise ConfigError."""
+    reserved = "\0" in schema or _BODY_QUOTE in schema or schema.startswith("pg_")
+    try:
+        size = len(schema.encode())
+    except UnicodeEncodeError:  # a lone surrogate
+        size = 0
+    if reserved or not 1 <= size <= _MAX_IDENTIFIER_BYTES:
+        raise ConfigError(
+            f"schema {schema!r}: a name of 1 to {_MAX_IDENTIFIER_BYTES} bytes is needed, "
+            f"without NUL, lone surrogates and {_BODY_QUOTE}, that does not start with pg_"
+        )
+    return schema
+
+
+def queries(folder: Traversable, schema: str) -> dict[str, LiteralString]:
+    """The folder's queries by file name (without ``.sql``), for `schema`.
+
+    They have ``$1`` placeholders, for psycopg's raw cursors: ``%`` in a schema's name needs no care there.
+    """
+    return {
+        file.name.removesuffix(".sql"): _rendered(file, schema)
+        for file in folder.iterdir()
+        if file.name.endswith(".sql") and not _NUMBERED.fullmatch(file.name)
+    }
+
+
+async def migrate(connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str) -> list[int]:
+    """Bring the tables of `part` in `schema` up to date; return the versions that were applied now.
+
+    All in one transaction, one process at a time; a schema that is up to date is only read, so a role without
+    DDL rights can start an app. Tables of a newer release are left alone; raises ConfigError when this release cannot
+    work with them, and StoreUnavailable when another session held a lock on the tables for too long: then nothing was
+    changed.
+    """
+    check_schema(schema)
+    migrations = migrations_of(folder, schema)
+    if not await _missing(connection, schema, part, migrations):
+        return []
+    try:
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(psycopg.errors.LockNotAvailable),
+            wait=wait_random(_LOCK_PAUSE_S, 2 * _LOCK_PAUSE_S),
+            stop=stop_after_delay(_LOCKS_S),
+            reraise=True,
+        ):
+            with attempt:
+                applied = await _migrate_at_once(connection, schema, part, migrations)
+    except psycopg.errors.LockNotAvailable as e:
+        raise StoreUnavailable(
+            f"the {part} tables in schema {schema!r} could not be migrated: another session holds a lock on them "
+            "(a long query, a dump, VACUUM FULL); see pg_stat_activity, let it end, and try again"
+        ) from e
+    except psycopg.errors.InsufficientPrivilege as e:
+        raise StoreMisconfigured(
+            f"the {part} tables in schema {schema!r} are missing or of an older release, and this role may not make "
+            f"them ({e.diag.message_primary}): run `bufstore setup --grant ROLE` with their owner's rights"
+        ) from e
+    reach(Failpoint.MIGRATION_DONE)
+    return applied
+
+
+async def _migrate_at_once(
+    connection: AsyncConnection[Any], schema: str, part: str, migrations: Mapping[int, LiteralString]
+) -> list[int]:
+    """One try, in one transaction."""
+    async with connection.transaction():
+        for statement in waiting():
+            await connection.execute(statement)
+        missing = await _missing(connection, schema, part, migrations)
+        if missing:
+            await _prepare(connection, schema)
+        for version in missing:
+            await connection.execute(migrations[version])
+            reach(Failpoint.MIGRATION_HALF)
+            await connection.execute(recording(schema, part, version, migrations[version]))
+    return missing
+
+
+async def _missing(
+    connection: AsyncConnection[Any], schema: str, part: str, migrations: Mapping[int, LiteralString]
+) -> list[int]:
+    """The versions that are not applied yet. Raises ConfigError when this release cannot work with those that are."""
+    applied = (await applied_migrations(connection, schema)).get(part, {})
+    if not works_with(applied, max(migrations)):
+        raise ConfigError(
+            f"the {part} tables in schema {schema!r} have version {max(applied)}, made by a newer release that "
+            f"works only with version {max(applied.values())} and later; this release knows up to "
+            f"{max(migrations)}: upgrade bufstore"
+        )
+    return sorted(migrations.keys() - applied.keys())
+
+
+def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
+    """The folder's migrations by version, for `schema`."""
+    return {
+        int(match[1]): _rendered(file, schema) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name))
+    }
+
+
+def newest(folder: Traversable) -> int:
+    """The version that this release knows of the folder's tables."""
+    return max(int(match[1]) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name)))
+
+
+def oldest_release(migration: str, version: int) -> int:
+    """The newest migration of the oldest release that works after this one: what the file says, else its own."""
+    said = _WORKS_WITH.search(migration)
+    return int(said[1]) if said else version
+
+
+def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
+    """Whether a release whose newest migration is `newest_known` works with tables that have these migrations.
+
+    `applied`: each migration's version, with the oldest release that works after it.
+    """
+    return all(oldest <= newest_known for version, oldest in applied.items() if version > newest_known)
+
+
+async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:
+    """Per part, the versions that were applied, each with the oldest release that works after it."""
+    table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
+    # Not by to_regclass: a session that found nothing may still say so after it has waited for who makes the table.
+    there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'bufstore_migrations'"
+    if not (await connection.execute(there, [schema])).rowcount:
+        return {}
+    # By way of JSON, because the column may not be there: releases without it made the table.
+    cursor = await connection.execute(
+        sql.SQL("SELECT room, version, coalesce((to_jsonb(m) ->> 'works_with')::int, version) FROM {} AS m").format(
+            table
+        )
+    )
+    applied: dict[str, dict[int, int]] = {}
+    for part, version, oldest in await cursor.fetchall():
+        applied.setdefault(part, {})[version] = oldest
+    return applied
+
+
+async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
+    # Not IF NOT EXISTS alone: that asks for the right to create schemas even when this one is there.
+    cursor = await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])
+    if not cursor.rowcount:
+        await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
+    for statement in preparing(schema):
+        await connection.execute(statement)
+
+
+def waiting() -> list[sql.Composed]:
+    """What a transaction that migrates begins with: one at a time, and short waits for locks."""
+    return [
+        sql.SQL("SELECT pg_advisory_xact_lock({})").format(_MIGRATION_LOCK),
+        # While a change of a table waits for whoever reads it, everybody else waits behind the change.
+        sql.SQL("SET LOCAL lock_timeout = {}").format(f"{round(_LOCK_S * 1000)}ms"),
+    ]
+
+
+def preparing(schema: str) -> list[sql.Composed]:
+    """What makes the table of the migrations, in a schema that is there."""
+    statements: list[LiteralString] = [
+        "CREATE TABLE IF NOT EXISTS {}.bufstore_migrations ("
+        "room text, version int, applied_at timestamptz NOT NULL DEFAULT now(), PRIMARY KEY (room, version))",
+        # The oldest release that works with the tables as they are from this migration on.
+        "ALTER TABLE {}.bufstore_migrations ADD COLUMN IF NOT EXISTS works_with int",
+    ]
+    return [sql.SQL(statement).format(sql.Identifier(schema)) for statement in statements]
+
+
+def recording(schema: str, part: str, version: int, migration: str) -> sql.Composed:
+    """What says that a migration was applied."""
+    return sql.SQL("INSERT INTO {}.bufstore_migrations (room, version, works_with) VALUES ({}, {}, {})").format(
+        sql.Identifier(schema), part, version, oldest_release(migration, version)
+    )
+
+
+def _rendered(file: Traversable, schema: str) -> LiteralString:
+    # Our own file with a quoted identifier in it: as literal as a string can be that is read from a file.
+    return file.read_text(encoding="utf-8").replace("{schema}", sql.Identifier(schema).as_string())

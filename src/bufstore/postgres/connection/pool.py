@@ -1,0 +1,368 @@
+"""The pool of connections: opens without Postgres, lends only live connections, ends every call in time.
+
+It works behind a pooler in transaction mode: autocommit, no prepared statements, no session state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Generator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, Self
+
+import psycopg
+from psycopg import AsyncConnection, AsyncPipeline, IsolationLevel
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import TransactionStatus
+from psycopg.rows import TupleRow
+from psycopg_pool import AsyncConnectionPool, PoolTimeout
+
+from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
+from bufstore.postgres.connection.errors import map_errors
+
+#: How long a waiting call leaves the pool alone before it asks again, which makes the pool try to connect again.
+_NUDGE_S = 0.5
+#: When a call's time is over: how long the cancel request may take, and then the statement to end.
+_GRACE_S = 0.25
+#: A connection goes from caller to caller for so long; then the pool looks whether it is too old.
+_HANDED_ON_S = 60.0
+#: What the server says to a client that will never get in. Only its text says so: libpq gives no SQLSTATE here.
+_REFUSED = re.compile(
+    r"authentication failed|no pg_hba\.conf entry|(role|database) \".*\" does not exist|permission denied|"
+    r"not permitted to log in|no password supplied|certificate verify failed|server does not support SSL|"
+    r"does not match host name",
+    re.IGNORECASE | re.DOTALL,
+)
+_PORT = re.compile(r"\s*[0-9]{1,5}\s*")
+#: "postgresql+psycopg://", which most apps have in their environment.
+_DIALECT = re.compile(r"(postgres(?:ql)?)(\+[a-z0-9_]+)://")
+_REASON = re.compile(r"failed: (.*)|(connection timeout.*)")
+
+
+class _Quiet(logging.Filter):
+    """While Postgres is away psycopg's pool warns of each attempt and each lost connection of ours.
+
+    The callers' errors say it, and the flusher and the reads say it once; the attempts are for debugging.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # Some of its messages name the pool, some the connection.
+        args = record.args if isinstance(record.args, tuple) else ()
+        ours = any(arg == _POOL_NAME if isinstance(arg, str) else isinstance(arg, _Connection) for arg in args)
+        return not ours or logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
+
+
+_POOL_NAME = "bufstore"
+logging.getLogger("psycopg.pool").addFilter(_Quiet())
+
+
+class _Failure:
+    """The pool's last failure to connect, until it succeeds again."""
+
+    reason: str | None = None
+
+
+class _Connection(AsyncConnection[TupleRow]):
+    @classmethod
+    async def connect(cls, conninfo: str = "", *, failure: _Failure, **kwargs: Any) -> Self:  # type: ignore[override]
+        try:
+            connection = await super().connect(conninfo, **kwargs)
+        except psycopg.OperationalError as e:
+            # With several hosts there are several. The text names host and user, never a password.
+            reasons = _REASON.findall(str(e))
+            failure.reason = "".join(reasons[-1]) if reasons else "connection failed"
+            raise
+        failure.reason = None
+        # Whatever the role's default is: what waits for a row that another has changed goes on with the changed one.
+        await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
+        return connection
+
+    #: When it was last got from the pool.
+    lent_at: float = 0.0
+
+    @asynccontextmanager
+    async def pipeline(self) -> AsyncIterator[AsyncPipeline]:
+        """As psycopg's, but without the request to flush that it sends behind the last sync.
+
+        Postgres takes that for the next statement, which ends its `idle_in_transaction_session_timeout`: a process that
+        stops behind a pipeline would hold its locks for ever.
+        """
+        async with super().pipeline() as pipeline:
+            pipeline._exit_gen = partial(_end, pipeline)  # type: ignore[method-assign]
+            yield pipeline
+
+
+def _end(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
+    """Send a sync and fetch all that is still to come."""
+    try:
+        pipeline._enqueue_sync()
+        yield from pipeline._communicate_gen()
+    finally:
+        yield from pipeline._fetch_gen(flush=False)
+
+
+class Pool(AsyncConnectionPool[_Connection]):
+    """An `AsyncConnectionPool` with one more way to borrow: `lend`.
+
+    While all of its connections are lent, one that comes back goes to the next caller at once, past the pool, whose
+    locks and tasks cost more than a small statement. Not while anybody waits in the pool itself: he came earlier.
+    """
+
+    def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
+        self._failure = _Failure()
+        self._returning: set[asyncio.Future[None]] = set()
+        #: Callers of `lend` who have a connection or wait for the pool to give one, and how many of them wait.
+        self._lent = self._asking = 0
+        #: Those who wait for one of them. None: the place is free, the connection is not there any more.
+        self._next: deque[asyncio.Future[_Connection | None]] = deque()
+        defaults: dict[str, Any] = {
+            "connect_timeout": max(2, round(connect_timeout_s)),
+            "application_name": "bufstore",
+            # A server whose host is gone says nothing: with the system's defaults that is noticed after two hours.
+            "keepalives_idle": 10,
+            "keepalives_interval": 5,
+            "keepalives_count": 3,
+        }
+        super().__init__(
+            make_conninfo(**(defaults | check_conninfo(conninfo))),
+            connection_class=_Connection,
+            kwargs={"autocommit": True, "prepare_threshold": None, "failure": self._failure},
+            min_size=min(2, size),
+            max_size=size,
+            open=False,
+            name=_POOL_NAME,
+            # Its own back-off would go on sleeping for minutes when Postgres is back: see `_live`.
+            reconnect_timeout=0,
+        )
+
+    @asynccontextmanager
+    async def lend(self, timeout_s: float) -> AsyncIterator[AsyncConnection[TupleRow]]:
+        """A live connection for the block, which ends (and the connection is back) after `timeout_s` at most.
+
+        Errors in the block are mapped (`bufstore.postgres.connection.errors`). Raises StoreUnavailable when no
+        connection could be had (the block did not begin), NoAnswer when the connection or the time ended in the block,
+        StoreMisconfigured when Postgres refuses the login, Closed.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        with map_errors():
+            connection = await self._borrow(deadline)
+            alarm = Alarm(connection, deadline)
+            try:
+                # The alarm ends the statement; the timeout is for what else the block may wait for.
+                async with asyncio.timeout_at(deadline + 3 * _GRACE_S), connection:
+                    yield connection
+            except Exception as e:
+                if _is_read_only(e):
+                    # A session may stay so after the server is not, and the address may lead to another one by now.
+                    await connection.close()
+                raise
+            finally:
+                if alarm.off():
+                    # The cancel request may still be under way: it must not hit the next one's statement.
+                    await connection.close()
+                await self._end_loan(connection)
+
+    async def _borrow(self, deadline: float) -> _Connection:
+        """A place among those lent to, and a live connection."""
+        if self._lent >= self.max_size:
+            handed = await self._wait_turn(deadline)
+            if handed is not None:
+                return handed
+        else:
+            self._lent += 1
+        self._asking += 1
+        try:
+            connection = await self._live(deadline)
+        except BaseException as e:
+            if isinstance(e, StoreMisconfigured):
+                self._refuse_all(str(e))
+            self._free_place()
+            raise
+        finally:
+            self._asking -= 1
+        connection.lent_at = asyncio.get_running_loop().time()
+        return connection
+
+    async def _wait_turn(self, deadline: float) -> _Connection | None:
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[_Connection | None] = loop.create_future()
+        timer = loop.call_at(deadline, self._too_late, turn)
+        self._next.append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                handed = turn.result()  # his turn had come
+                if handed is not None:
+                    await self._end_loan(handed)
+                else:
+                    self._free_place()
+            raise
+        finally:
+            timer.cancel()
+
+    def _too_late(self, turn: asyncio.Future[_Connection | None]) -> None:
+        if not turn.done():
+            turn.set_exception(self._not_in_time())
+
+    def _refuse_all(self, reason: str) -> None:
+        """Those who wait need not each find out for themselves."""
+        while self._next:
+            turn = self._next.popleft()
+            if not turn.done():
+                turn.set_exception(StoreMisconfigured(reason))
+
+    def _not_in_time(self) -> StoreUnavailable:
+        reason = self._failure.reason or "all connections are in use"
+        return StoreUnavailable(f"no connection to Postgres in time: {reason}")
+
+    async def _end_loan(self, connection: _Connection) -> None:
+        """Hand the connection on, or give it back."""
+        fresh = asyncio.get_running_loop().time() - connection.lent_at < _HANDED_ON_S
+        idle = connection.pgconn.transaction_status == TransactionStatus.IDLE
+        if fresh and idle and not self._asking and not self.closed and self._give_turn(connection):
+            return
+        try:
+            # Also after a cancellation: the pool rolls back what is open, or drops the connection.
+            await self._give_back(connection)
+        finally:
+            self._free_place()
+
+    def _free_place(self) -> None:
+        if not self._give_turn(None):
+            self._lent -= 1
+
+    def _give_turn(self, connection: _Connection | None) -> bool:
+        while self._next:
+            turn = self._next.popleft()
+            if not turn.done():
+                turn.set_result(connection)
+                return True
+        return False
+
+    async def take(self, timeout_s: float) -> AsyncConnection[TupleRow]:
+        """A live connection to keep, for the caller to close and then give back with `putconn`. Raises like `lend`."""
+        with map_errors():
+            return await self._live(asyncio.get_running_loop().time() + timeout_s)
+
+    async def _live(self, deadline: float) -> _Connection:
+        loop = asyncio.get_running_loop()
+        while True:
+            left = deadline - loop.time()
+            try:
+                connection = await self.getconn(min(left, _NUDGE_S))
+            except PoolTimeout:
+                # Asked again, the pool tries to connect again: Postgres that is back is noticed at once.
+                self._raise_refusal()
+                if left <= _NUDGE_S:
+                    raise self._not_in_time() from None
+                continue
+            if _is_alive(connection):
+                return connection
+            await self._give_back(connection)
+
+    async def _give_back(self, connection: _Connection) -> None:
+        """Return a connection, also when the caller is cancelled meanwhile: else the pool would miss it for ever."""
+        returning = asyncio.ensure_future(self.putconn(connection))
+        self._returning.add(returning)
+        returning.add_done_callback(self._returning.discard)
+        await asyncio.shield(returning)
+
+    def _raise_refusal(self) -> None:
+        reason = self._failure.reason
+        if reason is not None and _REFUSED.search(reason):
+            raise StoreMisconfigured(f"Postgres refuses the connection: {reason}") from None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.max_size} connections>"
+
+
+async def open_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
+    """An open pool of up to `size` connections. Postgres need not be up: the first call that needs it says so."""
+    pool = new_pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
+    await pool.open(wait=False)
+    return pool
+
+
+def new_pool(conninfo: str, *, size: int = 16, connect_timeout_s: float = 5.0) -> Pool:
+    """A pool still to be opened. Raises ConfigError when `conninfo` is none; the error does not show it."""
+    if size < 1:
+        raise ConfigError("the pool needs at least one connection")
+    return Pool(conninfo, size=size, connect_timeout_s=connect_timeout_s)
+
+
+def check_conninfo(conninfo: str) -> dict[str, Any]:
+    """The parameters of a connection string. Raises ConfigError, which shows nothing of it."""
+    if dialect := _DIALECT.match(conninfo):
+        raise ConfigError(
+            f"a Postgres URL that begins with {dialect[0]} is SQLAlchemy's: leave out {dialect[2]!r} (postgresql://…)"
+        )
+    found: dict[str, Any] | None = None
+    with suppress(psycopg.ProgrammingError, UnicodeError):
+        found = dict(conninfo_to_dict(conninfo))
+    if found is None:
+        # Not within an except: libpq's message quotes the string, password and all, and would be our context.
+        raise ConfigError("the Postgres connection string cannot be read (neither URL nor key=value)")
+    # Of a password with an unescaped "/", "@" or "#" libpq takes a part for the address, and would say it in errors.
+    hosts, ports = str(found.get("host", "")), str(found.get("port", ""))
+    if "@" in hosts or not all(p == "" or _PORT.fullmatch(p) for p in ports.split(",")):
+        raise ConfigError(
+            "the Postgres connection string names no usable host and port; "
+            "special characters of user and password in a URL are written as %XX"
+        )
+    return found
+
+
+def _is_alive(connection: AsyncConnection[Any]) -> bool:
+    """False when the server has closed this idle connection: read what has arrived, without waiting."""
+    try:
+        # Twice: a server that ends a session says so first, and libpq sees the end only when it reads on.
+        connection.pgconn.consume_input()
+        connection.pgconn.consume_input()
+    except psycopg.Error:
+        return False
+    return not connection.closed
+
+
+def _is_read_only(error: BaseException) -> bool:
+    return any(isinstance(e, psycopg.errors.ReadOnlySqlTransaction) for e in (error, error.__cause__))
+
+
+class Alarm:
+    """Ends the connection's statement when its time is over.
+
+    Not by cancelling our task: psycopg would then wait for the server up to ten seconds. And a statement that the
+    server has cancelled is known to have done nothing, where one that was abandoned is not.
+    """
+
+    def __init__(self, connection: AsyncConnection[Any], deadline: float) -> None:
+        self._connection = connection
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._ring)
+        self._task: asyncio.Task[None] | None = None
+
+    def off(self) -> bool:
+        """Disarm it; true when it has rung."""
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        return self._task is not None
+
+    def _ring(self) -> None:
+        self._task = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        with suppress(psycopg.Error):
+            await self._connection.cancel_safe(timeout=_GRACE_S)
+            await asyncio.sleep(_GRACE_S)
+        # No server, or one too busy to cancel: hang up, which wakes psycopg at once.
+        with suppress(OSError, psycopg.Error):
+            connected = socket.socket(fileno=os.dup(self._connection.pgconn.socket))
+            with connected:
+                connected.shutdown(socket.SHUT_RDWR)

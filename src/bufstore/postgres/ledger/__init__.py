@@ -1,0 +1,1 @@
+"""The ledger in Postgres: watermarks, cursors, terms and quarantine. Knows no domain."""

@@ -1,0 +1,90 @@
+"""Having the wrapped store write a batch, and what its errors mean."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import psycopg
+from psycopg import AsyncConnection
+
+from bufstore.buffer.flush.verdict import Verdict, verdict
+from bufstore.buffer.ports.ledger import FlushFailed
+from bufstore.errors import BufstoreError
+
+#: A probe that finds more to refuse than to write ends after this.
+_PROBE_S = 2.0
+
+
+class Applies(Protocol):
+    """The part of a store that a flush needs."""
+
+    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
+        """Write the batch on the connection; see `bufstore.threads.protocol.WrappableStore`."""
+        ...
+
+
+@contextmanager
+def flush_errors(*, of_batch: bool = False) -> Iterator[None]:
+    """Raise FlushFailed with its verdict for what Postgres says; a lost connection is mapped at the pool's edge."""
+    try:
+        yield
+    except psycopg.Error as e:
+        if e.sqlstate is None:
+            raise
+        raise _refusal(e, of_batch) from e
+
+
+async def apply_batch(target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
+    """Have the store write the batch. Raises FlushFailed."""
+    try:
+        with flush_errors(of_batch=True):
+            await target.apply(connection, batch)
+    except (psycopg.Error, BufstoreError, OSError, FlushFailed):
+        raise
+    except Exception as e:
+        # The app's own code: nobody knows what it means, so it may delay only the threads that it fails on.
+        raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.SUSPECT) from e
+
+
+async def probe_batch(
+    target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any], limit: int
+) -> tuple[dict[str, FlushFailed], set[str]]:
+    """Have the store write the batch in parts, as far as it takes them: what it refuses of which threads.
+
+    And the threads that were not tried any more, because enough were refused (`Ledger.flush`, `probe`). Savepoints in
+    one transaction: a transaction of its own for each part would cost a sync of the disk each. Raises FlushFailed for
+    what is not about a thread.
+    """
+    refused: dict[str, FlushFailed] = {}
+    written = 0
+    parts = [list(batch)]
+    loop = asyncio.get_running_loop()
+    until = loop.time() + _PROBE_S
+    while parts:
+        if limit < len(batch) and len(refused) > written and (len(refused) >= limit or loop.time() > until):
+            break
+        part = parts.pop()
+        try:
+            async with connection.transaction():
+                await apply_batch(target, connection, part)
+            written += len(part)
+        except FlushFailed as e:
+            if not e.verdict.of_statement:
+                raise
+            if len(part) > 1:
+                parts += [part[len(part) // 2 :], part[: len(part) // 2]]
+            else:
+                refused[part[0].thread_id] = e
+    return refused, {change.thread_id for part in parts for change in part}
+
+
+def _refusal(error: psycopg.Error, of_batch: bool) -> FlushFailed:
+    state, diag = error.sqlstate, error.diag
+    assert state is not None
+    text = diag.message_primary or type(error).__name__
+    place = diag.constraint_name or ".".join(n for n in (diag.table_name, diag.column_name) if n)
+    message = f"Postgres says: {text} (SQLSTATE {state})"
+    return FlushFailed(message, verdict(state), cause=f"{state} {place}", of_batch=of_batch)

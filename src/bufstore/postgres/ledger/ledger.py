@@ -1,0 +1,229 @@
+"""The ledger in Postgres: watermarks, cursors, terms, and the one flush transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from psycopg import AsyncConnection
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner
+from bufstore.buffer.target import Target
+from bufstore.config import BufferConfig
+from bufstore.failpoints import Failpoint, reach
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.migrate import check_schema, migrate, queries
+from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.ledger.applying import Applies, apply_batch, flush_errors, probe_batch
+from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
+
+_FOLDER = files("bufstore.postgres.ledger") / "sql"
+#: Enough for one flush and the reads of waiters beside it.
+_CONNECTIONS = 3
+#: How long a flush waits for a lock of the store's own tables; in a probe it waits for each of them.
+_LOCK, _PROBE_LOCK = "100ms", "1ms"
+
+#: What a process that is short of processor time works through, between two statements of a flush.
+_BYTES_PER_S = 4 << 20
+
+
+def idle_max(lease_s: float, size: int = 0) -> str:
+    """How long a transaction may stand still between statements: two thirds of the lease, and time for `size` bytes.
+
+    A process that is frozen is to give its locks back within the lease; one that decodes a large window on a busy
+    machine is not frozen, and would begin again and again.
+    """
+    return f"{round(1000 * (lease_s * 2 / 3 + size / _BYTES_PER_S))}ms"
+
+
+class PostgresLedger:
+    """See `bufstore.buffer.ports.ledger.Ledger`. Its tables stand in `schema`, beside those of the store."""
+
+    def __init__(
+        self,
+        conninfo: str,
+        target: Applies,
+        *,
+        schema: str = "bufstore",
+        timeout_s: float = 30.0,
+        quarantine_max: int = BufferConfig.quarantine_max,
+        lease_s: float = BufferConfig.lease_s,
+    ) -> None:
+        self.schema = check_schema(schema)
+        self._target = target
+        self._timeout_s = timeout_s
+        self._pool: Pool = new_pool(conninfo, size=_CONNECTIONS)
+        self._sql = queries(_FOLDER, schema)
+        #: A process that stops inside a transaction gives its locks back after this: before its lease is over, which
+        #: begins up to a third of it earlier.
+        self._lease_s = lease_s
+        self._parked = PostgresParked(
+            self._pool, self.setup, self._sql, target, timeout_s, quarantine_max, idle_max(lease_s)
+        )
+        self._ready = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(schema={self.schema!r})"
+
+    async def open(self) -> None:
+        """Open the pool; Postgres need not be up."""
+        await self._pool.open(wait=False)
+
+    async def aclose(self) -> None:
+        await self._pool.close()
+
+    async def setup(self) -> None:
+        if not self._ready:
+            async with self._pool.lend(self._timeout_s) as connection:
+                await migrate(connection, self.schema, _FOLDER, "buffer")
+            self._ready = True
+
+    async def epoch(self) -> int | None:
+        rows = await self._fetch("epoch")
+        return int(rows[0][0]) if rows else None
+
+    async def set_epoch(self, epoch: int) -> None:
+        await self._fetch("set_epoch", epoch)
+
+    async def target(self) -> Target | None:
+        rows = await self._fetch("target")
+        return Target(*rows[0]) if rows else None
+
+    async def claim(self, epoch: int, target: Target) -> Target:
+        return Target(*(await self._fetch("claim", epoch, target.domain, target.store, target.id))[0])
+
+    async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
+        rows = await self._fetch("take", arrays.ints(sorted(partitions)), owner)
+        return [Cursor(*row) for row in sorted(rows)]
+
+    async def cursors(self) -> dict[int, Cursor]:
+        return {row[0]: Cursor(*row) for row in await self._fetch("cursors")}
+
+    async def watermark(self, thread_id: str) -> Watermark:
+        rows = await self._fetch("row", thread_id)
+        return Watermark(*rows[0]) if rows else Watermark()
+
+    async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
+        return [(seq, t) for t, seq in await self._fetch("tombstones", below, after, limit)]
+
+    async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
+        await self._fetch("bury", arrays.texts(t for _, t in tombstones), arrays.longs(s for s, _ in tombstones))
+
+    async def archived(self) -> int:
+        rows = await self._fetch("archived")
+        return int(rows[0][0]) if rows else 0
+
+    async def set_archived(self, position: int) -> None:
+        await self._fetch("set_archived", position)
+
+    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
+        if not (await self._fetch("has_set_aside", self.schema))[0][0]:
+            return 0
+        return len(await self._fetch("erase_set_aside", arrays.texts(thread_ids)))
+
+    async def quarantined(self) -> int:
+        return int((await self._fetch("quarantined"))[0][0])
+
+    async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
+        found = await self._fetch("rows", arrays.texts(thread_ids))
+        return {thread_id: (Watermark(*row), given_up) for thread_id, given_up, *row in found}
+
+    async def broken(self) -> frozenset[str]:
+        return frozenset(row[0] for row in await self._fetch("broken"))
+
+    async def has_threads(self) -> bool:
+        """Whether a PostgresThreadStore has its tables in the same schema."""
+        return bool((await self._fetch("has_threads", self.schema))[0][0])
+
+    async def versions(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
+        """Where the store is a PostgresThreadStore in the same schema: see
+        `bufstore.buffer.operate.verify.Versions`.
+        """
+        return {t: (a, b, c) for t, a, b, c in await self._fetch("counts", arrays.texts(thread_ids))}
+
+    @property
+    def parked(self) -> PostgresParked:
+        return self._parked
+
+    async def flush(
+        self,
+        held: Sequence[Cursor],
+        threads: Sequence[str],
+        decide: Callable[[Mapping[str, Watermark]], Decision],
+        *,
+        probe: int = 0,
+        size: int = 0,
+    ) -> Flushed:
+        await self.setup()
+        refused: dict[str, FlushFailed] = {}
+        untried: set[str] = set()
+        async with self._pool.lend(self._timeout_s) as connection:
+            with flush_errors():
+                async with connection.transaction():
+                    times = idle_max(self._lease_s, size), _PROBE_LOCK if probe else _LOCK
+                    rows = await self._lock(connection, held, threads, *times)
+                    reach(Failpoint.FLUSH_LOCKED)
+                    decision = decide(rows)
+                    if decision.batch and probe:
+                        refused, untried = await probe_batch(self._target, connection, decision.batch, probe)
+                        if refused or untried:
+                            decision = decide({t: rows[t] for t in rows.keys() - refused.keys() - untried})
+                    if decision.parked:
+                        await self._parked.park(connection, decision.parked)
+                        reach(Failpoint.PARK_WRITTEN)
+                    if decision.batch and not probe:
+                        await apply_batch(self._target, connection, decision.batch)
+                    reach(Failpoint.FLUSH_APPLIED)
+                    await self._advance(connection, decision)
+                    reach(Failpoint.FLUSH_ADVANCED)
+        return Flushed(decision, set(threads) - rows.keys(), refused, untried)
+
+    async def _lock(
+        self,
+        connection: AsyncConnection[Any],
+        held: Sequence[Cursor],
+        threads: Sequence[str],
+        idle: str,
+        lock_timeout: str,
+    ) -> dict[str, Watermark]:
+        """The rows of the threads, but not of those that somebody else holds."""
+        # One round trip: the partitions first, so that a fenced owner creates no rows.
+        async with connection.pipeline():
+            partitions = arrays.ints(cursor.partition for cursor in held)
+            found = await self._send(connection, "lock_partitions", partitions, idle, lock_timeout)
+            names = arrays.texts(threads)
+            await self._send(connection, "insert_missing", names)
+            rows = await self._send(connection, "lock_threads", names)
+        cursors = {row[0]: Cursor(*row[:4]) for row in await found.fetchall()}
+        for cursor in held:
+            if cursors.get(cursor.partition) != cursor:
+                # A higher term is another owner's; the same term with an older cursor is a Postgres that has failed
+                # over to a copy. Either way the partition is taken again, from where the row says.
+                raise NotOwner(cursor.partition, cursors.get(cursor.partition), cursor)
+        return {row[0]: Watermark(*row[1:]) for row in await rows.fetchall()}
+
+    async def _advance(self, connection: AsyncConnection[Any], decision: Decision) -> None:
+        async with connection.pipeline():
+            if decision.watermarks:
+                await self._send(connection, "advance_threads", *row_columns(dict(decision.watermarks)))
+            await self._send(
+                connection,
+                "advance_cursors",
+                arrays.ints(cursor.partition for cursor in decision.cursors),
+                arrays.longs(cursor.seq for cursor in decision.cursors),
+                arrays.longs(cursor.id for cursor in decision.cursors),
+                arrays.longs(cursor.term for cursor in decision.cursors),
+            )
+
+    async def _send(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> arrays.ArrayCursor:
+        cursor = arrays.ArrayCursor(connection)
+        await cursor.execute(self._sql[name], parameters, binary=True)
+        return cursor
+
+    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        await self.setup()
+        async with self._pool.lend(self._timeout_s) as connection:
+            cursor = await self._send(connection, name, *parameters)
+            return await cursor.rows()

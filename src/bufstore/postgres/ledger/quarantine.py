@@ -1,0 +1,173 @@
+"""The entries in quarantine: rows of ``buffer_quarantine``, and the transaction that replays them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
+from typing import Any, LiteralString
+
+import msgspec
+from psycopg import AsyncConnection, errors
+
+from bufstore.buffer.chain import Parked, Watermark
+from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.operate.replay import Outcome, ParkedEntry
+from bufstore.buffer.ports.ledger import ParkedInfo, QuarantineBusy, QuarantineFull, Replay
+from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.pool import Pool
+from bufstore.postgres.ledger.applying import Applies, apply_batch, flush_errors
+
+#: How much of a thread one replay transaction takes.
+_REPLAY_ENTRIES = 500
+_REPLAY_BYTES = 64 << 20
+
+#: Parked whole: an entry, or the messages of what is none.
+_decoder = msgspec.msgpack.Decoder(StoredEntry | tuple[StoredMessage, ...])
+
+
+class PostgresParked:
+    """See `bufstore.buffer.ports.ledger.ParkedEntries`."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        setup: Callable[[], Awaitable[None]],
+        queries: dict[str, LiteralString],
+        target: Applies,
+        timeout_s: float,
+        limit: int,
+        idle_max: str,
+    ) -> None:
+        self._pool = pool
+        self._setup = setup
+        self._sql = queries
+        self._target = target
+        self._timeout_s = timeout_s
+        self._limit = limit
+        self._idle_max = idle_max
+
+    async def page(self, after: int, thread_id: str | None, limit: int) -> list[ParkedInfo]:
+        names = ("seq", "thread_id", "entry_id", "cause", "bytes", "hash", "parked_at", "superseded")
+        rows = await self._fetch("parked_list", after, thread_id, limit)
+        return [ParkedInfo(**dict(zip(names, row, strict=True))) for row in rows]
+
+    async def entry(self, seq: int) -> ParkedEntry | None:
+        rows = await self._fetch("parked_entry", seq)
+        return _entry(rows[0]) if rows else None
+
+    async def present(self, seqs: Sequence[int]) -> set[int]:
+        return {row[0] for row in await self._fetch("parked_at", arrays.longs(seqs))}
+
+    async def threads(self, after: str, limit: int) -> list[str]:
+        return [row[0] for row in await self._fetch("parked_threads", after, limit)]
+
+    async def park(self, connection: AsyncConnection[Any], parked: Sequence[Parked]) -> None:
+        """Part of a flush transaction. Raises QuarantineFull, QuarantineBusy."""
+        try:
+            await self._run(connection, "lock_quarantine")
+        except errors.LockNotAvailable:
+            # What is to be parked waits for that, and nothing else.
+            raise QuarantineBusy from None
+        count = (await self._run(connection, "quarantined"))[0][0]
+        if count + len(parked) > self._limit:
+            raise QuarantineFull(max(0, self._limit - count), self._limit)
+        await self._run(connection, "park", *_parked_columns(parked))
+
+    async def replay(
+        self, thread_id: str, start: int, decide: Callable[[Watermark, Sequence[ParkedEntry]], Replay]
+    ) -> Replay:
+        await self._setup()
+        async with self._pool.lend(self._timeout_s) as connection:
+            with flush_errors():
+                async with connection.transaction():
+                    locked = await self._run(connection, "lock_thread", thread_id, self._idle_max)
+                    row = Watermark(*locked[0][:7]) if locked else Watermark()
+                    found = await self._run(
+                        connection, "parked_of_thread", thread_id, start, _REPLAY_ENTRIES, _REPLAY_BYTES
+                    )
+                    replay = decide(row, [_entry(r) for r in found])
+                    if replay.change is not None:
+                        await apply_batch(self._target, connection, [replay.change])
+                        reach(Failpoint.REPLAY_APPLIED)
+                        await self._settle(connection, thread_id, row, replay)
+                        reach(Failpoint.REPLAY_SETTLED)
+        return replay
+
+    async def _settle(
+        self, connection: AsyncConnection[Any], thread_id: str, before: Watermark, replay: Replay
+    ) -> None:
+        applied = [o.seq for o in replay.plan.outcomes if o.outcome is Outcome.APPLIED]
+        after = replay.plan.watermark
+        await self._run(connection, "advance_threads", *row_columns({thread_id: after}))
+        await self._run(connection, "unpark", arrays.longs(applied))
+        await self._run(connection, "rebase_parked", thread_id, applied[-1], before.applied_id, after.applied_id)
+        await self._run(connection, "mend_thread", thread_id)
+
+    async def discard(self, seqs: Sequence[int]) -> int:
+        count = 0
+        for seq in sorted(set(seqs)):
+            found = await self.entry(seq)
+            if found is None:
+                continue
+            count += 1
+            if found.thread_id is None:
+                await self._fetch("unpark_nameless", arrays.longs([seq]))
+                continue
+            async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
+                await self._run(connection, "lock_thread", found.thread_id, self._idle_max)
+                await self._run(connection, "unpark", arrays.longs([seq]))
+                reach(Failpoint.DISCARD_WRITTEN)
+                await self._run(connection, "give_up", found.thread_id, seq)
+                await self._run(connection, "mend_thread", found.thread_id)
+        return count
+
+    async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        cursor = arrays.ArrayCursor(connection)
+        await cursor.execute(self._sql[name], parameters, binary=True)
+        return await cursor.rows()
+
+    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        await self._setup()
+        async with self._pool.lend(self._timeout_s) as connection:
+            return await self._run(connection, name, *parameters)
+
+
+def row_columns(rows: dict[str, Watermark]) -> tuple[arrays.Array, ...]:
+    """The parameters of ``advance_threads.sql``."""
+    return (
+        arrays.texts(rows),
+        arrays.longs(r.flushed_seq for r in rows.values()),
+        arrays.longs(r.applied_id for r in rows.values()),
+        arrays.longs(r.version for r in rows.values()),
+        arrays.blobs([r.keys for r in rows.values()]),
+        arrays.longs(r.broken_since or 0 for r in rows.values()),
+        arrays.ints(r.gone for r in rows.values()),
+        arrays.blobs([r.producers for r in rows.values()]),
+    )
+
+
+def _parked_columns(parked: Sequence[Parked]) -> tuple[arrays.Array, ...]:
+    blobs = [msgspec.msgpack.encode(_whole(p)) for p in parked]
+    return (
+        arrays.longs(p.item.seq for p in parked),
+        arrays.texts(sha256(blob).hexdigest() for blob in blobs),
+        arrays.texts(p.item.thread_id for p in parked),
+        arrays.longs(0 if isinstance(p.item, Malformed) else p.item.entry.id for p in parked),
+        arrays.longs(p.base_id for p in parked),
+        arrays.texts(p.cause.replace("\0", "?") for p in parked),
+        arrays.blobs(blobs),
+    )
+
+
+def _whole(parked: Parked) -> Any:
+    """The parked item with nothing left out: raw messages if they could not be decoded, else the entry."""
+    return parked.item.messages if isinstance(parked.item, Malformed) else parked.item
+
+
+def _entry(row: tuple[Any, ...]) -> ParkedEntry:
+    seq, thread_id, base_id, cause, parked_at, blob = row
+    whole = _decoder.decode(blob)
+    item = whole if isinstance(whole, StoredEntry) else Malformed(whole[-1].subject, seq, whole, cause, thread_id)
+    return ParkedEntry(seq=seq, thread_id=thread_id, base_id=base_id, cause=cause, parked_at=parked_at, item=item)

@@ -1,0 +1,1 @@
+"""The store in Postgres: its statements, its rows, its tables."""

@@ -1,0 +1,439 @@
+"""Threads, messages and runs in Postgres: a store of its own, and the target that the buffer flushes into."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from hashlib import blake2b
+from importlib.resources import files
+from typing import Any, NamedTuple, Self
+
+from psycopg import AsyncConnection
+from psycopg.errors import UniqueViolation
+
+from bufstore.errors import (
+    AlreadyExists,
+    BufstoreError,
+    ConfigError,
+    IdempotencyConflict,
+    OutcomeUnknown,
+    TooLarge,
+    VersionConflict,
+)
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.errors import NoAnswer
+from bufstore.postgres.connection.migrate import check_schema, migrate, queries
+from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.threads import edits, lineage
+from bufstore.threads.lineage import Children, NamedParents
+from bufstore.threads.model import (
+    NO_METADATA,
+    Checkpoint,
+    Run,
+    RunStatus,
+    Thread,
+    ThreadChange,
+    ThreadMetadata,
+    check_run,
+    decode_message,
+    decode_run,
+    encode_messages,
+    encode_run,
+)
+from bufstore.threads.postgres import columns
+from bufstore.threads.postgres.copying import COPY_FROM, copied, copy
+from bufstore.threads.postgres.edits import DirectEdits
+from bufstore.threads.postgres.lists import Lists
+from bufstore.threads.postgres.rows import ThreadRows, thread_of, thread_rows
+from bufstore.threads.queries import (
+    ALL_MESSAGES,
+    ALL_RUNS,
+    ALL_THREADS,
+    LIMIT,
+    MessagePage,
+    MessageQuery,
+    MessageRecord,
+    RunPage,
+    RunQuery,
+    ThreadPage,
+    ThreadQuery,
+)
+from bufstore.types import Message, Receipt, check_id
+
+_FOLDER = files("bufstore.threads.postgres") / "sql"
+#: Largest call that is written straight to Postgres: a parameter has to stay below 1 GB.
+_CALL_BYTES = 512 << 20
+
+
+class PostgresThreadStore:
+    """A `ThreadRunStore` on a Postgres of version 15 or later.
+
+    `conninfo` is a URL or key=value string; `timeout_s` bounds every call, waiting for a connection included.
+    Give `pool` to share another store's (``other.pool``), which then opens and closes it. Works behind a pooler
+    in transaction mode. Call `setup` once per release, `open` (or ``async with``) before use.
+
+    Reads and writes raise StoreUnavailable when Postgres cannot be reached, StoreMisconfigured when it refuses
+    (login, missing tables, read-only) and Closed.
+    """
+
+    #: See `WrappableStore`.
+    store_kind = "bufstore.postgres"
+
+    def __init__(
+        self,
+        conninfo: str = "",
+        *,
+        schema: str = "bufstore",
+        pool_size: int = 16,
+        timeout_s: float = 10.0,
+        pool: Pool | None = None,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ConfigError("PostgresThreadStore.timeout_s must be positive")
+        self.schema = check_schema(schema)
+        self.pool = pool or new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
+        self._owns_pool = pool is None
+        self._timeout_s = timeout_s
+        self._sql = queries(_FOLDER, schema)
+        self._lists = Lists(self._read)
+        self._edits = DirectEdits(self.pool, self._sql, schema, timeout_s, self.apply)
+        self._parents = NamedParents(self.load_thread, self._edits.change)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
+
+    async def open(self) -> None:
+        """Open the pool. Returns at once: Postgres need not be up yet."""
+        if self._owns_pool:
+            await self.pool.open(wait=False)
+
+    async def aclose(self) -> None:
+        """Close the pool (unless it is another store's). Idempotent."""
+        if self._owns_pool:
+            await self.pool.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def setup(self) -> None:
+        """Create or update the tables. Safe to call again and by several processes at once.
+
+        Raises ConfigError when a newer release has changed them so that this one cannot work with them.
+        """
+        async with self.pool.lend(self._timeout_s) as connection:
+            await migrate(connection, self.schema, _FOLDER, "threads")
+
+    # -- writes ------------------------------------------------------------------------------------------------
+
+    async def checkpoint(
+        self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None
+    ) -> Receipt:
+        """Make `messages` the thread's whole list and save `run`: see `ThreadRunStore.checkpoint`.
+
+        One round trip; only messages that differ are written. Raises OutcomeUnknown when the connection was lost
+        and a second try could not find out what came of the first.
+        """
+        call = _Call.of(thread_id, messages, run, idempotency_key)
+        await self._parents.check(run)
+        return await self._save(call, append=False, expected=None)
+
+    async def checkpoint_append(
+        self,
+        thread_id: str,
+        delta: Sequence[Message],
+        run: Run,
+        *,
+        expected_version: int | None = None,
+        idempotency_key: str | None = None,
+    ) -> Receipt:
+        """Append `delta` to the thread's messages and save `run`: see `ThreadRunStore.checkpoint_append`.
+
+        One round trip. Raises OutcomeUnknown like `checkpoint`.
+        """
+        call = _Call.of(thread_id, delta, run, idempotency_key)
+        ids = [h for h in call.id_hashes if h is not None]
+        if len(set(ids)) < len(ids):
+            raise AlreadyExists(f"thread {thread_id!r}: two of the messages to append have the same id")
+        await self._parents.check(run)
+        return await self._save(call, append=True, expected=expected_version)
+
+    async def _save(self, call: _Call, *, append: bool, expected: int | None) -> Receipt:
+        # Without a key of the caller's a random one does: it makes the second try below exactly-once.
+        key = call.key if call.key is not None else secrets.token_hex(8)
+        entry_id = secrets.randbits(63)
+        parameters = call.parameters(append=append, expected=expected, key=key, entry_id=entry_id)
+        row = await self._exactly_once(call.thread_id, key, parameters)
+        outcome, saves, last_id, version = row
+        if outcome == "repeated" and (last_id == entry_id or call.key is None):
+            # The first try had taken effect: it was this call's own.
+            return Receipt(thread_id=call.thread_id, thread_seq=saves, id=entry_id, version=version)
+        if outcome in ("stored", "repeated"):
+            return Receipt(
+                thread_id=call.thread_id,
+                thread_seq=saves,
+                id=last_id,
+                version=version,
+                repeated=outcome == "repeated",
+            )
+        raise _refusal(outcome, call, expected, version)
+
+    async def _exactly_once(self, thread_id: str, key: str, parameters: Sequence[Any]) -> tuple[Any, ...]:
+        """Run the checkpoint function; when no answer comes, once more with the same key."""
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        unanswered = False
+        while True:
+            try:
+                rows = await self._fetch("checkpoint", parameters, deadline=deadline)
+            except NoAnswer as e:
+                if unanswered or asyncio.get_running_loop().time() >= deadline:
+                    raise OutcomeUnknown(thread_id, key) from e
+                unanswered = True
+            except UniqueViolation:
+                # Two new checkpoints at the same moment, on two threads, with one run id: ours came second.
+                raise AlreadyExists(f"the run id belongs to another thread than {thread_id!r}") from None
+            except BufstoreError as e:
+                # Refused now, but what the first try did is still not known.
+                if unanswered:
+                    raise OutcomeUnknown(thread_id, key) from e
+                raise
+            else:
+                return rows[0]
+
+    async def apply(self, connection: AsyncConnection[Any], batch: Sequence[ThreadChange]) -> None:
+        """Write `batch` (at most one change per thread) on `connection`, in the caller's transaction.
+
+        A fixed number of statements in one round trip, whatever the size (large payloads: one per 16 MiB); many new
+        messages go as a COPY, which takes two more.
+        psycopg's errors pass through; a run id of another thread is a UniqueViolation.
+        """
+        # One order for all writers: batches that lock rows in different orders deadlock. Code points and
+        # COLLATE "C" agree on it.
+        changes = sorted(batch, key=lambda change: change.thread_id)
+        if not changes:
+            return
+        deleted = [change.thread_id for change in changes if change.deleted]
+        changes = [change for change in changes if not change.gone]
+        new = [change for change in changes if change.appends]
+        if sum(len(change.messages) for change in new) < COPY_FROM:
+            new = []
+        with arrays.unstorable():
+            runs = columns.run_columns(changes)
+            async with connection.pipeline():
+                if deleted:
+                    await self._send(connection, "apply_removals", [arrays.texts(deleted)])
+                await self._send(connection, "apply_threads", columns.thread_columns(changes))
+                # COPY knows no conflict: what somebody wrote past us where it will write goes first.
+                ends = arrays.ints(c.keep if new and c.appends else c.version for c in changes)
+                await self._send(connection, "apply_cut", (arrays.texts(c.thread_id for c in changes), ends))
+                for name, whole in (("apply_messages", False), ("apply_whole_messages", True)):
+                    some = (c for c in changes if c.whole is whole and not (new and c.appends))
+                    for messages in columns.message_columns(some):
+                        await self._send(connection, name, messages)
+                for records in runs:
+                    await self._send(connection, "apply_runs", records)
+            if new:
+                await copy(connection, self._sql["copy_messages"], copied(new))
+
+    # -- reads -------------------------------------------------------------------------------------------------
+
+    async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
+        """The thread, its messages and its latest run, all of one moment; None if there is no such thread."""
+        rows = await self.load_rows(thread_id)
+        if rows is None or rows.thread is None:
+            return None
+        return Checkpoint(
+            thread=rows.thread,
+            messages=[decode_message(m) for m in rows.messages],
+            latest_run=None if rows.latest_run is None else decode_run(rows.latest_run),
+            state=None if rows.state is None else decode_message(rows.state),
+        )
+
+    async def versions(self, thread_ids: Sequence[str]) -> dict[str, int]:
+        """How many messages these threads have; threads that there are none of are left out."""
+        return dict(await self._read("versions", arrays.texts(thread_ids)))
+
+    async def load_thread(self, thread_id: str) -> Thread | None:
+        """The thread without its messages."""
+        rows = await self._read("load_thread", check_id(thread_id, "thread_id"))
+        return thread_of(thread_id, rows[0]) if rows else None
+
+    async def load_messages(self, thread_id: str) -> list[Message] | None:
+        """The thread's messages, oldest first; None if there is no such thread."""
+        rows = await self.load_rows(thread_id)
+        return None if rows is None or rows.thread is None else [decode_message(m) for m in rows.messages]
+
+    async def load_run(self, run_id: str) -> Run | None:
+        """A run as it was last saved."""
+        row = await self.load_run_row(run_id)
+        return None if row is None else decode_run(row[1])
+
+    async def latest_run(self, thread_id: str) -> Run | None:
+        """The run of the thread's newest checkpoint."""
+        rows = await self._read("latest_run", check_id(thread_id, "thread_id"))
+        return decode_run(rows[0][0]) if rows else None
+
+    async def load_thread_state(self, thread_id: str) -> Any:
+        """See `ThreadReader.load_thread_state`."""
+        rows = await self._read("load_state", check_id(thread_id, "thread_id"))
+        return decode_message(rows[0][0]) if rows else None
+
+    async def load_rows(self, thread_id: str, *, with_watermark: bool = False) -> ThreadRows | None:
+        """The thread's rows, encoded, of one snapshot; None when Postgres knows nothing of the thread.
+
+        `with_watermark` adds the buffer's row for the thread (its tables must be in the same schema).
+        """
+        return thread_rows(thread_id, await self._read("load_rows", check_id(thread_id, "thread_id"), with_watermark))
+
+    async def load_run_row(self, run_id: str) -> tuple[str, bytes] | None:
+        """The run's thread id and its record, encoded."""
+        rows = await self._read("load_run", check_id(run_id, "run_id"))
+        return (rows[0][0], rows[0][1]) if rows else None
+
+    async def query_messages(
+        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> MessagePage:
+        """See `Queryable.query_messages`."""
+        return await self._lists.messages(thread_id, query, limit, cursor)
+
+    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
+        """See `Queryable.load_message`."""
+        return await self._lists.message(thread_id, message_id)
+
+    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+        """See `Queryable.load_message_range`."""
+        return await self._lists.message_range(thread_id, first, last)
+
+    async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
+        """See `Queryable.query_runs`."""
+        return await self._lists.runs(query, limit, cursor)
+
+    async def query_threads(
+        self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> ThreadPage:
+        """See `Queryable.query_threads`."""
+        return await self._lists.threads(query, limit, cursor)
+
+    # -- edits -------------------------------------------------------------------------------------------------
+
+    async def create_run(self, run: Run) -> Receipt:
+        """See `ThreadRunStore.create_run`."""
+        return await self._edits.edit(edits.create_run(run))
+
+    async def save_thread(self, thread_id: str, metadata: ThreadMetadata = NO_METADATA) -> Receipt:
+        """See `ThreadRunStore.save_thread`."""
+        return await self._edits.edit(edits.save_thread(thread_id, metadata))
+
+    async def update_metadata(self, thread_id: str, metadata: ThreadMetadata) -> Receipt:
+        """See `ThreadRunStore.update_metadata`."""
+        return await self._edits.edit(edits.update_metadata(thread_id, metadata))
+
+    async def save_thread_state(self, thread_id: str, state: Any) -> Receipt:
+        """See `ThreadRunStore.save_thread_state`."""
+        return await self._edits.edit(edits.save_state(thread_id, state))
+
+    async def append_messages(
+        self, thread_id: str, messages: Sequence[Message], *, expected_version: int | None = None
+    ) -> Receipt:
+        """See `ThreadRunStore.append_messages`."""
+        return await self._edits.edit(edits.append_messages(thread_id, messages, expected_version))
+
+    async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
+        """See `ThreadRunStore.delete_messages`."""
+        return await self._edits.edit(edits.delete_messages(thread_id, message_ids))
+
+    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
+        """See `ThreadRunStore.set_parent`."""
+        self._parents.forget()
+        return await self._edits.change(lineage.new_parent(thread_id, parent_thread_id))
+
+    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
+        """See `ThreadRunStore.delete_thread`."""
+        self._parents.forget()
+        return await self._edits.change(lineage.deletion(thread_id, children))
+
+    # -- statements --------------------------------------------------------------------------------------------
+
+    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            return await self._fetch(name, parameters, deadline=deadline)
+        except NoAnswer:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+            return await self._fetch(name, parameters, deadline=deadline)
+
+    async def _fetch(self, name: str, parameters: Sequence[Any], *, deadline: float) -> list[tuple[Any, ...]]:
+        left = deadline - asyncio.get_running_loop().time()
+        async with self.pool.lend(left) as connection:
+            cursor = arrays.ArrayCursor(connection)
+            await cursor.execute(self._sql[name], parameters, binary=True)
+            return await cursor.fetchall()
+
+    async def _send(self, connection: AsyncConnection[Any], name: str, parameters: Sequence[Any]) -> None:
+        await arrays.ArrayCursor(connection).execute(self._sql[name], parameters)
+
+
+class _Call(NamedTuple):
+    """One checkpoint, checked and encoded: nothing of the caller's objects is left in it."""
+
+    thread_id: str
+    payloads: list[bytes]
+    id_hashes: list[int | None]
+    run_id: str
+    record: bytes
+    status: RunStatus
+    parent_thread_id: str | None
+    key: str | None
+
+    @classmethod
+    def of(cls, thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> _Call:
+        check_id(thread_id, "thread_id")
+        check_run(run, thread_id)
+        if key is not None:
+            check_id(key, "idempotency_key")
+        payloads = encode_messages(messages)
+        record = encode_run(run)
+        size = sum(map(len, payloads)) + len(record)
+        if size > _CALL_BYTES:
+            raise TooLarge(size, _CALL_BYTES)
+        hashes = [columns.id_hash(p) for p in payloads]
+        return cls(thread_id, payloads, hashes, run.run_id, record, run.status, run.parent_thread_id, key)
+
+    def parameters(self, *, append: bool, expected: int | None, key: str, entry_id: int) -> tuple[Any, ...]:
+        content = blake2b(b"append" if append else b"whole", digest_size=4)
+        for part in (self.record, *self.payloads):
+            content.update(len(part).to_bytes(8))
+            content.update(part)
+        return (
+            self.thread_id,
+            append,
+            expected,
+            arrays.blobs(self.payloads),
+            arrays.longs(self.id_hashes),
+            self.run_id,
+            self.record,
+            self.status.value,
+            self.parent_thread_id,
+            blake2b(key.encode(), digest_size=8).digest(),
+            content.digest(),
+            entry_id,
+        )
+
+
+def _refusal(outcome: str, call: _Call, expected: int | None, version: int) -> BufstoreError:
+    match outcome:
+        case "run taken":
+            return AlreadyExists(f"run {call.run_id!r} belongs to another thread than {call.thread_id!r}")
+        case "message exists":
+            return AlreadyExists(f"thread {call.thread_id!r} already has a message with the id of an appended one")
+        case "version conflict":
+            assert expected is not None
+            return VersionConflict(call.thread_id, expected=expected, actual=version)
+        case "other content":
+            return IdempotencyConflict(f"thread {call.thread_id!r}: this key was used with other content")
+    raise AssertionError(f"checkpoint_v1 returned {outcome!r}")

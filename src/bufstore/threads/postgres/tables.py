@@ -1,0 +1,107 @@
+"""What the owner of the tables does for others: the statements to be run elsewhere, and the rights of an app's role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any, LiteralString
+
+from psycopg import AsyncConnection, sql
+
+from bufstore.errors import ConfigError
+from bufstore.postgres.connection.migrate import (
+    applied_migrations,
+    check_schema,
+    migrate,
+    migrations_of,
+    preparing,
+    recording,
+    waiting,
+)
+
+#: Where the migrations of each part of the tables are, by the part's name in ``bufstore_migrations``.
+_PACKAGES = {"buffer": "bufstore.postgres.ledger", "threads": "bufstore.threads.postgres"}
+#: The parts that a buffered PostgresThreadStore needs. An app with a store of its own needs the first.
+PARTS = tuple(_PACKAGES)
+
+
+async def make_tables(connection: AsyncConnection[Any], schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
+    """Create or migrate the tables of these parts; per part, what was applied now. Raises as `migrate`."""
+    return {part: await migrate(connection, schema, folder_of(part), part) for part in parts}
+
+
+async def missing(connection: AsyncConnection[Any], schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
+    """Per part, the versions that are not applied. Only reads."""
+    applied = await applied_migrations(connection, schema)
+    known = everything(schema, parts)
+    return {part: [v for v in versions if v not in applied.get(part, {})] for part, versions in known.items()}
+
+
+async def has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
+    """Whether there is a schema of this name."""
+    return bool((await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])).rowcount)
+
+
+async def has_flushed(connection: AsyncConnection[Any], schema: str) -> bool:
+    """Whether a PostgresThreadStore of this schema holds anything. Only reads."""
+    there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'threads'"
+    if not (await connection.execute(there, [schema])).rowcount:
+        return False
+    rows = sql.SQL("SELECT FROM {}.threads LIMIT 1").format(sql.Identifier(schema))
+    return bool((await connection.execute(rows)).rowcount)
+
+
+def everything(schema: str, parts: Sequence[str]) -> dict[str, list[int]]:
+    """Per part, all versions that this release knows: what is missing where there is nothing."""
+    return {part: sorted(migrations_of(folder_of(part), schema)) for part in parts}
+
+
+def script(schema: str, versions: Mapping[str, Sequence[int]], roles: Sequence[str], *, new_schema: bool = True) -> str:
+    """The same as `make_tables` and `grants`, as one transaction to be run by the owner with psql."""
+    check_schema(schema)
+    parts: list[str] = []
+    if any(versions.values()):
+        parts += [_text(statement) for statement in waiting()]
+        if new_schema:
+            parts.append(_text(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema))))
+        parts += [_text(statement) for statement in preparing(schema)]
+    for part, wanted in versions.items():
+        migrations = migrations_of(folder_of(part), schema)
+        for version in wanted:
+            parts.append(f"-- {part} {version:04}\n{migrations[version].strip().removesuffix(';')}")
+            parts.append(_text(recording(schema, part, version, migrations[version])))
+    parts += [_text(statement) for role in roles for statement in grants(schema, role)]
+    if not parts:
+        return "-- Nothing is missing.\n"
+    return "BEGIN;\n\n" + "".join(f"{part};\n\n" for part in parts) + "COMMIT;\n"
+
+
+def grants(schema: str, role: str) -> list[sql.Composed]:
+    """What lets an app's role work with all tables of the schema, and change none of them.
+
+    They cover the tables that there are: after a migration they are to be granted again.
+    """
+    names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
+    statements: list[LiteralString] = [
+        "GRANT USAGE ON SCHEMA {schema} TO {role}",
+        "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role}",
+        "REVOKE INSERT, UPDATE, DELETE ON {schema}.bufstore_migrations FROM {role}",
+        "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}",
+    ]
+    return [sql.SQL(statement).format(**names) for statement in statements]
+
+
+async def check_grantee(connection: AsyncConnection[Any], role: str) -> None:
+    """Raise ConfigError for the role that is connected: it owns the tables, and `grants` would take rights from it."""
+    if (await (await connection.execute("SELECT current_user = %s", [role])).fetchone()) == (True,):
+        raise ConfigError(f"role {role!r} is the one that owns the tables: it needs no grant; name the app's role")
+
+
+def folder_of(part: str) -> Traversable:
+    """Where the part's SQL files are."""
+    return files(_PACKAGES[part]) / "sql"
+
+
+def _text(statement: sql.Composable) -> str:
+    return statement.as_string(None)

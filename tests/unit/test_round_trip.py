@@ -1,0 +1,57 @@
+"""A round trip to NATS comes after what it is to confirm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from nats.aio.client import Client
+
+from bufstore.jetstream.client import round_trip
+
+
+class Recorder:
+    """As much of a NATS server as a client needs, which remembers what it was sent."""
+
+    def __init__(self) -> None:
+        self.verbs: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"2.15.1","max_payload":1048576,"headers":true}\r\n')
+        while line := await reader.readline():
+            verb = line.split()[0].decode()
+            self.verbs.append(verb)
+            if verb == "PUB":
+                await reader.readexactly(int(line.split()[-1]) + 2)
+            elif verb == "PING":
+                writer.write(b"PONG\r\n")
+        writer.close()
+
+
+@pytest.fixture
+async def client_and_server() -> AsyncIterator[tuple[Client, Recorder]]:
+    recorder = Recorder()
+    server = await asyncio.start_server(recorder.serve, "127.0.0.1", 0)
+    client = Client()
+    await client.connect(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}", allow_reconnect=False)
+    recorder.verbs.clear()
+    yield client, recorder
+    await client.close()
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_round_trip_comes_after_the_subscription(client_and_server: tuple[Client, Recorder]) -> None:
+    client, server = client_and_server
+    await client.subscribe("a")
+    await round_trip(client)
+    assert server.verbs == ["SUB", "PING"]
+
+
+async def test_a_round_trip_comes_after_the_message(client_and_server: tuple[Client, Recorder]) -> None:
+    client, server = client_and_server
+    for _ in range(3):
+        await client.publish("a", b"x")
+    await round_trip(client)
+    assert server.verbs == ["PUB"] * 3 + ["PING"]
