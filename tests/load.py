@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from bufstore import BufferedThreadStore, BufstoreError, Consistency, OutcomeUnknown
+from bufstore import BufferedThreadStore, BufstoreError, Consistency, LogUnavailable, OutcomeUnknown, Verification
 from chaos import checkers
 from chaos.history import Final, History, Op, Read, ThreadHistory
 from helpers import eventually, fresh, run_of
@@ -68,7 +68,14 @@ class Load:
         final = await eventually(flushed)
         wrong = [str(v) for rule in RULES for v in rule(self.history, final)]
         assert not wrong, "\n".join(wrong[:20])
-        report = await store.verify()
+
+        async def verified() -> Verification | None:
+            try:
+                return await store.verify()
+            except LogUnavailable:
+                return None  # a node is still catching up
+
+        report = await eventually(verified, 120)
         assert report.ok, report.findings
 
     def _raise(self) -> None:
