@@ -18,10 +18,7 @@ from pathlib import Path
 from bench.results import Benchmark
 from bench.stage import Stage
 from bufstore.embedded import EmbeddedError, RedisServer
-from bufstore.notify import Notifier
-from bufstore.notify.nats import Hints, NatsNotifier
-from bufstore.notify.postgres import PostgresNotifier
-from bufstore.notify.redis import RedisNotifier
+from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier
 
 Open = Callable[[], Awaitable[Notifier]]
 

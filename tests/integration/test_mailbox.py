@@ -16,7 +16,7 @@ from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox import Live, NatsMailboxNames, NatsMailboxStore, PostgresMailboxStore, Status, Sweeper, Worker
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.postgres import PostgresBackend
-from bufstore.notify.postgres import PostgresNotifier
+from bufstore.notify import PostgresNotifier
 from bufstore.testing import MAILBOX_CHECKS, Capability, Check
 from helpers import eventually, fresh, query
 from mailboxes import KINDS, Mailboxes

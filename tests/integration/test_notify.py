@@ -8,10 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bufstore.embedded import RedisServer, Servers
-from bufstore.notify import MemoryBroker, MemoryNotifier, Notifier
-from bufstore.notify.nats import Hints, NatsNotifier
-from bufstore.notify.postgres import PostgresNotifier
-from bufstore.notify.redis import RedisNotifier
+from bufstore.notify import Hints, MemoryBroker, MemoryNotifier, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier
 from bufstore.testing import NOTIFY_CHECKS, Check, Notifiers
 
 ADAPTERS = [

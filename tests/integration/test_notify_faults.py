@@ -20,12 +20,10 @@ from redis.asyncio import Redis
 from bufstore import ConfigError
 from bufstore.embedded import NatsServer, PostgresServer, RedisServer, Servers
 from bufstore.errors import NotifyUnavailable, Unavailable
-from bufstore.notify import Notifier
-from bufstore.notify.nats import Hints, NatsNotifier
+from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier
 from bufstore.notify.nats_hints import HintStore
 from bufstore.notify.notifier import BrokerNotifier
-from bufstore.notify.postgres import PostgresNotifier
-from bufstore.notify.redis import RedisBroker, RedisNotifier
+from bufstore.notify.redis import RedisBroker
 from helpers import eventually, query
 from transaction_pooler import TransactionPooler
 

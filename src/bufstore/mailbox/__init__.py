@@ -3,32 +3,40 @@
 Three stores with one contract (`MailboxStore`), a `Worker` that works queues off, and a `Sweeper` that keeps order.
 """
 
-from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
-from bufstore.mailbox.counters import MailboxStatistics, Timing
-from bufstore.mailbox.memory import MemoryMailbox, MemoryMailboxStore
-from bufstore.mailbox.model import Dispatch, Interruption, Status
-from bufstore.mailbox.nats import NatsMailboxStore
-from bufstore.mailbox.ports import Live, Signal
-from bufstore.mailbox.postgres import PostgresMailboxStore
-from bufstore.mailbox.protocol import MailboxStore
-from bufstore.mailbox.sweeper import Sweeper
-from bufstore.mailbox.worker import Worker
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Dispatch",
-    "Interruption",
-    "Live",
-    "MailboxConfig",
-    "MailboxStatistics",
-    "MailboxStore",
-    "MemoryMailbox",
-    "MemoryMailboxStore",
-    "NatsMailboxNames",
-    "NatsMailboxStore",
-    "PostgresMailboxStore",
-    "Signal",
-    "Status",
-    "Sweeper",
-    "Timing",
-    "Worker",
-]
+from bufstore import _lazy
+
+if TYPE_CHECKING:
+    from bufstore.mailbox.config import MailboxConfig as MailboxConfig
+    from bufstore.mailbox.config import NatsMailboxNames as NatsMailboxNames
+    from bufstore.mailbox.counters import MailboxStatistics as MailboxStatistics
+    from bufstore.mailbox.counters import Timing as Timing
+    from bufstore.mailbox.memory import MemoryMailbox as MemoryMailbox
+    from bufstore.mailbox.memory import MemoryMailboxStore as MemoryMailboxStore
+    from bufstore.mailbox.model import Dispatch as Dispatch
+    from bufstore.mailbox.model import Interruption as Interruption
+    from bufstore.mailbox.model import Status as Status
+    from bufstore.mailbox.nats import NatsMailboxStore as NatsMailboxStore
+    from bufstore.mailbox.ports import Live as Live
+    from bufstore.mailbox.ports import Signal as Signal
+    from bufstore.mailbox.postgres import PostgresMailboxStore as PostgresMailboxStore
+    from bufstore.mailbox.protocol import MailboxStore as MailboxStore
+    from bufstore.mailbox.sweeper import Sweeper as Sweeper
+    from bufstore.mailbox.worker import Worker as Worker
+else:
+    __all__, __getattr__, __dir__ = _lazy.names(
+        __name__,
+        {
+            "bufstore.mailbox.config": ("MailboxConfig", "NatsMailboxNames"),
+            "bufstore.mailbox.counters": ("MailboxStatistics", "Timing"),
+            "bufstore.mailbox.memory": ("MemoryMailbox", "MemoryMailboxStore"),
+            "bufstore.mailbox.model": ("Dispatch", "Interruption", "Status"),
+            "bufstore.mailbox.nats": ("NatsMailboxStore",),
+            "bufstore.mailbox.ports": ("Live", "Signal"),
+            "bufstore.mailbox.postgres": ("PostgresMailboxStore",),
+            "bufstore.mailbox.protocol": ("MailboxStore",),
+            "bufstore.mailbox.sweeper": ("Sweeper",),
+            "bufstore.mailbox.worker": ("Worker",),
+        },
+    )

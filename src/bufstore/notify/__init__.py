@@ -1,21 +1,36 @@
 """Telling workers that there is work, without waking more of them than needed. See docs/NOTIFY.md.
 
-Adapters: `MemoryNotifier` here, `bufstore.notify.nats.NatsNotifier`, `bufstore.notify.redis.RedisNotifier` (needs the
-`redis` extra), `bufstore.notify.postgres.PostgresNotifier`.
+Adapters: `MemoryNotifier`, `NatsNotifier`, `RedisNotifier` (needs the `redis` extra), `PostgresNotifier`.
 """
 
-from bufstore.errors import NotifyUnavailable
-from bufstore.notify.idle import wait_for_work
-from bufstore.notify.memory import MemoryBroker, MemoryNotifier
-from bufstore.notify.protocol import Event, Notifier, NotifierStatistics, Unlisten
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Event",
-    "MemoryBroker",
-    "MemoryNotifier",
-    "Notifier",
-    "NotifierStatistics",
-    "NotifyUnavailable",
-    "Unlisten",
-    "wait_for_work",
-]
+from bufstore import _lazy
+
+if TYPE_CHECKING:
+    from bufstore.errors import NotifyUnavailable as NotifyUnavailable
+    from bufstore.notify.idle import wait_for_work as wait_for_work
+    from bufstore.notify.memory import MemoryBroker as MemoryBroker
+    from bufstore.notify.memory import MemoryNotifier as MemoryNotifier
+    from bufstore.notify.nats import NatsNotifier as NatsNotifier
+    from bufstore.notify.nats_hints import Hints as Hints
+    from bufstore.notify.postgres import PostgresNotifier as PostgresNotifier
+    from bufstore.notify.protocol import Event as Event
+    from bufstore.notify.protocol import Notifier as Notifier
+    from bufstore.notify.protocol import NotifierStatistics as NotifierStatistics
+    from bufstore.notify.protocol import Unlisten as Unlisten
+    from bufstore.notify.redis import RedisNotifier as RedisNotifier
+else:
+    __all__, __getattr__, __dir__ = _lazy.names(
+        __name__,
+        {
+            "bufstore.errors": ("NotifyUnavailable",),
+            "bufstore.notify.idle": ("wait_for_work",),
+            "bufstore.notify.memory": ("MemoryBroker", "MemoryNotifier"),
+            "bufstore.notify.nats": ("NatsNotifier",),
+            "bufstore.notify.nats_hints": ("Hints",),
+            "bufstore.notify.postgres": ("PostgresNotifier",),
+            "bufstore.notify.protocol": ("Event", "Notifier", "NotifierStatistics", "Unlisten"),
+            "bufstore.notify.redis": ("RedisNotifier",),
+        },
+    )

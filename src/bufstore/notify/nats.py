@@ -206,6 +206,3 @@ class NatsNotifier(BrokerNotifier):
     def hints(self) -> Hints:
         """Where hints are kept: AUTO as long as that has not been found out."""
         return self._hint_store.kind if self._hint_store is not None else Hints.NONE
-
-
-__all__ = ["Hints", "NatsNotifier"]

@@ -223,6 +223,3 @@ class PostgresNotifier(BrokerNotifier):
         )
         broker = PostgresBroker(pool, prefix, owned=own, listen=listen, timeout_s=timeout_s, quiet_s=quiet_s)
         return cls(broker, timeout_s=timeout_s + _GRACE_S)
-
-
-__all__ = ["PostgresNotifier"]

@@ -219,6 +219,3 @@ def _client_of(url: str, timeout_s: float) -> Redis:
     except ValueError:
         pass
     raise ConfigError("the Redis URL cannot be read")  # not within the except: its error quotes the URL
-
-
-__all__ = ["RedisNotifier"]
