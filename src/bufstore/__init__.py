@@ -19,14 +19,11 @@ if TYPE_CHECKING:
     from bufstore.config import LogConfig as LogConfig
     from bufstore.config import NatsConfig as NatsConfig
     from bufstore.errors import AlreadyExists as AlreadyExists
-    from bufstore.errors import ArchiveOvertaken as ArchiveOvertaken
     from bufstore.errors import BufstoreError as BufstoreError
     from bufstore.errors import CallTimeout as CallTimeout
-    from bufstore.errors import ClaimInterrupted as ClaimInterrupted
     from bufstore.errors import Closed as Closed
     from bufstore.errors import ConfigDrift as ConfigDrift
     from bufstore.errors import ConfigError as ConfigError
-    from bufstore.errors import DataLoss as DataLoss
     from bufstore.errors import FlushTimeout as FlushTimeout
     from bufstore.errors import IdempotencyConflict as IdempotencyConflict
     from bufstore.errors import InvalidId as InvalidId
@@ -36,13 +33,12 @@ if TYPE_CHECKING:
     from bufstore.errors import LogFull as LogFull
     from bufstore.errors import LogRolledBack as LogRolledBack
     from bufstore.errors import LogUnavailable as LogUnavailable
+    from bufstore.errors import MalformedEntry as MalformedEntry
     from bufstore.errors import NoLog as NoLog
     from bufstore.errors import NotFound as NotFound
     from bufstore.errors import OutcomeUnknown as OutcomeUnknown
     from bufstore.errors import ReadNotFresh as ReadNotFresh
     from bufstore.errors import Rejected as Rejected
-    from bufstore.errors import StaleClaim as StaleClaim
-    from bufstore.errors import StepUnknown as StepUnknown
     from bufstore.errors import StoreMisconfigured as StoreMisconfigured
     from bufstore.errors import StoreUnavailable as StoreUnavailable
     from bufstore.errors import ThreadQuarantined as ThreadQuarantined
@@ -97,14 +93,11 @@ else:
             "bufstore.config": ("BufferConfig", "LogConfig", "NatsConfig"),
             "bufstore.errors": (
                 "AlreadyExists",
-                "ArchiveOvertaken",
                 "BufstoreError",
                 "CallTimeout",
-                "ClaimInterrupted",
                 "Closed",
                 "ConfigDrift",
                 "ConfigError",
-                "DataLoss",
                 "FlushTimeout",
                 "IdempotencyConflict",
                 "InvalidId",
@@ -114,13 +107,12 @@ else:
                 "LogFull",
                 "LogRolledBack",
                 "LogUnavailable",
+                "MalformedEntry",
                 "NoLog",
                 "NotFound",
                 "OutcomeUnknown",
                 "ReadNotFresh",
                 "Rejected",
-                "StaleClaim",
-                "StepUnknown",
                 "StoreMisconfigured",
                 "StoreUnavailable",
                 "ThreadQuarantined",

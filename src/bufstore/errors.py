@@ -38,6 +38,11 @@ BufstoreError
 ├── ArchiveOvertaken            another run has archived the same range: nothing is lost, the next one goes on there
 ├── MalformedEntry              bytes in the log that are no entry (they go to quarantine)
 └── EmbeddedError               an embedded development server did not start or stop
+
+Import an error from `bufstore`, or, if only one package raises it, from that package:
+`bufstore.mailbox` (StaleClaim, ClaimInterrupted, StepUnknown), `bufstore.tokens` (TokenBusy, TokenQueueFull, TokenLost,
+SubmitUnknown), `bufstore.notify` (NotifyUnavailable), `bufstore.spark` (DataLoss, ArchiveOvertaken) and
+`bufstore.embedded` (EmbeddedError).
 """
 
 from __future__ import annotations

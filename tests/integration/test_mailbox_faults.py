@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from bufstore import BufstoreError, LogUnavailable, StaleClaim, StepUnknown, StoreUnavailable
+from bufstore import BufstoreError, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown
-from bufstore.mailbox import Dispatch, Status, Sweeper
+from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
 from bufstore.mailbox.store import Mailbox
 from helpers import eventually, fresh
 from mailboxes import Mailboxes

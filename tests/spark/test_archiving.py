@@ -13,10 +13,10 @@ from typing import Any
 import nats
 import pytest
 
-from bufstore import ArchiveOvertaken, StoreUnavailable
+from bufstore import StoreUnavailable
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.spark import archive, drain, restore
+from bufstore.spark import ArchiveOvertaken, archive, drain, restore
 from bufstore.threads.memory_store import MemoryThreadStore
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore import ArchiveOvertaken, ConfigError, DataLoss, InvalidRecord, Run
+from bufstore import ConfigError, InvalidRecord, Run
 from bufstore.buffer import producers
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.subjects import first_position
+from bufstore.spark import ArchiveOvertaken, DataLoss
 from bufstore.spark.archive import Manifest, check_alone, whole
 from bufstore.spark.direct import NeedLog, Prepared, fold, prepare
 from bufstore.spark.offsets import Holes, Offset, Range, begin_at, check, offset_of, split

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bufstore import DataLoss
-from bufstore.spark import NoLog, archive, bulk_drain, restore
+from bufstore import NoLog
+from bufstore.spark import DataLoss, archive, bulk_drain, restore
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
 from conftest import Deployment
 from helpers import eventually, fresh, query

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -13,9 +14,14 @@ from pathlib import Path
 import pytest
 
 import bufstore
+from bufstore import errors
 
 #: Packages whose names are imported when they are asked for.
 LAZY = ["bufstore", "bufstore.mailbox", "bufstore.notify", "bufstore.tokens"]
+
+#: Packages that have errors of their own.
+WITH_ERRORS = ["bufstore.embedded", "bufstore.mailbox", "bufstore.notify", "bufstore.spark", "bufstore.tokens"]
+SOURCES = Path(inspect.getfile(bufstore)).parent
 
 
 def _checked(package: str) -> dict[str, str]:
@@ -55,3 +61,25 @@ def test_the_package_itself_imports_no_driver_and_none_of_the_stores() -> None:
     ours = {m for m in modules if m.partition(".")[0] == bufstore.__name__}
     assert ours == {*LAZY, "bufstore._lazy"}
     assert not {"nats", "psycopg", "psycopg_pool", "redis", "msgspec"} & set(modules)
+
+
+def _exported_errors(package: str) -> set[str]:
+    module = import_module(package)
+    return {name for name in module.__all__ if inspect.isclass(e := getattr(module, name)) and issubclass(e, Exception)}
+
+
+def test_every_error_is_public_in_one_package() -> None:
+    defined = sorted(name for name, e in vars(errors).items() if inspect.isclass(e))
+    assert sorted(name for package in ["bufstore", *WITH_ERRORS] for name in _exported_errors(package)) == defined
+
+
+@pytest.mark.parametrize("package", WITH_ERRORS)
+def test_an_error_is_public_in_a_package_of_its_own_when_nothing_else_raises_it(package: str) -> None:
+    # No caller of a library sees what the command line raises.
+    inside = (SOURCES / "errors.py", SOURCES / "cli", SOURCES / package.removeprefix("bufstore."))
+    outside = [p for p in SOURCES.rglob("*.py") if not any(p.is_relative_to(i) for i in inside)]
+    raised = {n for p in outside for n in re.findall(r"raise (\w+)", p.read_text())}
+    assert not _exported_errors(package) & raised
+    # The tree says where to import it from.
+    (named,) = re.findall(rf"`{package}`\s\(([^)]+)\)", errors.__doc__ or "")
+    assert set(named.replace(",", " ").split()) == _exported_errors(package)

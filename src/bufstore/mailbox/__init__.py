@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from bufstore import _lazy
 
 if TYPE_CHECKING:
+    from bufstore.errors import ClaimInterrupted as ClaimInterrupted
+    from bufstore.errors import StaleClaim as StaleClaim
+    from bufstore.errors import StepUnknown as StepUnknown
     from bufstore.mailbox.config import MailboxConfig as MailboxConfig
     from bufstore.mailbox.config import NatsMailboxNames as NatsMailboxNames
     from bufstore.mailbox.counters import MailboxStatistics as MailboxStatistics
@@ -28,6 +31,7 @@ else:
     __all__, __getattr__, __dir__ = _lazy.names(
         __name__,
         {
+            "bufstore.errors": ("ClaimInterrupted", "StaleClaim", "StepUnknown"),
             "bufstore.mailbox.config": ("MailboxConfig", "NatsMailboxNames"),
             "bufstore.mailbox.counters": ("MailboxStatistics", "Timing"),
             "bufstore.mailbox.memory": ("MemoryMailbox", "MemoryMailboxStore"),

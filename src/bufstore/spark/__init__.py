@@ -3,7 +3,7 @@
 Importing this does not import Spark.
 """
 
-from bufstore.errors import NoLog
+from bufstore.errors import ArchiveOvertaken, DataLoss
 from bufstore.spark.archive import ArchiveReport, Manifest, archive
 from bufstore.spark.config import Deployment, SinkConfig
 from bufstore.spark.drain import DrainReport, bulk_drain
@@ -13,12 +13,13 @@ from bufstore.spark.session import session
 from bufstore.spark.sink import CheckpointSink, checkpoint_sink
 
 __all__ = [
+    "ArchiveOvertaken",
     "ArchiveReport",
     "CheckpointSink",
+    "DataLoss",
     "Deployment",
     "DrainReport",
     "Manifest",
-    "NoLog",
     "RestoreReport",
     "SinkConfig",
     "archive",
