@@ -116,7 +116,7 @@ class BlockingThreadStore:
 
     def _call(self, work: Callable[[], Awaitable[R]], timeout_s: float | None, *, closing: bool = False) -> R:
         if threading.current_thread() is self._thread:
-            raise ConfigError("a blocking store cannot be called on its own loop")
+            raise ConfigError("a blocking store cannot be called from its own loop")
         assert self._loop is not None
         begun = _begin(work)
         with self._lock:
@@ -128,11 +128,13 @@ class BlockingThreadStore:
         try:
             return future.result(timeout_s)
         except CancelledError:
-            raise Closed("the store was closed before the call ended; a write may be stored or not") from None
+            raise Closed("the store was closed before the call ended; a write may or may not be stored") from None
         except TimeoutError:
             if future.done() and not future.cancelled():
                 raise  # the store's own
-            raise CallTimeout(f"no end after {timeout_s:g} s; a write may be stored or not") from None
+            raise CallTimeout(
+                f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
+            ) from None
         finally:
             future.cancel()  # when the caller gives up (or is interrupted) so does the call
             with self._lock:

@@ -62,7 +62,7 @@ def split_url(url: str) -> tuple[str, str | None, str | None]:
         usable = usable and (scheme.startswith("ws") or parts.path in ("", "/"))
     if not usable:
         raise ConfigError(
-            "a NATS URL cannot be read: nats://[user:password@]host[:port] is needed, with %XX for special characters"
+            "cannot read a NATS URL: write nats://[user:password@]host[:port], with %XX for special characters"
         )
     user, has_password, password = login.partition(":")
     return bare, unquote(user) if has_login else None, unquote(password) if has_password else None
@@ -98,7 +98,7 @@ class NatsConfig(Secretive):
             raise ConfigError("NatsConfig: user and password go together")
         ways = [n for n in ("credentials", "user", "token") if getattr(self, n) is not None]
         if len(ways) > 1:
-            raise ConfigError(f"NatsConfig: choose one of {', '.join(ways)}")
+            raise ConfigError(f"NatsConfig: choose only one of {', '.join(ways)}")
         if self.domain and self.api_prefix:
             raise ConfigError("NatsConfig: domain and api_prefix exclude each other")
         if not self.connect_timeout_s > 0:

@@ -7,7 +7,7 @@ BufstoreError
 ├── Rejected                    nothing was stored; the same call will be rejected again unless something changes
 │   ├── InvalidId               a thread, run or message id that cannot be stored
 │   ├── InvalidRecord           a message or run that does not round-trip exactly
-│   ├── InvalidQuery            a query, limit or cursor that makes no sense together
+│   ├── InvalidQuery            a query, limit or cursor that makes no sense, alone or together
 │   ├── LineageError            a parent that is missing or a descendant; a deletion that would leave children
 │   ├── TooLarge                larger than the configured limit for one entry
 │   ├── VersionConflict         the thread moved on: load it and decide again
@@ -17,26 +17,26 @@ BufstoreError
 │   ├── StaleClaim              the mailbox claim is over: somebody else may hold the thread; stop working
 │   │   └── ClaimInterrupted    the thread was interrupted: stop working, then end the claim
 │   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
-│   ├── LogFull                 too many bytes not flushed or still needed: slow down and retry
-│   ├── TokenBusy               the key has work that is not done, or the lock is held by another
-│   └── TokenQueueFull          as many items wait for the key as may
+│   ├── LogFull                 too many bytes are not flushed or still needed: slow down and retry
+│   ├── TokenBusy               the key has unfinished work, or another holds the lock
+│   └── TokenQueueFull          the key's queue is full
 ├── Unavailable                 nothing was stored; retry later
 │   ├── LogUnavailable          NATS cannot be reached or has no leader
 │   ├── StoreUnavailable        Postgres cannot be reached and the call needs it
-│   ├── NotifyUnavailable       a notifier's server cannot be asked to deliver; polling goes on
+│   ├── NotifyUnavailable       a notifier's server does not answer; polling goes on
 │   └── Closed                  the store is closed or not open yet
 ├── OutcomeUnknown              the entry may be stored or not; retry with ``idempotency_key=error.token``
 ├── StepUnknown                 a step of a mailbox may have been done or not; look, or repeat it
-├── SubmitUnknown               an item of exclusive work may be submitted or not; submitting it again may double it
-├── TokenLost                   somebody else has the token or lock by now: stop, and change nothing more
+├── SubmitUnknown               an item of exclusive work may be submitted or not; a second submit may double it
+├── TokenLost                   another holder has the token or lock by now: stop, and change nothing more
 ├── CallTimeout                 a blocking call took too long; a write may be stored or not
 ├── ReadNotFresh                the read could not reach its consistency level in time
 ├── FlushTimeout                the flush did not reach its target in time
-├── StoreMisconfigured          Postgres answers, and will refuse until someone changes it (login, schema, read-only)
+├── StoreMisconfigured          Postgres refuses until an operator changes something (login, schema, read-only)
 ├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
 ├── DataLoss                    a reader of the log missed messages that were purged, or an archive is not whole
 ├── ArchiveOvertaken            another run has archived the same range: nothing is lost, the next one goes on there
-├── MalformedEntry              bytes in the log that are no entry (they go to quarantine)
+├── MalformedEntry              bytes in the log that are not an entry (they go to quarantine)
 └── EmbeddedError               an embedded development server did not start or stop
 
 Import an error from `bufstore`, or, if only one package raises it, from that package:
@@ -57,14 +57,16 @@ class ConfigError(BufstoreError):
 
 
 class NoLog(ConfigError):
-    """There is no log of this name on the server: a BufferedThreadStore that is opened makes it."""
+    """There is no log of this name on the server. Opening a BufferedThreadStore creates it."""
 
     def __init__(self, stream: str) -> None:
-        super().__init__(f"there is no log {stream!r} on this server: open a BufferedThreadStore on it first")
+        super().__init__(
+            f"there is no log {stream!r} on this server: open a BufferedThreadStore on it first, which creates it"
+        )
 
 
 class ConfigDrift(ConfigError):
-    """A stream, bucket, consumer or table exists with other settings than configured."""
+    """A stream, bucket, consumer or table exists with settings other than the configured ones."""
 
     def __init__(self, what: str, field: str, *, expected: object, found: object, way_out: str) -> None:
         super().__init__(f"{what}: {field} is {found!r} but {expected!r} is configured. {way_out}")
@@ -88,27 +90,27 @@ class InvalidRecord(Rejected):
 
 
 class InvalidQuery(Rejected):
-    """A query that contradicts itself, or a cursor that is none or belongs to another query."""
+    """A query that contradicts itself, or a cursor that is invalid or belongs to another query."""
 
 
 class LineageError(Rejected):
-    """A thread would get a parent that is itself, its descendant or missing, or its children would lose theirs."""
+    """The parent is missing, the thread itself or its descendant; or a deletion would leave children without one."""
 
 
 class TooLarge(Rejected):
     """The entry is larger than ``max_entry_bytes``."""
 
     def __init__(self, size: int, limit: int) -> None:
-        super().__init__(f"the entry has {size} bytes, the limit is {limit} (BufferConfig.max_entry_bytes)")
+        super().__init__(f"the entry has {size} bytes, the limit is {limit} (LogConfig.max_entry_bytes)")
         self.size = size
         self.limit = limit
 
 
 class VersionConflict(Rejected):
-    """The thread has another version than expected. Load it, decide again, retry."""
+    """The thread's version is not the expected one. Load it, decide again, retry."""
 
     def __init__(self, thread_id: str, *, expected: int, actual: int) -> None:
-        super().__init__(f"thread {thread_id!r} has version {actual}, expected {expected}")
+        super().__init__(f"thread {thread_id!r} has version {actual}, expected {expected}; load it and decide again")
         self.thread_id = thread_id
         self.expected = expected
         self.actual = actual
@@ -123,61 +125,63 @@ class NotFound(Rejected):
 
 
 class IdempotencyConflict(Rejected):
-    """This idempotency key was already used on the thread, with other content."""
+    """This idempotency key was already used on the thread with different content."""
 
 
 class StaleClaim(Rejected):
-    """The claim does not hold its dispatch any more (expired, taken back, ended): stop working on it."""
+    """The claim no longer holds its dispatch (expired, taken back, ended): stop working on it."""
 
     def __init__(self, thread_id: str, dispatch_id: str, token: int) -> None:
-        super().__init__(f"claim {token} of dispatch {dispatch_id!r} of thread {thread_id!r} does not hold any more")
+        super().__init__(
+            f"claim {token} no longer holds dispatch {dispatch_id!r} of thread {thread_id!r}: stop working on it"
+        )
         self.thread_id = thread_id
         self.dispatch_id = dispatch_id
         self.token = token
 
 
 class ClaimInterrupted(StaleClaim):
-    """The thread was interrupted while the dispatch was claimed. Its holder may still end it, not begin or go on."""
+    """The thread was interrupted while the dispatch was claimed: stop. The holder may still end the claim."""
 
 
 class ThreadQuarantined(Rejected):
-    """The thread has parked entries. A full ``checkpoint`` heals it."""
+    """The thread has parked entries. A full ``checkpoint`` or a replay heals it."""
 
     def __init__(self, thread_id: str, since: int) -> None:
         super().__init__(
             f"thread {thread_id!r} has entries in quarantine since thread_seq {since}; "
-            "write a full checkpoint to heal it, or look into the quarantine"
+            "write a full checkpoint to heal it, or see `bufstore quarantine list`"
         )
         self.thread_id = thread_id
         self.since = since
 
 
 class LogFull(Rejected):
-    """The log holds as many bytes as it may, not flushed or still needed: the message says how many of which.
+    """The log is full of bytes that are not flushed or still needed; the message gives both numbers.
 
     Nothing was stored. Slow down, retry later, or raise ``max_bytes``.
     """
 
 
 class TokenBusy(Rejected):
-    """The key has work that is not done, and this work takes no second item; or another holds the lock."""
+    """The key has unfinished work and takes no second item, or another holds the lock. Nothing was submitted."""
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"{key!r} is busy")
+        super().__init__(f"{key!r} is busy: nothing was submitted or acquired")
         self.key = key
 
 
 class TokenQueueFull(Rejected):
-    """The key's queue is as long as it may be. Retry later, or raise ``TokensConfig.waiting_max``."""
+    """The key's queue is full; nothing was submitted. Retry later, or raise ``TokensConfig.waiting_max``."""
 
     def __init__(self, key: str, limit: int) -> None:
-        super().__init__(f"{limit} items wait for {key!r} already")
+        super().__init__(f"{limit} items already wait for {key!r}: nothing was submitted")
         self.key = key
         self.limit = limit
 
 
 class Unavailable(BufstoreError):
-    """A part that the call needs did not answer. Nothing was stored; retry later."""
+    """A server that the call needs did not answer. Nothing was stored; retry later."""
 
 
 class LogUnavailable(Unavailable):
@@ -189,7 +193,7 @@ class StoreUnavailable(Unavailable):
 
 
 class NotifyUnavailable(Unavailable):
-    """The server of a notifier does not answer. Nothing is lost but time: whoever listens polls as well."""
+    """The server of a notifier does not answer. Only time is lost: listeners poll as well."""
 
 
 class Closed(Unavailable):
@@ -197,17 +201,17 @@ class Closed(Unavailable):
 
 
 class OutcomeUnknown(BufstoreError):
-    """The entry was sent and no answer came: it may be stored or not.
+    """The entry was sent and no answer came: it may or may not be stored.
 
-    Retrying is safe: repeat the same call with ``idempotency_key=error.token``. The store that raised this finds the
-    entry again as long as the log holds it (``failover_window_s`` at least); another process knows the keys of a
-    thread's last 16 entries: where others may have written more in between, look before you repeat an append. Of a
-    thread's first entry in the log only Postgres tells what it became: while it is away, that stays unknown.
+    A retry is safe: repeat the same call with ``idempotency_key=error.token``. The store that raised this finds the
+    entry again as long as the log holds it (``failover_window_s`` at least). Another process knows only the keys of a
+    thread's last 16 entries; if others may have written more since, look before you repeat an append. Only Postgres
+    knows what became of a thread's first entry in the log: while it is away, that stays unknown.
     """
 
     def __init__(self, thread_id: str, token: str) -> None:
         super().__init__(
-            f"no answer for an entry of thread {thread_id!r}: it may be stored or not; "
+            f"no answer for an entry of thread {thread_id!r}: it may or may not be stored; "
             f"repeat the call with idempotency_key={token!r}"
         )
         self.thread_id = thread_id
@@ -215,26 +219,26 @@ class OutcomeUnknown(BufstoreError):
 
 
 class StepUnknown(BufstoreError):
-    """A step of a mailbox was sent and its outcome is not known.
+    """A step of a mailbox was sent, and its outcome is not known.
 
-    `load_dispatch` tells it once the store answers again; enqueueing with an id or dedupe key, ack and interrupt may be
-    repeated.
+    Ask `load_dispatch` once the store answers again. You may repeat an enqueue with an id or dedupe key, an ack and an
+    interrupt.
     """
 
 
 class SubmitUnknown(BufstoreError):
-    """The item was sent and no answer came, or nobody could be told of it: it may be worked on or not.
+    """The item was sent and no answer came, or no worker could be told: it may or may not be worked on.
 
-    Submitting it again is safe for work that may be done twice.
+    Submit it again if the work may be done twice.
     """
 
     def __init__(self, key: str, reason: str) -> None:
-        super().__init__(f"whether the item for {key!r} was submitted is unknown: {reason}")
+        super().__init__(f"the item for {key!r} may or may not be submitted: {reason}")
         self.key = key
 
 
 class TokenLost(BufstoreError):
-    """The token or lock is not ours any more, or may not be. Whatever is still to be done is somebody else's to do."""
+    """The token or lock is no longer ours, or may not be. Stop: the next holder does the rest."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key!r} was lost: {reason}")
@@ -243,7 +247,7 @@ class TokenLost(BufstoreError):
 
 
 class CallTimeout(BufstoreError):
-    """A call of a blocking store did not end in time. A write may be stored or not: use idempotency keys, or look."""
+    """A call of a blocking store did not end in time. A write may be stored: repeat it with its key, or look."""
 
 
 class ReadNotFresh(BufstoreError):
@@ -259,7 +263,7 @@ class FlushTimeout(BufstoreError):
     def __init__(
         self, thread_id: str | None, *, target: int, flushed: int, reason: str = "", partition: int | None = None
     ) -> None:
-        """`partition`: the first that is not flushed up to its `target`; `reason`: who is to do it, and waits why."""
+        """`partition`: the first one not flushed up to its `target`; `reason`: its owner, and what that waits for."""
         who = "all threads" if thread_id is None else f"thread {thread_id!r}"
         where = f", partition {partition}" if partition is not None else ""
         why = f" ({reason})" if reason else ""
@@ -272,14 +276,14 @@ class FlushTimeout(BufstoreError):
 
 
 class StoreMisconfigured(BufstoreError):
-    """Postgres refuses for a reason that only an operator can mend: login, missing table, permission, read-only."""
+    """Postgres refuses for a reason that only an operator can remove: login, missing table, permission, read-only."""
 
 
 class LogRolledBack(BufstoreError):
-    """The log ends before what Postgres has applied, or is another one than it was.
+    """The log ends before what Postgres has applied, or is not the log that it was.
 
-    Nothing more is appended or flushed: what is acknowledged now could never be told from what was lost. Stop all
-    instances and look with ``bufstore repair`` (`bufstore.repair`).
+    Nothing more is appended or flushed: a new acknowledged entry could not be told from a lost one. Stop all instances
+    and run ``bufstore repair`` (`bufstore.repair`), which first only looks.
     """
 
     def __init__(self, reason: str) -> None:
@@ -288,15 +292,15 @@ class LogRolledBack(BufstoreError):
 
 
 class DataLoss(BufstoreError):
-    """A reader of the log (a Spark job, an archive) finds that messages it has not read are gone.
+    """A reader of the log (a Spark job, an archive) found that messages which it has not read are gone.
 
-    They are in Postgres if they were purged after their flush; the reader goes on without them with
-    ``failOnDataLoss=false``, or from another position.
+    They are in Postgres if they were purged after their flush. With ``failOnDataLoss=false``, or from another position,
+    the reader goes on without them.
     """
 
 
 class ArchiveOvertaken(BufstoreError):
-    """Another archive run was faster with the same range. What this one wrote does not count; nothing is lost."""
+    """Another archive run was faster with the same range. What this run wrote does not count; nothing is lost."""
 
 
 class MalformedEntry(BufstoreError):

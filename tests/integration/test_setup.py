@@ -297,7 +297,7 @@ async def test_credentials_that_cannot_be_used_are_no_outage(
     for credentials, says in (
         (nonsense, "BEGIN NATS USER JWT"),
         ("-----BEGIN nonsense", "BEGIN NATS USER JWT"),
-        (tmp_path / "missing.creds", "no file"),
+        (tmp_path / "missing.creds", "cannot read the file"),
     ):
         with pytest.raises(ConfigError, match=says):
             async with deployment.store(nats=NatsConfig(servers=url, credentials=credentials)):

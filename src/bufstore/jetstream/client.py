@@ -65,7 +65,7 @@ class ListeningClient(Client):
         except Exception as e:
             # Anybody may send anything to an inbox: it must not end the task that reads. What was ours is missed, and
             # whoever waits for it notices.
-            _log.warning("a message that is none: %s", type(e).__name__, extra={"action": "nats_message"})
+            _log.warning("ignoring an invalid message: %s", type(e).__name__, extra={"action": "nats_message"})
 
     def heard(self) -> None:
         """What was sent is on its way: an answer to a PING behind it need not be here yet."""
@@ -80,7 +80,7 @@ class ListeningClient(Client):
         try:
             found: dict[str, str] | None = await super()._process_headers(headers)
         except Exception as e:  # an IndexError for a block without a line, for one
-            _log.debug("headers that are none: %s", type(e).__name__, extra={"action": "nats_headers"})
+            _log.debug("ignoring invalid headers: %s", type(e).__name__, extra={"action": "nats_headers"})
             return None
         return found
 
@@ -94,13 +94,13 @@ class TlsClient(ListeningClient):
     def __init__(self) -> None:
         if hooks.GUARD in hooks.changed():
             raise ConfigError(
-                f"with {hooks.installed()} it cannot be made sure that credentials go over TLS only: {hooks.advice()}"
+                f"{hooks.installed()} cannot guarantee that credentials go over TLS only: {hooks.advice()}"
             )
         super().__init__()
 
     def _connect_command(self) -> bytes:
         if not self._server_info.get("tls_required"):
-            raise nats.errors.Error("the server does not ask for TLS, which is configured")
+            raise nats.errors.Error("the server does not ask for TLS, although TLS is configured")
         command: bytes = super()._connect_command()
         return command
 

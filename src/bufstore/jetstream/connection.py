@@ -290,7 +290,7 @@ class Connection:
     def _on_answer(self, subject: str, reply: str, data: bytes, headers: bytes) -> None:
         token = subject.rpartition(".")[2]
         if headers and status_of(headers)[0] == "503":
-            self._end(token, LogUnavailable("no JetStream answers on NATS (starting, or without a leader)"))
+            self._end(token, LogUnavailable("JetStream does not answer (it is starting, or has no leader)"))
         else:
             self._end(token, data)
 
@@ -325,7 +325,7 @@ class Connection:
                 # Answered after whatever the server has to say about the subscription.
                 await round_trip(client, max(1, round(self._config.connect_timeout_s)))
                 if any("subscription" in str(e) and self._inbox.lower() in str(e) for e in errors):
-                    raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers come")
+                    raise ConfigError("NATS does not permit this user to subscribe to _INBOX.>, where answers arrive")
                 for hook in self._hooks:
                     await hook(client)
             except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
@@ -396,7 +396,7 @@ class Connection:
                         await self._lost.wait()
                 if self._client is not None and not self._client.is_connected:
                     self._lost.set()
-            _log.warning("lost NATS: %s", self._reason, extra={"action": "nats_lost"})
+            _log.warning("lost the connection to NATS; reconnecting: %s", self._reason, extra={"action": "nats_lost"})
             await self._discard()
             async for attempt in AsyncRetrying(
                 wait=wait_random_exponential(multiplier=0.05, max=2),

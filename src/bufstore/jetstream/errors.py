@@ -59,8 +59,8 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10071: lambda e: Conflict(e.description),  # wrong last sequence
     10164: lambda e: Conflict(e.description),  # wrong last sequence, another write in flight
     10077: _store_failed,
-    10047: lambda e: LogFull(f"NATS has no more storage for the account: {e.description}"),
-    10023: lambda e: LogFull(f"NATS has not the resources: {e.description}"),
+    10047: lambda e: LogFull(f"the NATS account has no storage left: {e.description}"),
+    10023: lambda e: LogFull(f"NATS lacks resources: {e.description}"),
     10054: lambda e: ConfigError(f"the stream has a max_msg_size: {e.description}"),
     10174: lambda e: ConfigError(f"the stream does not allow atomic batches: {e.description}"),
     10175: lambda e: BatchRefused(e.description),  # sequence missing
@@ -75,7 +75,7 @@ _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10037: lambda e: MessageMissing(e.description),
     10043: lambda e: MessageMissing(e.description),
     10057: lambda e: MessageMissing(e.description),  # deleting what is not there
-    10052: lambda e: ConfigError(f"the server takes no such stream: {e.description}"),
+    10052: lambda e: ConfigError(f"the server does not accept this stream: {e.description}"),
     10058: lambda e: StreamTaken(f"a stream of this name has other settings: {e.description}"),
     10065: lambda e: ConfigError(f"another stream listens on these subjects: {e.description}"),
     10098: lambda e: ConfigError(f"a work queue needs explicit acks: {e.description}"),

@@ -260,7 +260,9 @@ class GroupCommit:
             raise
         except Exception as e:
             # Never leave writers waiting until their deadlines.
-            _log.exception("group commit failed", extra={"action": "group_commit_error"})
+            _log.exception(
+                "group commit failed; the outcome of its writes is unknown", extra={"action": "group_commit_error"}
+            )
             _end(group, AppendUnknown(f"unexpected {type(e).__name__}"))
         finally:
             self._go_on(group)
@@ -303,7 +305,7 @@ class GroupCommit:
                 units = await self._without_moved(units)
                 continue
             except BatchRefused as e:
-                _log.info("no batch: %s", e, extra={"action": "batch_refused"})
+                _log.info("the server refused a batch: %s", e, extra={"action": "batch_refused"})
                 await self._store_each(units)
                 return
             except (AppendUnknown, BufstoreError) as e:
@@ -370,7 +372,7 @@ class GroupCommit:
                 outcome = await self._stream.publish_batch(unit.messages, self._timeout_s)
         except BatchRefused as e:
             # Its messages must be neighbours, so there is no other way to store them.
-            outcome = LogUnavailable(f"the server takes no batch now: {e}")
+            outcome = LogUnavailable(f"the server accepts no batch now: {e}")
         except (Conflict, AppendUnknown, BufstoreError) as e:
             outcome = e
         _end_one(unit, outcome)
@@ -392,7 +394,7 @@ class GroupCommit:
         rest = []
         for unit in units:
             if any(m.expected is not None and _about(m) in moved for m in unit.messages):
-                _end_one(unit, Conflict("the subject has moved"))
+                _end_one(unit, Conflict("another entry was stored first"))
             else:
                 rest.append(unit)
         return rest
@@ -422,4 +424,6 @@ def _end_one(unit: Unit, outcome: int | Exception) -> None:
         unit.ended(outcome)
     except Exception:
         # The others of the group must learn of their end all the same.
-        _log.exception("a writer failed on its answer", extra={"action": "group_commit_error"})
+        _log.exception(
+            "a writer's callback failed on its answer; other writers go on", extra={"action": "group_commit_error"}
+        )

@@ -101,7 +101,7 @@ class NatsStream:
         try:
             ack = _ack_decoder.decode(answer)
         except msgspec.MsgspecError:
-            raise AppendUnknown("NATS answered with something that is no publish ack") from None
+            raise AppendUnknown("NATS answered with something other than a publish ack") from None
         if ack.error is not None:
             raise to_error(ack.error)
         if ack.seq <= 0:
@@ -222,9 +222,9 @@ class NatsStream:
             async with asyncio.timeout(timeout_s):
                 return await get.done
         except TimeoutError:
-            raise LogUnavailable("the log does not answer reads in time") from None
+            raise LogUnavailable("the log did not answer a read in time") from None
         except (nats.errors.Error, OSError) as e:
-            raise LogUnavailable(f"reading the log failed: {type(e).__name__}") from None
+            raise LogUnavailable(f"cannot read the log: {type(e).__name__}") from None
         finally:
             del self._gets[token]
 

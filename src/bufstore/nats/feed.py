@@ -156,7 +156,7 @@ class NatsFeed:
             inbox = client.new_inbox()
             subscription = await client.listen(inbox, self._on_message)
         except nats.errors.Error as e:
-            raise LogUnavailable(f"following a partition failed: {type(e).__name__}") from None
+            raise LogUnavailable(f"cannot follow the partition: {type(e).__name__}") from None
         if self._lost is not None:  # closed meanwhile: nobody would end this one
             await self._end(subscription, name)
             return

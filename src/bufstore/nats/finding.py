@@ -47,7 +47,7 @@ def log_config(found: dict[str, Any], bucket: str | None = None) -> LogConfig:
     """
     metadata = found.get("metadata") or {}
     if "bufstore.partitions" not in metadata:
-        raise ConfigError(f"stream {found['name']!r} was not made by bufstore")
+        raise ConfigError(f"bufstore did not create stream {found['name']!r}: name another stream")
     placement = found.get("placement") or {}
     windows = windows_of(LogConfig(), metadata)
     config = LogConfig(

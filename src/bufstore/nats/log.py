@@ -104,7 +104,7 @@ class NatsLog(NatsStream):
         await self.api(f"STREAM.UPDATE.{self._config.log.stream}", {**found, "metadata": said})
         now = (await self._look())["config"].get("metadata") or {}
         if change(now) != now:
-            raise LogUnavailable("somebody else changed what the log says of itself at the same time: do it again")
+            raise LogUnavailable("another process changed the log's metadata at the same time: do it again")
 
     async def bounds(self) -> tuple[int, int]:
         info = await self._look()
@@ -204,13 +204,13 @@ class NatsLog(NatsStream):
                 async with asyncio.timeout(timeout_s):
                     await self._proof()
             except TimeoutError:
-                raise LogUnavailable("the log's leader does not prove in time that it leads") from None
+                raise LogUnavailable("the log's leader did not prove in time that it leads") from None
 
     async def _prove(self) -> None:
         try:
             await self.prove(self._subjects.unused, _PROOF_S)
         except AppendUnknown:
-            raise LogUnavailable("nobody proves that he leads the log") from None
+            raise LogUnavailable("no node proves that it leads the log") from None
 
     async def latest(self, subject: str, timeout_s: float) -> int:
         await self.prove_leader(timeout_s)
@@ -277,7 +277,7 @@ class NatsLog(NatsStream):
         try:
             await self.publish(Outgoing(self._subjects.erased, body), 5.0)
         except AppendUnknown as e:
-            raise LogUnavailable(f"erasing was interrupted; erase again: {e}") from None
+            raise LogUnavailable(f"the erasure was interrupted and is incomplete; erase again: {e}") from None
 
     async def _overwrite(self, seq: int) -> bool:
         try:

@@ -194,7 +194,7 @@ class LogReader:
             if part := inbox.rest():
                 yield part
         except nats.errors.Error as e:
-            raise LogUnavailable(f"reading the log failed: {type(e).__name__}") from None
+            raise LogUnavailable(f"cannot read the log: {type(e).__name__}") from None
         finally:
             with contextlib.suppress(nats.errors.Error, LogUnavailable):
                 await subscription.unsubscribe()
@@ -262,7 +262,7 @@ class _Inbox:
         if self._trouble is None and not self.done and not alive():
             self._trouble = "the connection was lost"
         if self._trouble is not None:
-            raise LogUnavailable(f"reading the log failed: {self._trouble}")
+            raise LogUnavailable(f"cannot read the log: {self._trouble}")
         return self.rest()
 
     def rest(self) -> list[Read]:

@@ -76,7 +76,7 @@ class SameLog:
         """Nothing more is appended or flushed, until `stands_again`, which is asked now and then."""
         if self.refused is None:
             self.refused = reason
-            _log.error("the log is refused: %s", reason, extra={"action": "log_refused"})
+            _log.error("refusing the log; nothing is appended or flushed: %s", reason, extra={"action": "log_refused"})
             self._look = asyncio.create_task(self._look_again(stands_again), name="bufstore-log-refused")
 
     async def aclose(self) -> None:
@@ -91,7 +91,7 @@ class SameLog:
             await asyncio.sleep(_LOOK_AGAIN_S)
             with contextlib.suppress(BufstoreError, AppendUnknown):
                 if await stands_again():
-                    _log.warning("the log is whole again, it was refused because %s", self.refused,
+                    _log.warning("accepting the log again; it was refused because %s", self.refused,
                                  extra={"action": "log_accepted"})  # fmt: skip
                     self.refused = None
 
@@ -137,7 +137,7 @@ class SameLog:
             if missing and self._gone_for(asyncio.get_running_loop().time()):
                 return f"stream {self._stream} is gone"
             what = "no stream" if missing else "an old end"
-            raise Unproven(f"NATS shows {what} for {self._stream}, and nobody proves that he leads it")
+            raise Unproven(f"NATS shows {what} for {self._stream}, and no node proves that it leads the stream")
         self._gone_since = None
         if seq > self.highest:
             return None

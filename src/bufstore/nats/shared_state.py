@@ -84,7 +84,9 @@ class NatsSharedState:
         except Conflict:
             owner = await self.thread_of_run(run_id, timeout_s)
             if owner is None:
-                raise LogUnavailable(f"run {run_id!r} has just been removed from the hot bucket") from None
+                raise LogUnavailable(
+                    f"run {run_id!r} has just been removed from the shared-state bucket; retry"
+                ) from None
             return owner
 
     async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
@@ -167,7 +169,7 @@ class NatsSharedState:
         try:
             await self._connection.client().publish(subject, data)
         except (nats.errors.Error, OSError) as e:
-            raise LogUnavailable(f"NATS takes no message: {type(e).__name__}") from None
+            raise LogUnavailable(f"cannot send to NATS: {type(e).__name__}") from None
 
     async def on_call(self, callback: Callable[[int], None]) -> None:
         def heard(msg: Msg) -> None:
@@ -186,7 +188,7 @@ class NatsSharedState:
                     await ensure_bucket(self._stream, self._config)
                     return await self._writes.submit([message])
         except TimeoutError:
-            raise LogUnavailable("the hot bucket does not answer in time") from None
+            raise LogUnavailable("the shared-state bucket did not answer in time") from None
 
     async def _add_listener(self, subject: str, heard: Callable[[Msg], None]) -> None:
         self._listeners.append((subject, heard))
@@ -202,7 +204,7 @@ async def _subscribe(client: Client, subject: str, heard: Callable[[Msg], None])
         try:
             heard(msg)
         except (ValueError, MalformedEntry):  # anybody may publish here
-            _log.debug("not understood: %s", msg.subject, extra={"action": "hot_ignored"})
+            _log.debug("ignoring a message that is not understood: %s", msg.subject, extra={"action": "hot_ignored"})
 
     options: dict[str, Any] = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
     await client.subscribe(subject, cb=on_message, **options)

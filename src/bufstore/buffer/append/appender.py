@@ -230,7 +230,7 @@ class Appender(Generic[M]):
         """What to tell a caller whose time is over, or whose answer was lost."""
         behind = write.maybe_behind
         if behind is None and isinstance(error, TimeoutError) and (thread_id, write.item) not in self._unresolved:
-            return LogUnavailable("the log took no entry in time; nothing was stored")
+            return LogUnavailable("the log accepted no entry in time; nothing was stored; retry")
         if behind is not None:
             self._unresolved.remember(thread_id, write.item, behind)
         return OutcomeUnknown(thread_id, key if key is not None else recent_keys.key_of(write.id))
@@ -373,8 +373,12 @@ class Appender(Generic[M]):
         except (BufstoreError, AppendUnknown) as e:
             self._fail(lane, e, for_head)
         except Exception as e:
-            _log.exception("looking up a thread failed", extra={"action": "lookup_error"})
-            self._fail(lane, LogUnavailable(f"looking up the thread failed: {type(e).__name__}"), for_head)
+            _log.exception(
+                "cannot look up a thread; its writes fail, nothing is stored", extra={"action": "lookup_error"}
+            )
+            self._fail(
+                lane, LogUnavailable(f"cannot look up the thread ({type(e).__name__}); nothing was stored"), for_head
+            )
         else:
             self._advance(lane, tip)
 
@@ -406,11 +410,15 @@ class Appender(Generic[M]):
             await self._recover(unit, error)
         except Exception as e:
             # A lane that nobody drives would let every later write of the thread run into its deadline.
-            _log.exception("recovering a write failed", extra={"action": "recover_error"})
+            _log.exception("cannot recover a write; its outcome is unknown", extra={"action": "recover_error"})
             for write, _ in unit.writes:
                 if not write.done.done():
                     write.done.set_exception(AppendUnknown(f"unexpected {type(e).__name__}"))
-            self._fail(unit.lane, LogUnavailable(f"recovering a write failed: {type(e).__name__}"), for_head=False)
+            self._fail(
+                unit.lane,
+                LogUnavailable(f"cannot recover a write of the thread ({type(e).__name__}); nothing was stored"),
+                for_head=False,
+            )
 
     async def _recover(self, unit: Unit[M], error: Exception) -> None:
         """After a unit that was not stored, or may not have been."""
@@ -478,7 +486,7 @@ class Appender(Generic[M]):
                 except Conflict:
                     raise _StillUnknown from None  # maybe with the first sending of ours: look again
                 except (AppendUnknown, BufstoreError) as e:
-                    _log.info("an append stays unknown: %s", e, extra={"action": "append_unknown"})
+                    _log.info("the outcome of an append stays unknown: %s", e, extra={"action": "append_unknown"})
                     raise _StillUnknown from None
         return None
 

@@ -153,4 +153,4 @@ def _settle_repeat(thread_id: str, write: Write[M], tip: Tip[M], same: bool) -> 
 
 def other_content(thread_id: str) -> IdempotencyConflict:
     """For a key that comes again with something else."""
-    return IdempotencyConflict(f"thread {thread_id!r}: the idempotency key was used with other content")
+    return IdempotencyConflict(f"thread {thread_id!r}: the idempotency key was already used with different content")

@@ -65,7 +65,9 @@ class Unresolved:
             found = await self._last(thread_id, item, timeout_s)  # in this order: see `counts`
             stands = found is None or counts(found.entry, watermark, found.behind)
             if stands is None:
-                raise AppendUnknown("the entry was flushed, and others wrote so much since that nothing tells how")
+                raise AppendUnknown(
+                    "the entry was flushed, and others wrote so much since that its outcome cannot be told"
+                )
             if not stands:
                 return None
         return (found.entry, found.same) if found is not None else None

@@ -159,7 +159,11 @@ class Flusher:
                 await work(self._stopping)
             except Exception as e:
                 self.state.trouble = f"{name}: unexpected {type(e).__name__}"
-                _log.exception("the flusher's %s loop failed; it starts again", name, extra={"action": "flusher_error"})
+                _log.exception(
+                    "the flusher's %s loop failed and starts again; nothing is lost",
+                    name,
+                    extra={"action": "flusher_error"},
+                )
                 await self._pause(1.0)
 
     async def _pause(self, seconds: float) -> None:

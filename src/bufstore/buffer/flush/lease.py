@@ -72,7 +72,9 @@ class Lease:
                 reason = self._unable()
                 await (self._renew() if reason is None else self._withdraw(reason))
             except (BufstoreError, AppendUnknown) as e:
-                _log.warning("cannot renew the lease: %s", e, extra={"action": "lease_error"})
+                _log.warning(
+                    "cannot renew the lease; takes no partitions until it can: %s", e, extra={"action": "lease_error"}
+                )
                 if asyncio.get_running_loop().time() > self._until - self._interval_s:
                     self._hold()
             with contextlib.suppress(TimeoutError):
@@ -82,7 +84,11 @@ class Lease:
     async def _withdraw(self, reason: str) -> None:
         self._own(frozenset())
         if self._announced:
-            _log.warning("leaves its partitions to others: %s", reason, extra={"action": "lease_given_up"})
+            _log.warning(
+                "this process cannot flush; other flushers take its partitions: %s",
+                reason,
+                extra={"action": "lease_given_up"},
+            )
             await self._shared.leave(self._member)
             self._announced = False
 

@@ -113,7 +113,9 @@ class Recaller:
                 messages, size = messages - taken[0], size - taken[1]
         except (BufstoreError, AppendUnknown) as e:
             self._again_at = self._loop.time() + _PAUSE_S
-            _log.warning("entries that wait cannot be read again: %s", e, extra={"action": "recall_failed"})
+            _log.warning(
+                "cannot read waiting entries from the log again; tries again: %s", e, extra={"action": "recall_failed"}
+            )
         finally:
             self._wake()
 

@@ -66,7 +66,9 @@ class Retention:
             try:
                 await self._purge()
             except (BufstoreError, FlushFailed, AppendUnknown) as e:
-                _log.warning("purging failed: %s", e, extra={"action": "purge_failed"})
+                _log.warning(
+                    "cannot purge flushed entries; they stay in the log: %s", e, extra={"action": "purge_failed"}
+                )
 
     async def _purge(self) -> None:
         await self._confirm(archives=self._log.windows.archives)
@@ -105,7 +107,7 @@ class Retention:
             if why != self._unconfirmed:
                 self._unconfirmed = why
                 _log.warning(
-                    "Postgres does not confirm what it has; only what it confirmed before is purged: %s",
+                    "Postgres does not confirm its commits; only what it confirmed earlier is purged: %s",
                     why,
                     extra={"action": "purge_unconfirmed"},
                 )

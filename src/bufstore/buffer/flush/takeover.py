@@ -65,10 +65,12 @@ async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | N
     try:
         stored = await log.barrier(_BARRIER_S)
     except AppendUnknown:
-        raise LogUnavailable("the log does not look right, and its leader cannot prove that it leads") from None
+        raise LogUnavailable(
+            "the log shows a wrong end, and its leader cannot prove that it leads; looks again"
+        ) from None
     found = await look()
     if found is not None and stored and await log.end(_BARRIER_S) < stored:
-        raise LogUnavailable("the log does not look right to one who does not lead it any more")
+        raise LogUnavailable("a node that no longer leads the log shows a wrong end of it; looks again")
     return found
 
 
@@ -213,7 +215,9 @@ class Takeover:
             self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
         except Exception as e:
             self._state.trouble = f"takeover: unexpected {type(e).__name__}"
-            _log.exception("a partition cannot be followed", extra={"action": "flusher_error"})
+            _log.exception(
+                "cannot follow a partition; tries again, its entries stay in the log", extra={"action": "flusher_error"}
+            )
             self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
         finally:
             self._following.discard(cursor.partition)

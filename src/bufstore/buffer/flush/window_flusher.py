@@ -199,7 +199,7 @@ class WindowFlusher:
             raise Later from e
         now = self._loop.time()
         for thread_id in outcome.locked:
-            self._wait(thread_id, FlushFailed("somebody else holds its row", Verdict.LOCKED))
+            self._wait(thread_id, FlushFailed("another session holds its row", Verdict.LOCKED))
         for refused, error in outcome.refused.items():
             if refused is not None:
                 if error.verdict is Verdict.LOCKED:
@@ -305,7 +305,9 @@ class WindowFlusher:
             text = "this is refused to all, and nobody's entry is to blame; nothing is parked: %s"
             _log.error(text, error, extra={"action": "refused_to_all"})
         elif not everybodys and not self.waiting.tries(thread_id):
-            _log.warning("thread %r has to wait: %s", thread_id, error, extra={"action": "thread_waits"})
+            _log.warning(
+                "thread %r waits, its entries stay in the log: %s", thread_id, error, extra={"action": "thread_waits"}
+            )
         longest = {"longest_s": longest_s or _EVERYBODYS_MAX_S} if longest_s or everybodys else {}
         self.waiting.add(thread_id, str(error), self._loop.time(), cause=error.cause, alone=alone, **longest)
 
@@ -348,7 +350,7 @@ class WindowFlusher:
         for parked in decision.parked:
             item = parked.item
             _log.error(
-                "entry %d of thread %r is quarantined: %s",
+                "entry %d of thread %r went to quarantine: %s",
                 item.seq,
                 item.thread_id,
                 parked.cause,

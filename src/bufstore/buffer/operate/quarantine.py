@@ -49,7 +49,7 @@ class Quarantine:
         """One entry, whole. Raises NotFound."""
         found = await self._ledger.parked.entry(seq) if 0 <= seq <= _POSITION_MAX else None
         if found is None:
-            raise NotFound(f"no entry of position {seq} is in quarantine")
+            raise NotFound(f"quarantine has no entry with position {seq}; `bufstore quarantine list` shows what it has")
         return found
 
     async def replay(self, seq: int) -> Sequence[Replayed]:

@@ -94,12 +94,14 @@ class Repair:
         alive = await living(self._shared)
         if alive:
             raise ConfigError(
-                f"{len(alive)} instances still flush, or were killed some seconds ago: stop all of them first"
+                f"{len(alive)} instances still flush, or were killed some seconds ago: stop all of them, then repair"
             )
         # From here on no flusher commits any more, whatever it believes.
         partitions = await self._ledger.cursors()
         if len(await self._ledger.take(sorted(partitions), _OWNER)) < len(partitions):
-            raise StoreUnavailable("somebody holds rows of buffer_partitions: is an instance still flushing?")
+            raise StoreUnavailable(
+                "another session holds rows of buffer_partitions: is an instance still flushing? Stop it, then repair"
+            )
         if await self._log.epoch(checked=False) is not None:
             common = await self._log.withdraw(await self._common())
             await self._salvage(self._settle, common)
@@ -142,7 +144,7 @@ class Repair:
                 await settle(thread_id, items, common, await self._settled(items))
             for subject in set(subjects) - set(by_thread.values()):
                 messages = await self._log.after(subject, 0, _TIMEOUT_S)
-                items = [Malformed(m.subject, m.seq, (m,), "a subject of no thread", None) for m in messages]
+                items = [Malformed(m.subject, m.seq, (m,), "its subject belongs to no thread", None) for m in messages]
                 await settle(None, items, common, await self._settled(items))
 
     async def _common(self) -> list[int]:
@@ -185,7 +187,7 @@ class Repair:
             found = await self._ledger.parked.entry(item.seq) if item.seq in present else None
             if found is not None and _id_of(found.item) != _id_of(item):
                 raise ConfigError(
-                    f"quarantine holds another entry of position {item.seq}: replay or discard it before the repair"
+                    f"quarantine holds another entry with position {item.seq}: replay or discard it, then repair"
                 )
         return present
 

@@ -64,7 +64,7 @@ def need_all(threads: Collection[str], watermarks: Mapping[str, Watermark]) -> N
     """For who has no use for a part of the threads: raise FlushFailed unless there are rows of all."""
     held = len(set(threads) - watermarks.keys())
     if held:
-        raise FlushFailed(f"{held} of {len(threads)} threads are held by others", Verdict.LOCKED)
+        raise FlushFailed(f"other sessions hold the rows of {held} of {len(threads)} threads", Verdict.LOCKED)
 
 
 @dataclass(frozen=True)

@@ -90,11 +90,11 @@ async def migrate(connection: AsyncConnection[Any], schema: str, folder: Travers
     except psycopg.errors.LockNotAvailable as e:
         raise StoreUnavailable(
             f"the {part} tables in schema {schema!r} could not be migrated: another session holds a lock on them "
-            "(a long query, a dump, VACUUM FULL); see pg_stat_activity, let it end, and try again"
+            "(a long query, a dump, VACUUM FULL). Nothing was changed. See pg_stat_activity, let it end, and try again"
         ) from e
     except psycopg.errors.InsufficientPrivilege as e:
         raise StoreMisconfigured(
-            f"the {part} tables in schema {schema!r} are missing or of an older release, and this role may not make "
+            f"the {part} tables in schema {schema!r} are missing or of an older release, and this role may not create "
             f"them ({e.diag.message_primary}): run `bufstore setup --grant ROLE` with their owner's rights"
         ) from e
     reach(Failpoint.MIGRATION_DONE)
