@@ -22,6 +22,9 @@ LAZY = ["bufstore", "bufstore.mailbox", "bufstore.notify", "bufstore.tokens"]
 #: Packages that have errors of their own.
 WITH_ERRORS = ["bufstore.embedded", "bufstore.mailbox", "bufstore.notify", "bufstore.spark", "bufstore.tokens"]
 SOURCES = Path(inspect.getfile(bufstore)).parent
+ROOT = Path(__file__).parent.parent.parent
+#: What docs/COMPATIBILITY.md says is public.
+PUBLIC = re.findall(r"^\* `(bufstore[\w.]*)`:", (ROOT / "docs" / "COMPATIBILITY.md").read_text(), re.MULTILINE)
 
 
 def _checked(package: str) -> dict[str, str]:
@@ -83,3 +86,68 @@ def test_an_error_is_public_in_a_package_of_its_own_when_nothing_else_raises_it(
     # The tree says where to import it from.
     (named,) = re.findall(rf"`{package}`\s\(([^)]+)\)", errors.__doc__ or "")
     assert set(named.replace(",", " ").split()) == _exported_errors(package)
+
+
+def test_the_page_on_compatibility_names_every_package_that_is_public() -> None:
+    listing = {"bufstore"} | {
+        ".".join(("bufstore", *p.parent.relative_to(SOURCES).parts))
+        for p in SOURCES.rglob("__init__.py")
+        if "__all__" in p.read_text()
+    }
+    assert listing <= set(PUBLIC)
+    for name in PUBLIC:
+        module = import_module(name)
+        assert module.__all__, name
+        assert all(hasattr(module, n) and not n.startswith("_") for n in module.__all__), name
+
+
+def _examples() -> list[tuple[str, str]]:
+    """The Python in the documents, by document."""
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "bench").glob("*.md")]
+    blocks = [(p.name, b) for p in documents for b in re.findall(r"```python\n(.*?)```", p.read_text(), re.DOTALL)]
+    files = [(p.name, p.read_text()) for p in (ROOT / "docs" / "examples").rglob("*.py")]
+    docstrings = [(name, import_module(name).__doc__ or "") for name in PUBLIC]
+    return blocks + files + docstrings
+
+
+def test_examples_import_public_names_only() -> None:
+    imports = [
+        (document, module, name.strip())
+        for document, text in _examples()
+        for module, one_line, lines in re.findall(r"^ *from (bufstore[\w.]*) import (?:(\w.*)|\(([^)]*)\))", text, re.M)
+        for name in (one_line or lines).partition("#")[0].split(",")
+        if name.strip()
+    ]
+    assert len(imports) > 20
+    assert not [i for i in imports if i[1] not in PUBLIC or i[2] not in import_module(i[1]).__all__]
+
+
+def _promised(classes: list[type]) -> set[str]:
+    """Methods that a protocol documents, wherever it is implemented."""
+    protocols = [c for c in classes if getattr(c, "_is_protocol", False)]
+    return {name for p in protocols for name, method in vars(p).items() if inspect.getdoc(method)}
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_everything_public_has_a_docstring(package: str) -> None:
+    module = import_module(package)
+    public = {name: getattr(module, name) for name in module.__all__}
+    # Protocols that are not public document the methods that a class has because of them.
+    ours = [m for name, m in list(sys.modules.items()) if m is not None and name.startswith("bufstore.")]
+    promised = _promised([c for m in ours for c in vars(m).values() if inspect.isclass(c)])
+    missing: list[str] = []
+    for name, value in public.items():
+        if inspect.isfunction(value) and not value.__doc__:
+            missing.append(name)
+        if not inspect.isclass(value):
+            continue
+        if not value.__doc__ or value.__doc__.startswith(f"{name}("):  # which a dataclass writes by itself
+            missing.append(name)
+        for part, member in inspect.getmembers(value):
+            function = member.fget if isinstance(member, property) else member
+            is_ours = getattr(function, "__module__", None) and function.__module__.startswith("bufstore")
+            if part.startswith("_") or not (inspect.isroutine(function) and is_ours):
+                continue
+            if not inspect.getdoc(member) and part not in promised:
+                missing.append(f"{name}.{part}")
+    assert not missing

@@ -29,7 +29,9 @@ class Signal(Protocol):
     """A hint that a thread may have work. Whoever has it answers it, else it comes to another later."""
 
     @property
-    def thread_id(self) -> str: ...
+    def thread_id(self) -> str:
+        """The thread that may have work."""
+        ...
 
     @property
     def deliveries(self) -> int:

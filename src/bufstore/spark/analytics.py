@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
+__all__ = ["CHARACTERS_PER_TOKEN", "COLUMNS", "activity", "by_thread", "coalescing", "hot_threads", "lag"]
+
 #: The columns that all of them need together.
 COLUMNS = "position,stored_at,thread_id,kind,messages,run_id,run,bytes"
 
