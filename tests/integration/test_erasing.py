@@ -7,7 +7,7 @@ from typing import Any
 
 from bufstore import Consistency, PostgresThreadStore
 from bufstore.embedded import Servers
-from bufstore.spark.ledger import SparkLedger
+from bufstore.spark.sink.spark_ledger import SparkLedger
 from conftest import Deployment
 from helpers import fresh, query, run_of
 from integration.test_operator_cli import cli

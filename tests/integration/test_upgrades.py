@@ -15,7 +15,7 @@ from bufstore.embedded import Servers
 from bufstore.mailbox import PostgresMailboxStore
 from bufstore.postgres.connection.migrate import migrate, newest, waiting
 from bufstore.postgres.connection.pool import new_pool
-from bufstore.spark.ledger import SparkLedger
+from bufstore.spark.sink.spark_ledger import SparkLedger
 from conftest import Deployment
 from helpers import fresh, run_of, said
 

@@ -73,15 +73,15 @@ def speculating(settings: dict[str, Any]) -> None:
             if context.attemptNumber() == 0:
                 time.sleep(15)
 
-    from bufstore.spark import sink
+    from bufstore.spark.sink import foreach_batch
 
-    task = sink._task
+    task = foreach_batch._task
 
     def slow_task(config: SinkConfig, batch_id: int, batches: Any) -> Any:
         # After its own writes: both attempts have written everything.
         yield from slowed(task(config, batch_id, batches))
 
-    sink._task = slow_task
+    foreach_batch._task = slow_task
     write(frame(spark, rows_of(settings["threads"], range(5))), 0)
     print(json.dumps({"attempts": [n for n in range(4) if Path(f"{slow}-{n}").exists()]}))
     spark.stop()

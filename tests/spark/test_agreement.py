@@ -13,7 +13,7 @@ import pytest
 
 from bufstore import ConfigDrift, ConfigError, PostgresThreadStore
 from bufstore.spark import SinkConfig, archive, bulk_drain
-from bufstore.spark.writing import write_rows
+from bufstore.spark.sink.row_writer import write_rows
 from conftest import Deployment
 from helpers import eventually, fresh, run_of
 from spark.jobs import rows_of, settings_of, where

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from bufstore import StoreUnavailable
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import ArchiveOvertaken, archive, drain, restore
+from bufstore.spark.log_archive import archive_job
 from bufstore.threads.memory_store import MemoryThreadStore
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 from spark.jobs import in_postgres, where, write
-
-archiving: Any = sys.modules["bufstore.spark.archive"]  # whose name is that of the function
 
 
 async def archived(deployment: Deployment) -> int:
@@ -60,17 +58,17 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
     await write(deployment, [thread], range(10))
     async with deployment.store() as store:
         await store.force_flush_all()
-    read = archiving._read
+    read = archive_job._read
 
     def overtaken(*args: Any, **kwargs: Any) -> Any:
         """While this run has looked and not read, another one does all, and what it has is purged."""
-        monkeypatch.setattr(archiving, "_read", read)
+        monkeypatch.setattr(archive_job, "_read", read)
         report = archive(spark, where(deployment), str(path))
         assert report.count == 10
         asyncio.run(purge(deployment, report.end - 1))
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(archiving, "_read", overtaken)
+    monkeypatch.setattr(archive_job, "_read", overtaken)
     with pytest.raises(ArchiveOvertaken, match="Nothing is lost"):
         await asyncio.to_thread(archive, spark, where(deployment), str(path))
     await write(deployment, [thread], range(10, 12))
@@ -100,15 +98,15 @@ async def test_what_a_run_that_died_did_not_note_is_noted_by_the_next(
     """With a full log no new entry comes, and nothing is purged that is not noted."""
     path = str(tmp_path / "archive")
     await write(deployment, [fresh()], range(3))
-    note = archiving._note
+    note = archive_job._note
 
     async def away(deployment: Any, end: int) -> None:
         raise StoreUnavailable("Postgres is away")
 
-    monkeypatch.setattr(archiving, "_note", away)
+    monkeypatch.setattr(archive_job, "_note", away)
     with pytest.raises(StoreUnavailable):
         await asyncio.to_thread(archive, spark, where(deployment), path)
-    monkeypatch.setattr(archiving, "_note", note)
+    monkeypatch.setattr(archive_job, "_note", note)
     assert await archived(deployment) == 0
     report = await asyncio.to_thread(archive, spark, where(deployment), path)
     assert report.count == 0
@@ -181,7 +179,7 @@ async def test_a_drain_purges_nothing_that_is_not_archived(deploy: Callable[...,
         before = await positions()
         async with await drain._store(settings, flusher=True) as draining:
             await draining.force_flush_all()
-            await archiving._note(settings, before[32])
+            await archive_job._note(settings, before[32])
 
             async def purged() -> bool:
                 return await positions() == before[32:]

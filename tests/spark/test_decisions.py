@@ -13,13 +13,13 @@ from bufstore.buffer import producers
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.subjects import first_position
 from bufstore.spark import ArchiveOvertaken, DataLoss
-from bufstore.spark.archive import Manifest, check_alone, whole
-from bufstore.spark.direct import NeedLog, Prepared, fold, prepare
-from bufstore.spark.offsets import Holes, Offset, Range, begin_at, check, offset_of, split
-from bufstore.spark.options import read_options
+from bufstore.spark.log_archive.manifests import Manifest, check_alone, whole
+from bufstore.spark.log_archive.restore_job import epoch_after
 from bufstore.spark.progress import lag_of
-from bufstore.spark.restore import epoch_after
-from bufstore.spark.rows import Write
+from bufstore.spark.sink.backfill import NeedLog, Prepared, fold, prepare
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow
+from bufstore.spark.source.offsets import Holes, Offset, Range, begin_at, check, offset_of, split
+from bufstore.spark.source.options import read_options
 from bufstore.threads.model import decode_message
 
 
@@ -133,7 +133,7 @@ def test_options_of_any_case_and_no_secret_in_sight() -> None:
 
 
 def prepared(number: int, messages: list[Any], *, whole: bool = False, **run: Any) -> Prepared:
-    wanted = Write("t", whole, messages, Run(run_id="r", thread_id="t", **run))
+    wanted = CheckpointRow("t", whole, messages, Run(run_id="r", thread_id="t", **run))
     (found,) = prepare("t", [(wanted, producers.item("q", number))])
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from conftest import Deployment
 from helpers import fresh
 from spark.test_crashes import environment
-from spark.test_source import written
+from spark.test_threadlog_format import written
 
 _SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "log_analytics.py"
 

@@ -53,7 +53,7 @@ def drain(options: Options, master: str, tasks: int | None, timeout: float) -> N
 @connects()
 def archive(options: Options, path: str, master: str, tasks: int | None, start: int | None) -> None:
     """Write what the archive at PATH does not have of the log as Parquet."""
-    from bufstore.spark.archive import archive as write
+    from bufstore.spark.log_archive.archive_job import archive as write
 
     with options.target() as target, _session(master, progress=not options.as_json) as session:
         report = write(session, _deployment(target), path, start=start, tasks=tasks)
@@ -72,7 +72,7 @@ def restore(options: Options, path: str, master: str, tasks: int | None, into: A
 
     Into Postgres, while no flusher runs; or into the log, from where flushers move it on.
     """
-    from bufstore.spark.restore import restore as bring_back
+    from bufstore.spark.log_archive.restore_job import restore as bring_back
 
     with options.target() as target, _session(master, progress=not options.as_json) as session:
         report = bring_back(session, path, _deployment(target), into=into, tasks=tasks, dry_run=dry_run)
@@ -94,7 +94,7 @@ def _session(master: str, *, progress: bool = False) -> Iterator[Any]:
         import pyspark  # noqa: F401
     except ModuleNotFoundError:
         raise Failure("pyspark is not installed: these commands need `pip install 'bufstore[spark,cli]'`") from None
-    from bufstore.spark.session import session
+    from bufstore.spark.spark_session import session
 
     running = session("bufstore", master, **{"spark.ui.showConsoleProgress": str(progress).lower()})
     if not master.startswith("sc://"):

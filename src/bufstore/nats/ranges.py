@@ -47,7 +47,7 @@ class Read(msgspec.Struct, frozen=True, gc=False):
     size: int
 
 
-class Log(msgspec.Struct, frozen=True):
+class LogState(msgspec.Struct, frozen=True):
     """What the log is like at a moment."""
 
     config: LogConfig
@@ -84,7 +84,7 @@ class LogReader:
         """Close the connection."""
         await self._connection.aclose()
 
-    async def look(self) -> Log:
+    async def look(self) -> LogState:
         """The log as it is now. Raises NoLog when there is none."""
         await self._connection.wait_up(_SILENCE_S)
         try:
@@ -95,9 +95,9 @@ class LogReader:
         found = log_config(config, self._bucket)
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))
         end = max(int(state["last_seq"]) + 1, first)
-        return Log(found, info["created"], epoch_of(config), first, end, int(state["messages"]))
+        return LogState(found, info["created"], epoch_of(config), first, end, int(state["messages"]))
 
-    async def whole_from(self, log: Log) -> int:
+    async def whole_from(self, log: LogState) -> int:
         """From where on nothing was purged: partitions are purged one by one, each up to a place of its own.
 
         Too high where a partition got its first message late: nobody can tell that from one that was purged.
@@ -111,7 +111,7 @@ class LogReader:
         found = await self._stream.after(filter_, 0, _SILENCE_S, limit=1)
         return found[0].seq if found else end
 
-    async def barrier(self, log: Log) -> int:
+    async def barrier(self, log: LogState) -> int:
         """The position of the last barrier that an earlier version wrote; 0 for none."""
         subject = log.subjects.barrier
         found = (await self._stream.last([subject], _SILENCE_S)).get(subject)
@@ -127,7 +127,7 @@ class LogReader:
                         positions.update(int(number) for number in read.message.body.split(b","))
         return positions
 
-    async def at_time(self, time_ns: int, log: Log) -> int:
+    async def at_time(self, time_ns: int, log: LogState) -> int:
         """The position of the first message that was stored at this time or later; the log's end if none was."""
         found = self.read(0, log.end, [log.subjects.all], headers_only=True, at_once=1, since_ns=time_ns)
         async with contextlib.aclosing(found):
@@ -278,7 +278,7 @@ def _rfc3339(time_ns: int) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{ns:09d}Z"
 
 
-def filters_of(log: Log, threads: Sequence[str] = (), partitions: Sequence[int] = ()) -> list[str]:
+def filters_of(log: LogState, threads: Sequence[str] = (), partitions: Sequence[int] = ()) -> list[str]:
     """The subjects of these threads or partitions; of everything when none is named."""
     subjects = log.subjects
     if threads:

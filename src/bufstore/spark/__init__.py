@@ -4,13 +4,14 @@ Importing this does not import Spark.
 """
 
 from bufstore.errors import ArchiveOvertaken, DataLoss
-from bufstore.spark.archive import ArchiveReport, Manifest, archive
 from bufstore.spark.config import Deployment, SinkConfig
 from bufstore.spark.drain import DrainReport, bulk_drain
 from bufstore.spark.java import ensure_java
-from bufstore.spark.restore import RestoreReport, restore
-from bufstore.spark.session import session
-from bufstore.spark.sink import CheckpointSink, checkpoint_sink
+from bufstore.spark.log_archive.archive_job import ArchiveReport, archive
+from bufstore.spark.log_archive.manifests import Manifest
+from bufstore.spark.log_archive.restore_job import RestoreReport, restore
+from bufstore.spark.sink.foreach_batch import CheckpointSink, checkpoint_sink
+from bufstore.spark.spark_session import session
 
 __all__ = [
     "ArchiveOvertaken",

@@ -20,8 +20,8 @@ import msgspec
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
 from bufstore.spark.config import Deployment
-from bufstore.spark.jobs import context_of, described
-from bufstore.spark.worker import in_task, loop
+from bufstore.spark.job_description import context_of, described
+from bufstore.spark.process_loop import in_task, loop
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
 

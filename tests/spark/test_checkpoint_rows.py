@@ -8,7 +8,7 @@ import pytest
 
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.rows import Write, check_columns, number_of, write_of
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow, check_columns, checkpoint_of, number_of
 
 GOOD = [("thread_id", "string"), ("run_id", "string"), ("delta", "array<string>")]
 
@@ -35,8 +35,8 @@ def test_a_row_becomes_a_checkpoint() -> None:
         "run": '{"steps": 3, "output": [1]}', "agent_id": None,
     }  # fmt: skip
     run = Run(run_id="r", thread_id="t", status=RunStatus.DONE, steps=3, output=[1])
-    assert write_of(row) == Write("t", False, [{"role": "user", "n": 1}, None], run)
-    assert write_of({"thread_id": "t", "run_id": "r", "messages": []}).whole
+    assert checkpoint_of(row) == CheckpointRow("t", False, [{"role": "user", "n": 1}, None], run)
+    assert checkpoint_of({"thread_id": "t", "run_id": "r", "messages": []}).whole
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_row_becomes_a_checkpoint() -> None:
 )
 def test_a_row_that_says_nothing_clear_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRecord):
-        write_of({"thread_id": "t", "run_id": "r"} | fields)
+        checkpoint_of({"thread_id": "t", "run_id": "r"} | fields)
 
 
 def test_numbers_grow_with_batches_and_places() -> None:

@@ -65,7 +65,7 @@ def schema_of(columns: Sequence[str]) -> str:
     return ", ".join(f"{name} {types[name]}" for name in columns)
 
 
-class Item(msgspec.Struct, frozen=True):
+class LogItem(msgspec.Struct, frozen=True):
     """An entry or what is none, and when its last message was stored."""
 
     what: StoredEntry | Malformed
@@ -85,7 +85,7 @@ def message_rows(columns: Sequence[str], reads: Sequence[Read]) -> pyarrow.Recor
     return _batch(columns, MESSAGE_COLUMNS, found)
 
 
-def entry_rows(columns: Sequence[str], items: Sequence[Item]) -> pyarrow.RecordBatch:
+def entry_rows(columns: Sequence[str], items: Sequence[LogItem]) -> pyarrow.RecordBatch:
     """Entries, decoded as far as the columns ask for it."""
     decoding = not _UNDECODED.issuperset(columns)
     payloads = [_payload(item.what) if decoding else None for item in items]
@@ -115,7 +115,7 @@ def as_json(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-Get = Callable[[Item, Any], Any]
+Get = Callable[[LogItem, Any], Any]
 
 
 def _of_entry(get: Callable[[StoredEntry], Any]) -> Get:
@@ -136,14 +136,14 @@ def _parent(payload: Payload | Edit) -> str | None:
     return (payload.parent[0] or "") if payload.parent is not None else None
 
 
-def _body(item: Item, payload: Any) -> bytes | None:
+def _body(item: LogItem, payload: Any) -> bytes | None:
     if not isinstance(payload, str):
         return None
     what = item.what
     return what.entry.payload if isinstance(what, StoredEntry) else b"".join(m.body for m in what.messages)
 
 
-def _size(item: Item, _: Any) -> int:
+def _size(item: LogItem, _: Any) -> int:
     what = item.what
     return len(what.entry.payload) if isinstance(what, StoredEntry) else sum(len(m.body) for m in what.messages)
 

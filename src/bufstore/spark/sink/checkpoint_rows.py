@@ -46,7 +46,7 @@ def check_columns(found: Iterable[tuple[str, str]]) -> None:
         raise ConfigError("column messages or delta is missing: array<string>, each message as JSON")
 
 
-class Write(msgspec.Struct, frozen=True):
+class CheckpointRow(msgspec.Struct, frozen=True):
     """What one row asks for."""
 
     thread_id: str
@@ -55,7 +55,7 @@ class Write(msgspec.Struct, frozen=True):
     run: Run
 
 
-def write_of(row: Mapping[str, Any]) -> Write:
+def checkpoint_of(row: Mapping[str, Any]) -> CheckpointRow:
     """The checkpoint of a row. Raises InvalidRecord, which says why there is none; ids are checked by the store."""
     whole, delta = row.get("messages"), row.get("delta")
     if (whole is None) == (delta is None):
@@ -67,7 +67,7 @@ def write_of(row: Mapping[str, Any]) -> Write:
         run = _run_of(row["run_id"], row["thread_id"], *[row.get(name) for name in _OF_RUN])
     except (msgspec.MsgspecError, TypeError, ValueError) as e:
         raise InvalidRecord(f"a row of thread {row['thread_id']!r} cannot be read: {e}") from e
-    return Write(row["thread_id"], whole is not None, messages, run)
+    return CheckpointRow(row["thread_id"], whole is not None, messages, run)
 
 
 _OF_RUN = ("agent_id", "status", "parent_thread_id", "run")

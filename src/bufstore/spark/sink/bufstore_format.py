@@ -31,10 +31,10 @@ from pyspark.sql.types import StructType
 
 from bufstore.errors import ConfigError
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.fence import begin, check_bad, end, setup, was_done
-from bufstore.spark.options import connection, named
-from bufstore.spark.rows import COLUMNS, check_columns
-from bufstore.spark.writing import write_rows
+from bufstore.spark.connection_options import connection, named
+from bufstore.spark.sink.app_id import begin, check_bad, end, setup, was_done
+from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
+from bufstore.spark.sink.row_writer import write_rows
 
 #: What one task may hand over, packed: all of it passes through the driver.
 _TASK_BYTES_MAX = 64 << 20

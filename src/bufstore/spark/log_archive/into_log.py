@@ -29,7 +29,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.nats.session import NatsSession
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import Deployment
-from bufstore.spark.restoring import Counts, applicable
+from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 
@@ -131,14 +131,14 @@ class IntoLog:
                 "says what has happened to them"
             )
 
-    async def apply(self, threads: Mapping[str, Sequence[Item]]) -> Counts:
+    async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
         """Write what is missing of these threads: threads, entries written, present and refused, and why."""
         names = {self._subjects.of(thread_id): thread_id for thread_id in threads}
         last = {names[s]: m for s, m in (await self._session.log.last(list(names), _TIMEOUT_S)).items()}
         end = 1 + await self._session.log.end(_TIMEOUT_S)
         rows = await self._ledger.watermarks(list(threads))
         versions = await self._store.versions(list(threads)) if self._ours else {}
-        counts = Counts(threads=len(threads))
+        counts = RestoreCounts(threads=len(threads))
 
         async def one(thread_id: str, items: Sequence[Item]) -> None:
             held = [entry_id(last[thread_id])] if thread_id in last else []

@@ -11,11 +11,11 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 
 from bufstore.buffer.entry import Assembler, Malformed, decode
 from bufstore.errors import DataLoss, LogUnavailable, MalformedEntry
-from bufstore.nats.ranges import Log, LogReader, Read, filters_of
-from bufstore.spark.offsets import Holes, Offset, Range
-from bufstore.spark.options import ReadOptions
-from bufstore.spark.records import Item, entry_rows, message_rows
-from bufstore.spark.worker import loop
+from bufstore.nats.ranges import LogReader, LogState, Read, filters_of
+from bufstore.spark.process_loop import loop
+from bufstore.spark.source.log_columns import LogItem, entry_rows, message_rows
+from bufstore.spark.source.offsets import Holes, Offset, Range
+from bufstore.spark.source.options import ReadOptions
 
 #: How long a streaming query waits for a server that is away.
 _PATIENCE_S = 30.0
@@ -48,21 +48,21 @@ async def patiently(call: Callable[[], Awaitable[T]]) -> T:
     raise AssertionError("tenacity raises or returns")
 
 
-async def look(options: ReadOptions) -> Log:
+async def look(options: ReadOptions) -> LogState:
     """The log as it is now."""
 
-    async def once() -> Log:
+    async def once() -> LogState:
         return await (await reader_of(options)).look()
 
     return await patiently(once)
 
 
-async def whole_from(options: ReadOptions, log: Log) -> int:
+async def whole_from(options: ReadOptions, log: LogState) -> int:
     """From where on nothing was purged."""
     return await (await reader_of(options)).whole_from(log)
 
 
-async def check_first(options: ReadOptions, log: Log, start: Offset) -> None:
+async def check_first(options: ReadOptions, log: LogState, start: Offset) -> None:
     """Raise DataLoss when what is gone at the log's beginning had not been read, and was not erased."""
     at = max(start.position, start.whole_from)
     if log.first > at:
@@ -72,19 +72,19 @@ async def check_first(options: ReadOptions, log: Log, start: Offset) -> None:
             raise DataLoss(f"the log begins at position {log.first}, the reader has come to {start.position} only")
 
 
-async def _lost(reader: LogReader, log: Log, holes: Holes) -> int | None:
+async def _lost(reader: LogReader, log: LogState, holes: Holes) -> int | None:
     if not holes.found:
         return None
     # Asked now: what made the holes was written before.
     return holes.lost(await reader.erased(holes.found[0][0]), await reader.barrier(log), await reader.whole_from(log))
 
 
-async def at_time(options: ReadOptions, log: Log, time_ns: int) -> int:
+async def at_time(options: ReadOptions, log: LogState, time_ns: int) -> int:
     """The position of the first message that was stored then or later."""
     return await (await reader_of(options)).at_time(time_ns, log)
 
 
-async def within_bytes(options: ReadOptions, log: Log, start: int, end: int) -> int:
+async def within_bytes(options: ReadOptions, log: LogState, start: int, end: int) -> int:
     """How far one gets from `start` with so many bytes of bodies; at least over one message."""
     assert options.max_bytes is not None
     reader, left, at = await reader_of(options), options.max_bytes, None
@@ -141,7 +141,7 @@ async def _before(reader: LogReader, first: Read, filters: Sequence[str]) -> Asy
 class _Entries:
     """The entries of a range: those whose last message lies in it."""
 
-    def __init__(self, log: Log, part: Range) -> None:
+    def __init__(self, log: LogState, part: Range) -> None:
         self._subjects = log.subjects
         self._part = part
         self._assembler = Assembler()
@@ -153,7 +153,7 @@ class _Entries:
         for read in before:
             list(self._items(read))
 
-    def of(self, reads: Sequence[Read]) -> Iterator[Item]:
+    def of(self, reads: Sequence[Read]) -> Iterator[LogItem]:
         """What is complete with these messages."""
         for read in reads:
             for item in self._items(read):
@@ -162,14 +162,14 @@ class _Entries:
                 if not (cut and item.what.seq < self._part.whole_from):
                     yield item
 
-    def _items(self, read: Read) -> Iterator[Item]:
+    def _items(self, read: Read) -> Iterator[LogItem]:
         message = read.message
         partition = int(word) if (word := message.subject.split(".")[1]).isdigit() else -1
         try:
             thread_id = self._subjects.thread_id(message.subject)
         except MalformedEntry as e:
             none = Malformed(message.subject, message.seq, (message,), str(e))
-            yield Item(none, read.stored_at_ns, partition)
+            yield LogItem(none, read.stored_at_ns, partition)
             return
         for what in self._assembler.feed(message, thread_id):
-            yield Item(what, read.stored_at_ns, partition)
+            yield LogItem(what, read.stored_at_ns, partition)

@@ -3,7 +3,7 @@
 Spark finds it by itself (`pyspark_threadlog`). An offset is a position of the log together with the stream's identity,
 so a batch that is read again is the same entries. Tasks read ranges with consumers of their own
 (`bufstore.nats.ranges`); the flusher's are never touched, and nothing is acknowledged.
-Options: `bufstore.spark.options`.
+Options: `bufstore.spark.source.options`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pyspark.sql.streaming.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from bufstore.nats.ranges import Log
-from bufstore.spark import reading
-from bufstore.spark.offsets import Offset, Range, begin_at, check, offset_of, split
-from bufstore.spark.options import ReadOptions, read_options
-from bufstore.spark.records import schema_of
-from bufstore.spark.worker import loop
+from bufstore.nats.ranges import LogState
+from bufstore.spark.process_loop import loop
+from bufstore.spark.source import log_scan
+from bufstore.spark.source.log_columns import schema_of
+from bufstore.spark.source.offsets import Offset, Range, begin_at, check, offset_of, split
+from bufstore.spark.source.options import ReadOptions, read_options
 
 
 class ThreadLogSource(DataSource):
@@ -50,7 +50,7 @@ class ThreadLogSource(DataSource):
         return _Stream(read_options(self.options))
 
 
-class _Part(InputPartition):
+class _RangePartition(InputPartition):
     def __init__(self, part: Range) -> None:
         self.part = part
 
@@ -63,14 +63,14 @@ class _Reads:
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
         """The entries of a range, as batches of Arrow."""
-        assert isinstance(partition, _Part)
+        assert isinstance(partition, _RangePartition)
         return _batches(self.options, partition.part)
 
-    def _look(self) -> Log:
-        return loop().run(reading.look(self.options))
+    def _look(self) -> LogState:
+        return loop().run(log_scan.look(self.options))
 
-    def _first_offset(self, log: Log, position: str | None, timestamp_ns: int | None, default: str) -> Offset:
-        whole_from = loop().run(reading.whole_from(self.options, log))
+    def _first_offset(self, log: LogState, position: str | None, timestamp_ns: int | None, default: str) -> Offset:
+        whole_from = loop().run(log_scan.whole_from(self.options, log))
         at = _position(self.options, log, position, timestamp_ns, default)
         # Further back there is nothing, and whoever names a position wants to know it.
         named = position is not None and position not in ("earliest", "latest")
@@ -112,7 +112,7 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             if options.max_messages is not None:
                 end = min(end, begin + options.max_messages)
             if options.max_bytes is not None and begin < end:
-                end = loop().run(reading.within_bytes(options, log, begin, end))
+                end = loop().run(log_scan.within_bytes(options, log, begin, end))
         if end == begin and log.created == before.created:
             return start
         return Offset(created=log.created, position=end, whole_from=before.whole_from).as_dict()
@@ -131,32 +131,32 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Nothing: the log is not ours to trim, and Spark does not call this after the last batch."""
 
 
-def _planned(options: ReadOptions, log: Log, start: Offset, end: int) -> list[InputPartition]:
+def _planned(options: ReadOptions, log: LogState, start: Offset, end: int) -> list[InputPartition]:
     if options.fail_on_data_loss:
         _check(options, log, start)
     begin = _begin(log, start)
-    return [_Part(part) for part in split(begin, end, options.tasks, log.created, start.whole_from)]
+    return [_RangePartition(part) for part in split(begin, end, options.tasks, log.created, start.whole_from)]
 
 
-def _check(options: ReadOptions, log: Log, start: Offset) -> None:
+def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
     """Raise DataLoss unless everything from `start` on is still in the log, as far as its ends tell."""
     check(start, log.created, log.end)
-    loop().run(reading.check_first(options, log, start))
+    loop().run(log_scan.check_first(options, log, start))
 
 
-def _begin(log: Log, start: Offset) -> int:
+def _begin(log: LogState, start: Offset) -> int:
     """The first position that there can be; of a stream that was made anew (and may be) its first."""
     return max(start.position, log.first) if start.created == log.created else log.first
 
 
-def _position(options: ReadOptions, log: Log, position: str | None, timestamp_ns: int | None, default: str) -> int:
+def _position(options: ReadOptions, log: LogState, position: str | None, timestamp_ns: int | None, default: str) -> int:
     if timestamp_ns is not None:
-        return loop().run(reading.at_time(options, log, timestamp_ns))
+        return loop().run(log_scan.at_time(options, log, timestamp_ns))
     return begin_at(position or default, log.first, log.end)
 
 
 def _batches(options: ReadOptions, part: Range) -> Iterator[pyarrow.RecordBatch]:
-    found = reading.batches(options, part)
+    found = log_scan.batches(options, part)
     try:
         while (batch := loop().run(_next(found))) is not None:
             yield batch

@@ -13,10 +13,10 @@ from bufstore.buffer import producers
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, InvalidId, LogFull, Rejected
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.direct import DirectWriter, NeedLog, Prepared, prepare
-from bufstore.spark.ledger import SparkLedger
-from bufstore.spark.rows import Write, number_of, write_of
-from bufstore.spark.worker import loop
+from bufstore.spark.process_loop import loop
+from bufstore.spark.sink.backfill import BackfillWriter, NeedLog, Prepared, prepare
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow, checkpoint_of, number_of
+from bufstore.spark.sink.spark_ledger import SparkLedger
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.bulk import Step
 from bufstore.threads.postgres.store import PostgresThreadStore
@@ -30,7 +30,7 @@ _SHOWN = 10
 Row = Mapping[str, Any]
 
 
-class Outcome(msgspec.Struct):
+class RowCounts(msgspec.Struct):
     """What became of rows."""
 
     written: int = 0
@@ -43,7 +43,7 @@ class Outcome(msgspec.Struct):
     #: What is wrong with the first of the bad ones.
     reasons: list[str] = msgspec.field(default_factory=list)
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: RowCounts) -> None:
         """Add what became of other rows."""
         self.written += other.written
         self.repeated += other.repeated
@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct):
             self.reasons.append(f"thread {row['thread_id']!r}: {error}")
 
 
-def write_rows(config: SinkConfig, batch_id: int | None, parts: Iterable[Sequence[Row]]) -> Outcome:
+def write_rows(config: SinkConfig, batch_id: int | None, parts: Iterable[Sequence[Row]]) -> RowCounts:
     """Write rows that are sorted by thread, part by part.
 
     `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. Raises BufstoreError when it is
@@ -75,7 +75,7 @@ class _Task:
     """One task's rows on their way."""
 
     def __init__(self, config: SinkConfig, batch_id: int | None) -> None:
-        self.outcome = Outcome()
+        self.outcome = RowCounts()
         self._config = config
         self._batch_id = batch_id
         self._room = _Room(config.in_flight)
@@ -105,7 +105,7 @@ class _Task:
     async def _write_logged(self, opened: _Opened, threads: Mapping[str, Sequence[_Line]]) -> None:
         bulk = opened.store.bulk
         wanted = (line.wanted for lines in threads.values() for line in lines)
-        await bulk.claim(one.run for one in wanted if isinstance(one, Write))
+        await bulk.claim(one.run for one in wanted if isinstance(one, CheckpointRow))
         await bulk.learn_new([t for t in threads if _is_id(t)])
         try:
             async with asyncio.TaskGroup() as group:
@@ -191,7 +191,7 @@ class _Task:
             break
         return remaining
 
-    def _marked(self, line: _Line) -> tuple[Write, bytes | None]:
+    def _marked(self, line: _Line) -> tuple[CheckpointRow, bytes | None]:
         if isinstance(line.wanted, Rejected):
             raise line.wanted
         return line.wanted, producers.item_of(self._mark(line.rank))
@@ -202,12 +202,12 @@ class _Line(NamedTuple):
 
     rank: int
     row: Row
-    wanted: Write | Rejected
+    wanted: CheckpointRow | Rejected
 
 
 def _line(rank: int, row: Row) -> _Line:
     try:
-        return _Line(rank, row, write_of(row))
+        return _Line(rank, row, checkpoint_of(row))
     except Rejected as e:
         return _Line(rank, row, e)
 
@@ -248,7 +248,7 @@ class _Opened(NamedTuple):
     store: BufferedThreadStore
     ledger: SparkLedger
     #: In mode="postgres".
-    direct: DirectWriter | None
+    direct: BackfillWriter | None
 
 
 async def _opened(config: SinkConfig) -> _Opened:
@@ -260,7 +260,7 @@ async def _opened(config: SinkConfig) -> _Opened:
         store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
         ledger = SparkLedger(config.postgres, config.schema)
         await ledger.open()
-        direct = DirectWriter(config, log) if config.mode == "postgres" else None
+        direct = BackfillWriter(config, log) if config.mode == "postgres" else None
         if direct is not None:
             await direct.open()
         return _Opened(store, ledger, direct)

@@ -17,11 +17,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.fence import begin, end, was_done
-from bufstore.spark.jobs import context_of, described
-from bufstore.spark.rows import COLUMNS, check_columns
-from bufstore.spark.worker import in_task
-from bufstore.spark.writing import Outcome, write_rows
+from bufstore.spark.job_description import context_of, described
+from bufstore.spark.process_loop import in_task
+from bufstore.spark.sink.app_id import begin, end, was_done
+from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
+from bufstore.spark.sink.row_writer import RowCounts, write_rows
 
 if TYPE_CHECKING:
     import pyarrow
@@ -33,7 +33,10 @@ _MASK = (1 << 63) - 1
 
 
 def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
-    """What ``df.writeStream.foreachBatch(checkpoint_sink(config))`` takes. Columns: `bufstore.spark.rows.COLUMNS`."""
+    """What ``df.writeStream.foreachBatch(checkpoint_sink(config))`` takes.
+
+    Columns: `bufstore.spark.sink.checkpoint_rows.COLUMNS`.
+    """
     return CheckpointSink(config)
 
 
@@ -61,7 +64,7 @@ class CheckpointSink:
             outcome, fingerprint = self._write(df, batch_id)
         end(self.config, batch_id, outcome, fingerprint)
 
-    def _write(self, df: DataFrame, batch_id: int) -> tuple[Outcome, int]:
+    def _write(self, df: DataFrame, batch_id: int) -> tuple[RowCounts, int]:
         from pyspark.sql import functions as F
 
         config = self.config
@@ -69,10 +72,10 @@ class CheckpointSink:
         order = _order(df)
         owned = df.repartition(tasks, "thread_id").sortWithinPartitions(*order)
         summed = owned.withColumn(_FINGERPRINT, F.xxhash64(*order))
-        whole, fingerprint = Outcome(), 0
+        whole, fingerprint = RowCounts(), 0
         for found in summed.mapInArrow(partial(_task, config, batch_id), _OUTCOME).collect():
             written, repeated, bad, behind, reasons, part = found
-            whole.add(Outcome(written, repeated, bad, behind, reasons))
+            whole.add(RowCounts(written, repeated, bad, behind, reasons))
             fingerprint = (fingerprint + part) & _MASK
         return whole, fingerprint
 

@@ -24,7 +24,7 @@ from bufstore.errors import InvalidRecord, StoreUnavailable
 from bufstore.nats.session import NatsSession
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.rows import Write
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.digests import ids_of
 from bufstore.threads.model import Run, RunSave, ThreadChange, check_run, encode_messages, encode_run
@@ -66,7 +66,7 @@ class NeedLog(Exception):
         self.threads = threads
 
 
-def prepare(thread_id: str, wanted: Sequence[tuple[Write, bytes | None]]) -> list[Prepared]:
+def prepare(thread_id: str, wanted: Sequence[tuple[CheckpointRow, bytes | None]]) -> list[Prepared]:
     """Check and encode a thread's rows and their marks. Raises InvalidId, InvalidRecord."""
     check_id(thread_id, "thread_id")
     prepared = []
@@ -111,7 +111,7 @@ def fold(thread_id: str, watermark: Watermark, version: int, writes: Sequence[Pr
     return Folded(folded.change(), after, written, len(writes) - written)
 
 
-class DirectWriter:
+class BackfillWriter:
     """Writes into one deployment's database."""
 
     def __init__(self, config: SinkConfig, log: LogConfig) -> None:

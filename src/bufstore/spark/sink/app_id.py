@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from bufstore.errors import ConfigError, InvalidRecord
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.ledger import Holder, SparkLedger
-from bufstore.spark.worker import loop
-from bufstore.spark.writing import Outcome
+from bufstore.spark.process_loop import loop
+from bufstore.spark.sink.row_writer import RowCounts
+from bufstore.spark.sink.spark_ledger import Holder, SparkLedger
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def was_done(config: SinkConfig, holder: Holder, batch_id: int, fingerprint: Cal
     )
 
 
-def end(config: SinkConfig, batch_id: int, outcome: Outcome, fingerprint: int) -> None:
+def end(config: SinkConfig, batch_id: int, outcome: RowCounts, fingerprint: int) -> None:
     """Note that a batch is done. Raises InvalidRecord for bad rows that fail it."""
     _log.info("batch %d of %s: %s", batch_id, config.app_id, outcome, extra={"action": "spark_batch"})
     check_bad(config, outcome)
@@ -68,7 +68,7 @@ def end(config: SinkConfig, batch_id: int, outcome: Outcome, fingerprint: int) -
     _with_ledger(config, noting)
 
 
-def check_bad(config: SinkConfig, outcome: Outcome) -> None:
+def check_bad(config: SinkConfig, outcome: RowCounts) -> None:
     """Raise InvalidRecord for bad rows, when they fail the batch."""
     if outcome.bad and config.bad_rows == "fail":
         raise InvalidRecord(

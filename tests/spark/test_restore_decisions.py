@@ -14,9 +14,9 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, encode
 from bufstore.buffer.flush.owned_partition import Item
 from bufstore.jetstream.messages import Outgoing
-from bufstore.spark.restore import decided
-from bufstore.spark.restore_log import Wanted, wanted
-from bufstore.spark.restoring import applicable
+from bufstore.spark.log_archive.applicable import applicable
+from bufstore.spark.log_archive.into_log import Wanted, wanted
+from bufstore.spark.log_archive.into_postgres import decided
 from unit.fake_log import run
 from unit.write_world import SUBJECTS, Instance, World
 

@@ -59,7 +59,7 @@ async def test_tasks_that_fail_after_they_wrote_are_done_again_without_effect(
         from pyspark import TaskContext
 
         rows = [row for batch in batches for row in batch.to_pylist()]
-        from bufstore.spark.writing import write_rows
+        from bufstore.spark.sink.row_writer import write_rows
 
         if rows:
             write_rows(config, 0, [rows])

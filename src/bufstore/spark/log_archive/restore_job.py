@@ -1,35 +1,34 @@
-"""Bringing an archive back: into Postgres what a flush would have made of its entries, thread by thread, or into a log
-(`bufstore.spark.restore_log`).
+"""Bringing an archive back, thread by thread: into Postgres or into a log.
 
 The entries keep the positions that they had, and a thread's row says up to which it is applied. So a restore may be
-repeated, stopped and gone on with, and what Postgres has already is left as it is.
+repeated, stopped and gone on with, and what Postgres has already is left as it is. How a log gets them:
+`bufstore.spark.log_archive.into_log`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial, reduce
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import assemble
 from bufstore.buffer.flush.owned_partition import Item
-from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.subjects import Subjects, first_position
-from bufstore.buffer.target import Target, check_kind, check_same
-from bufstore.errors import ConfigError, MalformedEntry, NoLog, StoreUnavailable
+from bufstore.buffer.target import check_kind
+from bufstore.errors import ConfigError, MalformedEntry, NoLog
 from bufstore.jetstream.messages import StoredMessage
-from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.spark.archive import Manifest, check_range, log_of, manifests_of, overlap, whole
 from bufstore.spark.config import Deployment
-from bufstore.spark.jobs import described
-from bufstore.spark.restore_log import IntoLog
-from bufstore.spark.restoring import Counts, applicable
-from bufstore.spark.worker import in_task, loop
+from bufstore.spark.job_description import described
+from bufstore.spark.log_archive.applicable import RestoreCounts
+from bufstore.spark.log_archive.archive_job import log_of
+from bufstore.spark.log_archive.into_log import IntoLog
+from bufstore.spark.log_archive.into_postgres import IntoPostgres
+from bufstore.spark.log_archive.manifests import Manifest, check_range, manifests_of, overlap, whole
+from bufstore.spark.process_loop import in_task, loop
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 
@@ -47,7 +46,7 @@ _OTHER_STORE = (
 _AT_ONCE = 5000
 
 
-class RestoreReport(Counts, kw_only=True):
+class RestoreReport(RestoreCounts, kw_only=True):
     """What a restore did, or (``dry_run``) would do."""
 
     dry_run: bool = False
@@ -67,7 +66,7 @@ def restore(
 
     `into` "postgres": for a Postgres that was lost, or is older than its backups' log; no flusher may run meanwhile.
     "log": behind what the deployment's log or Postgres has of each thread, for its flushers to move on; see
-    `bufstore.spark.restore_log`. `dry_run`: say what would be done, and do nothing (the tables are made).
+    `bufstore.spark.log_archive.into_log`. `dry_run`: say what would be done, and do nothing (the tables are made).
 
     Raises DataLoss when the archive has a gap or was changed, ConfigError when there is none, NoLog when there is none
     to write into, ConfigError when Postgres and log do not go together (or, for Postgres, when the log has positions
@@ -115,8 +114,8 @@ async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: In
         await restoring.setup(epoch, named)
 
 
-def _restoring(deployment: Deployment, into: Into, *, dry_run: bool) -> _IntoPostgres | IntoLog:
-    kind = IntoLog if into == "log" else _IntoPostgres
+def _restoring(deployment: Deployment, into: Into, *, dry_run: bool) -> IntoPostgres | IntoLog:
+    kind = IntoLog if into == "log" else IntoPostgres
     return kind(deployment, dry_run=dry_run)
 
 
@@ -178,8 +177,8 @@ def _entries(subjects: Subjects, messages: Sequence[StoredMessage]) -> Iterator[
 
 async def _restore(
     deployment: Deployment, into: Into, threads: Iterator[tuple[str, list[Item]]], *, dry_run: bool
-) -> Counts:
-    report = Counts()
+) -> RestoreCounts:
+    report = RestoreCounts()
     async with _restoring(deployment, into, dry_run=dry_run) as restoring:
         part: dict[str, list[Item]] = {}
         size = 0
@@ -192,82 +191,3 @@ async def _restore(
         if part:
             report.add(**msgspec.structs.asdict(await restoring.apply(part)))
     return report
-
-
-class _RollBack(Exception):
-    """Ends a transaction of a dry run."""
-
-
-class _IntoPostgres:
-    """Applies entries to one database."""
-
-    def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
-        self._store = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=1)
-        self._ledger = PostgresLedger(deployment.postgres, self._store, schema=deployment.schema)
-        self._stream = deployment.stream
-        self._dry_run = dry_run
-
-    async def __aenter__(self) -> _IntoPostgres:
-        await self._store.open()
-        await self._ledger.open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._ledger.aclose()
-        await self._store.aclose()
-
-    async def setup(self, epoch: int, named: Target | None) -> None:
-        """Make the tables; remember which generation of the log they belong to, and which log, if there is one.
-
-        `named`: where that says it is flushed to. A database that is brought back takes the place of that one.
-        """
-        await self._store.setup()
-        await self._ledger.setup()
-        check_same(self._stream, named, await self._ledger.target())
-        if not self._dry_run and named is not None:
-            await self._ledger.claim(epoch, named)
-        elif not self._dry_run:
-            await self._ledger.set_epoch(epoch)
-
-    async def apply(self, threads: Mapping[str, Sequence[Item]]) -> Counts:
-        """One transaction: threads, entries applied, present and refused, and why."""
-        counts = Counts()
-        versions = await self._store.versions(list(threads))
-
-        def decide(rows: Mapping[str, Watermark]) -> Decision:
-            nonlocal counts
-            need_all(threads, rows)
-            decision, counts = decided(rows, versions, threads)
-            if self._dry_run:
-                raise _RollBack
-            return decision
-
-        try:
-            await self._ledger.flush([], sorted(threads), decide)
-        except _RollBack:
-            pass
-        except FlushFailed as e:
-            raise StoreUnavailable(f"Postgres takes no restore now: {e}") from e
-        return counts
-
-
-def decided(
-    rows: Mapping[str, Watermark], versions: Mapping[str, int], threads: Mapping[str, Sequence[Item]]
-) -> tuple[Decision, Counts]:
-    """What a restore writes of these entries; `rows` and `versions` are of Postgres."""
-    batch: list[Any] = []
-    after: dict[str, Watermark] = {}
-    counts = Counts(threads=len(threads))
-    for thread_id, items in threads.items():
-        row = rows[thread_id]
-        found = applicable(thread_id, row, versions.get(thread_id, 0), items)
-        if found.change is not None:
-            batch.append(found.change)
-            after[thread_id] = found.plan.watermark
-        counts.add(
-            applied=len(found.plan.apply),
-            present=sum(item.seq <= row.flushed_seq for item in items),
-            refused=found.refused,
-            reasons=[found.reason] if found.reason else [],
-        )
-    return Decision(batch=batch, watermarks=after), counts

@@ -17,7 +17,7 @@ from bufstore.threads.payload import decode_payload
 SHOWN = 10
 
 
-class Counts(msgspec.Struct):
+class RestoreCounts(msgspec.Struct):
     """What became of threads and their entries."""
 
     threads: int = 0

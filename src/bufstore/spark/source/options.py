@@ -11,7 +11,8 @@ import msgspec
 
 from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
-from bufstore.spark.records import ENTRY_COLUMNS, MESSAGE_COLUMNS
+from bufstore.spark.connection_options import connection, named, words
+from bufstore.spark.source.log_columns import ENTRY_COLUMNS, MESSAGE_COLUMNS
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -38,16 +39,6 @@ class ReadOptions(Secretive):
     partitions: Sequence[int] = ()
 
 
-#: Option (Spark's are not case-sensitive) → what it says. Where the log is; nothing of it shows in a plan.
-CONNECTION = {
-    "nats": "URL of a server, or several with commas",
-    "credentialsFile": "a .creds file, on every machine that runs tasks: its contents do not travel in the job",
-    "user": "NATS user",
-    "password": "NATS password",
-    "token": "NATS token",
-    "domain": "JetStream domain",
-    "stream": f"the log (default {LogConfig.stream})",
-}
 #: What is read.
 NAMES = {
     "form": "entries (decoded) or messages (byte for byte)",
@@ -63,31 +54,6 @@ NAMES = {
     "threads": "only these, as a JSON list of ids",
     "partitions": "only these partitions of the log, with commas",
 }
-#: Spark's own, which it hands over as well.
-_SPARKS = ("path", "checkpointLocation")
-
-
-def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """The options by our spelling. Raises ConfigError for one that is neither of `names` nor of CONNECTION."""
-    known = {name.lower(): name for name in (*CONNECTION, *names, *_SPARKS)}
-    for name in given:
-        if name.lower() not in known:
-            raise ConfigError(f"there is no option {name}: {', '.join((*CONNECTION, *names))}")
-    return {known[name.lower()]: value for name, value in given.items() if known[name.lower()] not in _SPARKS}
-
-
-def connection(found: Mapping[str, str]) -> NatsConfig:
-    """How to reach NATS. Raises ConfigError."""
-    if "nats" not in found:
-        raise ConfigError("option nats is missing: the URL of a NATS server")
-    return NatsConfig(
-        servers=tuple(_words(found, "nats")),
-        credentials=found.get("credentialsFile"),
-        user=found.get("user"),
-        password=found.get("password"),
-        token=found.get("token"),
-        domain=found.get("domain"),
-    )
 
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
@@ -97,7 +63,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
     if form not in ("entries", "messages"):
         raise ConfigError("option form is entries or messages")
     all_columns = ENTRY_COLUMNS if form == "entries" else MESSAGE_COLUMNS
-    columns = _words(found, "columns") or list(all_columns)
+    columns = words(found, "columns") or list(all_columns)
     if unknown := set(columns) - all_columns.keys():
         raise ConfigError(f"option columns: there is no {min(unknown)} in form={form}: {', '.join(all_columns)}")
     for side in ("starting", "ending"):
@@ -121,12 +87,8 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         tasks=_count(found, "numPartitions") or ReadOptions.tasks,
         fail_on_data_loss=_truth(found, "failOnDataLoss", default=True),
         threads=_threads(found),
-        partitions=[_number("partitions", word) for word in _words(found, "partitions")],
+        partitions=[_number("partitions", word) for word in words(found, "partitions")],
     )
-
-
-def _words(found: Mapping[str, str], name: str) -> list[str]:
-    return [word.strip() for word in found.get(name, "").split(",") if word.strip()]
 
 
 def _position(found: Mapping[str, str], name: str) -> str | None:

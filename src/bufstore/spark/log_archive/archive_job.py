@@ -1,0 +1,161 @@
+"""Archiving ranges of the log as Parquet: from where the newest range ends to the end of the log.
+
+The manifest is written last, and only then may the flushers purge what is in it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bufstore.buffer.target import check_proof, check_same
+from bufstore.errors import DataLoss, NoLog
+from bufstore.nats.ranges import LogReader, LogState
+from bufstore.postgres.ledger.ledger import PostgresLedger
+from bufstore.spark.config import Deployment
+from bufstore.spark.job_description import described
+from bufstore.spark.log_archive.manifests import (
+    VERSION,
+    Manifest,
+    check_alone,
+    manifests_of,
+    whole,
+    write_manifest,
+    write_range,
+)
+from bufstore.spark.process_loop import loop
+from bufstore.threads.memory_store import MemoryThreadStore
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+class ArchiveReport(msgspec.Struct, kw_only=True):
+    """What was archived; `count` 0: there was nothing new."""
+
+    start: int
+    end: int
+    count: int
+    path: str
+
+
+def archive(
+    spark: SparkSession, deployment: Deployment, path: str, *, start: int | None = None, tasks: int | None = None
+) -> ArchiveReport:
+    """Write what is in the log and not in the archive at `path` (any file system that Spark can write to) as Parquet.
+
+    Begins where the newest range ends; a new archive begins with the log's first message, or at `start`. When the
+    manifest is written, the flushers may purge the range (`LogConfig.archive`); a run that died before it told them
+    so is made up for by the next one. One archive a deployment: another folder begins anew, and what the flushers keep
+    counts from the furthest.
+
+    Raises DataLoss when something of it was purged unread, or the stream is not the one of the newest range: then
+    `start` says where to go on, and that something may be missing, before it and behind it. ArchiveOvertaken when
+    another run has archived the same range meanwhile. ConfigDrift when the deployment's Postgres (or schema) is not the
+    one that the log is flushed into.
+    """
+    log = loop().run(log_of(deployment))
+    if log is None:
+        raise NoLog(deployment.stream)
+    loop().run(_check_database(deployment))
+    manifests = manifests_of(spark, path)
+    begin = start if start is not None else _begin(manifests, log)
+    if start is None and manifests:
+        loop().run(_note(deployment, begin))
+    if begin >= log.end:
+        return ArchiveReport(start=begin, end=log.end, count=0, path=path)
+    found = Manifest(
+        version=VERSION,
+        stream=deployment.stream,
+        created=log.created,
+        epoch=log.epoch,
+        subject=log.config.subject,
+        partitions=log.config.partitions,
+        start=begin,
+        end=log.end,
+        count=0,
+        checksum="",
+        attempt=secrets.token_hex(8),
+    )
+    messages = _read(spark, deployment, found, earliest=not manifests, given=start is not None, tasks=tasks)
+    with described(messages, f"bufstore: archive {deployment.stream} {found.name}"):
+        found = write_range(messages, path, found)
+        check_alone(manifests, manifests_of(spark, path), found)
+        write_manifest(spark, path, found)
+    loop().run(_note(deployment, found.end))
+    return ArchiveReport(start=found.start, end=found.end, count=found.count, path=path)
+
+
+def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
+    whole(manifests)
+    if not manifests:
+        return log.first
+    last = max(manifests, key=lambda m: m.end)
+    if last.created != log.created:
+        raise DataLoss(
+            f"the archive ends with {last.name} of a stream that is no more: whether all of that was archived nobody "
+            f"can tell. Give start={log.first} to go on with the one that there is"
+        )
+    return last.end
+
+
+def _read(
+    spark: SparkSession, deployment: Deployment, m: Manifest, *, earliest: bool, given: bool, tasks: int | None
+) -> DataFrame:
+    server = deployment.server
+    options: dict[str, Any] = {
+        "nats": ",".join(server.servers),
+        "stream": deployment.stream,
+        "form": "messages",
+        # Where an archive begins, messages may be missing that were purged before; later none may, unless who says
+        # where to go on takes it as it is.
+        "startingPosition": "earliest" if earliest and not given else m.start,
+        "endingPosition": m.end,
+        "failOnDataLoss": not given,
+        "credentialsFile": server.credentials,
+        "user": server.user,
+        "password": server.password,
+        "token": server.token,
+        "domain": server.domain,
+        "numPartitions": tasks,
+    }
+    named = {name: str(value) for name, value in options.items() if value is not None}
+    return spark.read.format("threadlog").options(**named).load()
+
+
+async def log_of(deployment: Deployment) -> LogState | None:
+    """The deployment's log as it is now; None if there is none."""
+    reader = LogReader(deployment.server, deployment.stream, deployment.bucket)
+    await reader.open()
+    try:
+        return await reader.look()
+    except NoLog:
+        return None
+    finally:
+        await reader.aclose()
+
+
+async def _check_database(deployment: Deployment) -> None:
+    """Raise ConfigDrift for another database than that of the log: its flushers would never see the note."""
+    named = (await deployment.look()).target
+    ledger = PostgresLedger(deployment.postgres, MemoryThreadStore(), schema=deployment.schema)
+    await ledger.open()
+    try:
+        noted = await ledger.target()
+    finally:
+        await ledger.aclose()
+    check_same(deployment.stream, named, noted)
+    check_proof(deployment.stream, named, proven=named is None or noted is not None)
+
+
+async def _note(deployment: Deployment, end: int) -> None:
+    # What it flushes into is never asked.
+    ledger = PostgresLedger(deployment.postgres, MemoryThreadStore(), schema=deployment.schema)
+    await ledger.open()
+    try:
+        await ledger.set_archived(end)
+    finally:
+        await ledger.aclose()

@@ -1,0 +1,95 @@
+"""Bringing an archive back into Postgres: what a flush would have made of its entries, thread by thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
+from bufstore.buffer.target import Target, check_same
+from bufstore.errors import StoreUnavailable
+from bufstore.postgres.ledger.ledger import PostgresLedger
+from bufstore.spark.config import Deployment
+from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
+from bufstore.threads.postgres.store import PostgresThreadStore
+
+
+class _RollBack(Exception):
+    """Ends a transaction of a dry run."""
+
+
+class IntoPostgres:
+    """Applies entries to one database."""
+
+    def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
+        self._store = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=1)
+        self._ledger = PostgresLedger(deployment.postgres, self._store, schema=deployment.schema)
+        self._stream = deployment.stream
+        self._dry_run = dry_run
+
+    async def __aenter__(self) -> IntoPostgres:
+        await self._store.open()
+        await self._ledger.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._ledger.aclose()
+        await self._store.aclose()
+
+    async def setup(self, epoch: int, named: Target | None) -> None:
+        """Make the tables; remember which generation of the log they belong to, and which log, if there is one.
+
+        `named`: where that says it is flushed to. A database that is brought back takes the place of that one.
+        """
+        await self._store.setup()
+        await self._ledger.setup()
+        check_same(self._stream, named, await self._ledger.target())
+        if not self._dry_run and named is not None:
+            await self._ledger.claim(epoch, named)
+        elif not self._dry_run:
+            await self._ledger.set_epoch(epoch)
+
+    async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
+        """One transaction: threads, entries applied, present and refused, and why."""
+        counts = RestoreCounts()
+        versions = await self._store.versions(list(threads))
+
+        def decide(rows: Mapping[str, Watermark]) -> Decision:
+            nonlocal counts
+            need_all(threads, rows)
+            decision, counts = decided(rows, versions, threads)
+            if self._dry_run:
+                raise _RollBack
+            return decision
+
+        try:
+            await self._ledger.flush([], sorted(threads), decide)
+        except _RollBack:
+            pass
+        except FlushFailed as e:
+            raise StoreUnavailable(f"Postgres takes no restore now: {e}") from e
+        return counts
+
+
+def decided(
+    rows: Mapping[str, Watermark], versions: Mapping[str, int], threads: Mapping[str, Sequence[Item]]
+) -> tuple[Decision, RestoreCounts]:
+    """What a restore writes of these entries; `rows` and `versions` are of Postgres."""
+    batch: list[Any] = []
+    after: dict[str, Watermark] = {}
+    counts = RestoreCounts(threads=len(threads))
+    for thread_id, items in threads.items():
+        row = rows[thread_id]
+        found = applicable(thread_id, row, versions.get(thread_id, 0), items)
+        if found.change is not None:
+            batch.append(found.change)
+            after[thread_id] = found.plan.watermark
+        counts.add(
+            applied=len(found.plan.apply),
+            present=sum(item.seq <= row.flushed_seq for item in items),
+            refused=found.refused,
+            reasons=[found.reason] if found.reason else [],
+        )
+    return Decision(batch=batch, watermarks=after), counts

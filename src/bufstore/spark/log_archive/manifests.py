@@ -1,0 +1,170 @@
+"""What an archive holds: ranges of the log as Parquet, and a manifest for each that says what is in it.
+
+``<path>/ranges/<start>-<end>-<attempt>/date=…/*.parquet`` hold messages of the log byte for byte;
+``<path>/manifests/<start>-<end>-<attempt>`` says what is in a range: folder, stream, count, checksum. The manifest is
+written last: a range without a manifest does not count.
+
+Each attempt has names of its own, and nothing is ever overwritten or removed: what a manifest says is in the archive
+stays there, whoever archives at the same time, and whatever dies half-way. Where ranges overlap, each is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bufstore.errors import ArchiveOvertaken, ConfigError, DataLoss
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+#: 1: the files are in the folder of the range's name.
+VERSION = 2
+_SCHEMA = "position bigint, stored_at timestamp, subject string, header string, body binary"
+_COLUMNS = ("position", "stored_at", "subject", "header", "body")
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in a range of an archive. New fields are added with defaults."""
+
+    version: int
+    stream: str
+    #: When the stream was made, and its generation: positions of one generation never come again.
+    created: str
+    epoch: int
+    #: First word of the subjects, and the number of partitions.
+    subject: str
+    partitions: int
+    #: Positions from `start` to before `end`.
+    start: int
+    end: int
+    count: int
+    #: Sum of a hash over each message, as hexadecimal number: the same in whatever order they come.
+    checksum: str
+    #: The attempt that wrote it; "" in an archive of version 1.
+    attempt: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of its folder below ``ranges``."""
+        range_ = f"{self.start:020d}-{self.end:020d}"
+        return f"{range_}-{self.attempt}" if self.attempt else range_
+
+
+def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
+    """The manifests of an archive, in order; none for a folder that is not there.
+
+    Raises ConfigError for one that cannot be read, or was written by a newer release.
+    """
+    from pyspark.errors import AnalysisException
+
+    try:
+        lines = spark.read.text(f"{path}/manifests/*").collect()
+    except AnalysisException as e:
+        if e.getCondition() == "PATH_NOT_FOUND":
+            return []
+        raise
+    found = []
+    for (line,) in lines:
+        try:
+            manifest = msgspec.json.decode(line, type=Manifest)
+        except msgspec.MsgspecError as e:
+            raise ConfigError(f"a manifest in {path} cannot be read: {e}") from None
+        if manifest.version > VERSION:
+            raise ConfigError(f"{path} was written by a newer release (version {manifest.version}): upgrade bufstore")
+        found.append(manifest)
+    return sorted(found, key=lambda m: (m.start, m.end))
+
+
+def whole(manifests: Sequence[Manifest]) -> None:
+    """Raise DataLoss when something is missing between the ranges of an archive, which may overlap."""
+    furthest: dict[str, Manifest] = {}
+    for manifest in sorted(manifests, key=lambda m: (m.start, m.end)):
+        before = furthest.setdefault(manifest.created, manifest)
+        if manifest.start > before.end:
+            raise DataLoss(f"the archive has a gap: {before.name} is followed by {manifest.name}")
+        if manifest.end > before.end:
+            furthest[manifest.created] = manifest
+
+
+def overlap(one: Manifest, other: Manifest) -> bool:
+    """Whether both have messages of the same positions."""
+    return one.created == other.created and one.start < other.end and other.start < one.end
+
+
+def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manifest) -> None:
+    """Raise ArchiveOvertaken when a range was archived by somebody else since this run began.
+
+    Two that look at the same moment may both go on. Then each has read all of its range before anything of it was
+    purged, because that waits for a manifest; so both are whole, and a restore takes each message once.
+    """
+    known = {manifest.name for manifest in before}
+    for manifest in now:
+        if manifest.name not in known and overlap(manifest, mine):
+            raise ArchiveOvertaken(
+                f"another run has archived {manifest.name} meanwhile; this one's files (ranges/{mine.name}) do not "
+                "count and may be removed. Nothing is lost: the next run goes on where that one ended"
+            )
+
+
+def write_range(messages: DataFrame, path: str, manifest: Manifest) -> Manifest:
+    """Write a range's messages by date; the manifest with their count and checksum.
+
+    Raises DataLoss when the files do not hold what was written to them.
+    """
+    from pyspark.sql import Observation
+    from pyspark.sql import functions as F
+
+    folder, observed = f"{path}/ranges/{manifest.name}", Observation()
+    dated = messages.observe(observed, *_count_and_checksum()).withColumn("date", F.to_date("stored_at"))
+    dated.write.mode("error").partitionBy("date").parquet(folder)
+    passed_by = _totals(observed.get)
+    if _totals_of(_messages(messages.sparkSession, folder)) != passed_by:
+        raise DataLoss(f"{folder} does not hold what was written to it; nothing was noted, archive again")
+    count, checksum = passed_by
+    return msgspec.structs.replace(manifest, count=count, checksum=checksum)
+
+
+def write_manifest(spark: SparkSession, path: str, manifest: Manifest) -> None:
+    """Put a range into the archive."""
+    line = spark.createDataFrame([(msgspec.json.encode(manifest).decode(),)], "value string").coalesce(1)
+    line.write.mode("error").text(f"{path}/manifests/{manifest.name}")
+
+
+def check_range(spark: SparkSession, path: str, manifest: Manifest) -> DataFrame:
+    """The messages of a range. Raises DataLoss when they are not those of the manifest."""
+    from pyspark.errors import AnalysisException
+
+    folder = f"{path}/ranges/{manifest.name}"
+    try:
+        messages = _messages(spark, folder)
+        found = _totals_of(messages)
+    except AnalysisException:
+        found = None
+    if found != (manifest.count, manifest.checksum):
+        raise DataLoss(f"{folder} does not hold what its manifest says ({manifest.count} messages): it was changed")
+    return messages
+
+
+def _messages(spark: SparkSession, folder: str) -> DataFrame:
+    return spark.read.schema(_SCHEMA).parquet(folder).select(*_COLUMNS)
+
+
+def _totals_of(messages: DataFrame) -> tuple[int, str]:
+    found = messages.agg(*_count_and_checksum()).first()
+    assert found is not None
+    return _totals(found)
+
+
+def _count_and_checksum() -> tuple[Column, Column]:
+    from pyspark.sql import functions as F
+
+    # Decimals do not overflow; the sum does not depend on the order.
+    checksum = F.sum(F.xxhash64("position", "subject", "header", "body").cast("decimal(38,0)"))
+    return F.count("*").alias("count"), checksum.alias("checksum")
+
+
+def _totals(found: Any) -> tuple[int, str]:
+    return int(found["count"]), f"{int(found['checksum'] or 0) & ((1 << 128) - 1):032x}"

@@ -1,0 +1,1 @@
+"""The log as a table or a stream of Spark: ``format("threadlog")``."""
