@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.jetstream.messages import (
+    BATCH_MESSAGES_MAX,
     HEADER_BYTES_MAX,
     AppendUnknown,
     BatchRefused,
@@ -44,8 +45,6 @@ from bufstore.jetstream.publish_mode import PublishModes
 
 _log = logging.getLogger(__name__)
 
-#: The server's limit for an atomic batch.
-BATCH_MESSAGES_MAX = 1000
 _BATCH_BYTES_MAX = 16 << 20
 #: A unit of more than this goes alone, beside the groups: on a slow link they would wait for it.
 _LARGE_BYTES = 4 << 20

@@ -12,6 +12,8 @@ HEADER = "Bufstore-Entry"
 #: Headers of one message never exceed this many bytes: ring (16 x 12 bytes in base64), sources (8 x 16), numbers,
 #: batch headers.
 HEADER_BYTES_MAX = 1024
+#: The server's limit for an atomic batch.
+BATCH_MESSAGES_MAX = 1000
 
 
 class StoredMessage(msgspec.Struct, frozen=True, gc=False):

@@ -17,8 +17,16 @@ from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
-from bufstore.jetstream.group_commit import BATCH_MESSAGES_MAX
-from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing, StoredMessage
+from bufstore.jetstream.messages import (
+    BATCH_MESSAGES_MAX,
+    AppendUnknown,
+    BatchRefused,
+    BegunBatch,
+    Conflict,
+    Held,
+    Outgoing,
+    StoredMessage,
+)
 
 
 class MemoryStream:

@@ -18,8 +18,7 @@ from bufstore.errors import ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, StreamMissing, StreamTaken
-from bufstore.jetstream.group_commit import BATCH_MESSAGES_MAX
-from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Held, Outgoing
+from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, BegunBatch, Held, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.same_log import SameLog

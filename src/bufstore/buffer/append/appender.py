@@ -24,8 +24,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
-from bufstore.buffer.append.next_unit import Doubtful, Limits, NeedRow, next_unit, other_content
-from bufstore.buffer.append.tip import M, NeedBase, Prepare, Tip, TipCache
+from bufstore.buffer.append.next_unit import Limits, Need, next_unit, other_content
+from bufstore.buffer.append.tip import M, Prepare, Tip, TipCache
 from bufstore.buffer.append.tip_finder import TipFinder, Writer
 from bufstore.buffer.append.unresolved import Unresolved
 from bufstore.buffer.chain import Watermark
@@ -299,22 +299,23 @@ class Appender(Generic[M]):
             self._end_queued(lane, e, len(lane.queue))
             self._lanes.pop(lane.thread_id, None)
             return
-        try:
-            unit = next_unit(lane, tip, limits, self._on_end, looked_up=looked_up)
-        except Doubtful:
-            doubtful = tip
-            self._spawn(self._find(lane, lambda: self._finder.confirm(lane.thread_id, doubtful), for_head=True))
-            return
-        except NeedBase:
-            self._spawn(self._find(lane, lambda: self._finder.of_content(lane.thread_id), for_head=True))
-            return
-        except NeedRow:
-            self._spawn(self._find(lane, lambda: self._finder.of_row(lane.thread_id), for_head=True))
-            return
-        if unit is None:
+        taken = next_unit(lane.thread_id, lane.queue, tip, limits, looked_up=looked_up)
+        unit = lane.take(taken, tip, self._on_end)
+        if taken.needs is not None:
+            self._spawn(self._find(lane, self._search(taken.needs, lane.thread_id, tip), for_head=True))
+        elif unit is None:
             self._advance(lane)
-            return
-        self._send(unit)
+        else:
+            self._send(unit)
+
+    def _search(self, need: Need, thread_id: str, tip: Tip[M]) -> Callable[[], Awaitable[Tip[M]]]:
+        match need:
+            case Need.TIP:
+                return lambda: self._finder.confirm(thread_id, tip)
+            case Need.BASE:
+                return lambda: self._finder.of_content(thread_id)
+            case Need.ROW:
+                return lambda: self._finder.of_row(thread_id)
 
     def _limits(self, thread_id: str) -> Limits:
         return Limits(self._subjects.of(thread_id), self._log.message_bytes_max, self._config.log.max_entry_bytes)

@@ -9,33 +9,37 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Generic
 
+from bufstore.buffer.append.next_unit import Drafted, Taken
 from bufstore.buffer.append.tip import Draft, M, Prepare, Tip
 from bufstore.jetstream import group_commit
-from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.jetstream.messages import StoredMessage
 from bufstore.types import Receipt
 
 
 @dataclass(eq=False, slots=True)
 class Write(Generic[M]):
-    """One caller's write."""
+    """One caller's write; see `bufstore.buffer.append.next_unit.Waiting`."""
 
     prepare: Prepare[M]
     item: bytes
     keyed: bool
-    #: The source that numbers it, and its number (`bufstore.buffer.producers`).
     mark: bytes | None
     id: int
     done: asyncio.Future[Receipt]
     #: When the caller gives up.
     deadline: float
-    #: The write that must be stored before this one, or with it.
     after: Write[M] | None = None
     #: From the first send whose outcome is not known (yet): the position it was sent behind.
     maybe_behind: int | None = None
 
     @property
+    def ended(self) -> bool:
+        """Whether its caller has an answer, or gave up."""
+        return self.done.done()
+
+    @property
     def failed(self) -> bool:
-        """Whether it is over and is not known to be stored."""
+        """Whether it ended and is not known to be stored."""
         return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
 
@@ -57,12 +61,12 @@ class Unit(group_commit.Unit, Generic[M]):
     def ended(self, outcome: int | Exception) -> None:
         self._on_end(self, outcome)
 
-    def add(self, write: Write[M], draft: Draft[M], messages: list[Outgoing], after: Tip[M]) -> None:
+    def add(self, write: Write[M], drafted: Drafted[M]) -> None:
         """One more write, whose messages stand behind those that are there."""
-        self.writes.append((write, len(messages)))
-        self.drafts.append(draft)
-        self.messages += messages
-        self.after = after
+        self.writes.append((write, len(drafted.messages)))
+        self.drafts.append(drafted.draft)
+        self.messages += drafted.messages
+        self.after = drafted.after
 
     def stored_of(self, behind: Sequence[StoredMessage]) -> list[int] | None:
         """The positions of its writes that are stored, by what the log has behind `before`; None: more may come.
@@ -96,3 +100,21 @@ class Lane(Generic[M]):
     stale: bool = False
     #: How often in a row another writer was faster.
     conflicts: int = 0
+
+    def take(
+        self, taken: Taken[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]
+    ) -> Unit[M] | None:
+        """Take the first writes off the queue as was decided: a unit of those that go out, an answer for the others."""
+        unit: Unit[M] | None = None
+        for outcome in taken.outcomes:
+            write = self.queue.popleft()
+            if isinstance(outcome, Drafted):
+                unit = unit or Unit(self, before, on_end)
+                unit.add(write, outcome)
+            elif outcome is None or write.done.done():
+                continue
+            elif isinstance(outcome, Receipt):
+                write.done.set_result(outcome)
+            else:
+                write.done.set_exception(outcome)
+        return unit

@@ -2,32 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Iterable
+from enum import Enum
+from typing import Generic, NamedTuple, Protocol
+
+import msgspec
 
 from bufstore.buffer import producers as producers
 from bufstore.buffer import recent_keys
-from bufstore.buffer.append.lane import Lane, Unit, Write
-from bufstore.buffer.append.tip import M, NeedBase, Tip
+from bufstore.buffer.append.tip import Draft, M, NeedBase, Prepare, Tip
 from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.errors import BufstoreError, IdempotencyConflict, Rejected, TooLarge
-from bufstore.jetstream.group_commit import BATCH_MESSAGES_MAX
-from bufstore.jetstream.messages import Outgoing
+from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, Outgoing
 from bufstore.types import Receipt
 
-_UNIT_BYTES_MAX = 8 << 20
+UNIT_BYTES_MAX = 8 << 20
 
 
-class NeedRow(Exception):
-    """A key or a source's number can only be judged by what Postgres remembers of the thread."""
+class Waiting(Protocol[M]):
+    """A write that waits in a queue."""
 
+    @property
+    def prepare(self) -> Prepare[M]: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def item(self) -> bytes:
+        """Its idempotency key (`bufstore.buffer.recent_keys`)."""
+        ...
 
-class _NotTried(Exception):
-    """The write before it in its series failed."""
+    @property
+    def keyed(self) -> bool:
+        """Whether the caller gave the key. Such a write has no mark."""
+        ...
 
+    @property
+    def mark(self) -> bytes | None:
+        """The producer that numbers it, and its number (`bufstore.buffer.producers`)."""
+        ...
 
-class Doubtful(Exception):
-    """A write is to be refused because of a tip that another writer may have left behind by now."""
+    @property
+    def after(self) -> Waiting[M] | None:
+        """The write that must be stored before this one, or with it."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether its caller has an answer, or gave up."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended and is not known to be stored."""
+        ...
 
 
 class Limits(NamedTuple):
@@ -39,99 +66,140 @@ class Limits(NamedTuple):
     entry_bytes_max: int
 
 
-def next_unit(
-    lane: Lane[M],
-    tip: Tip[M],
-    limits: Limits,
-    on_end: Callable[[Unit[M], int | Exception], None],
-    *,
-    looked_up: bool,
-) -> Unit[M] | None:
-    """Take writes off the lane's queue into a unit behind `tip`; None if all of them ended without one.
+class Need(Enum):
+    """What must be looked up before the first write that is left can be judged."""
 
-    `looked_up`: the tip was read just now. Raises Doubtful, NeedRow or NeedBase when the first of them needs more than
-    `tip` to be judged; then nothing was taken.
+    #: What the log shows of the thread now: it would be refused because of a tip that may be out of date.
+    TIP = "tip"
+    #: The thread's content.
+    BASE = "base"
+    #: What Postgres remembers of the thread's keys and producers.
+    ROW = "row"
+
+
+class NotTried(Exception):
+    """The write before it in its series failed."""
+
+
+class Drafted(msgspec.Struct, Generic[M], gc=False, eq=False):
+    """A write that goes out with the unit."""
+
+    draft: Draft[M]
+    messages: list[Outgoing]
+    #: The thread's tip once it is stored.
+    after: Tip[M]
+
+
+class Taken(NamedTuple, Generic[M]):
+    """What becomes of the first writes of a queue."""
+
+    #: One for each, in order: it goes out with the unit, its caller is told that it repeats another or why it is
+    #: refused, or it had ended before (None). Behind these the queue stays as it is.
+    outcomes: list[Drafted[M] | Receipt | Exception | None]
+    #: Set when nothing goes out before this is known.
+    needs: Need | None = None
+
+
+def next_unit(
+    thread_id: str, queue: Iterable[Waiting[M]], before: Tip[M], limits: Limits, *, looked_up: bool
+) -> Taken[M]:
+    """Decide which of the queue's first writes go out behind the tip `before`, and which end without.
+
+    `looked_up`: the tip was read just now. The drafts of what goes out have changed the tip's memory; whoever does not
+    send them undoes them, the last first.
     """
-    unit: Unit[M] = Unit(lane, tip, on_end)
-    size = 0
-    while lane.queue:
-        write = lane.queue[0]
-        if write.done.done():
-            lane.queue.popleft()
+    outcomes: list[Drafted[M] | Receipt | Exception | None] = []
+    refused: list[Waiting[M]] = []
+    tip = before
+    size = count = 0
+    for write in queue:
+        if write.ended:
+            outcomes.append(None)
             continue
-        if write.after is not None and write.after.failed:
-            lane.queue.popleft()
-            write.done.set_exception(_NotTried())
+        if write.after is not None and (write.after.failed or write.after in refused):
+            refused.append(write)
+            outcomes.append(NotTried())
             continue
         # What expects nothing in the log goes alone: it may land late, after a purge, and is told by what it says
         # of its base (`chain.superseded`), which nothing behind it says.
-        if unit.writes and not unit.before.seq:
+        if count and not before.seq:
             break
-        # What is refused because of the tip must be refused because of a durable one: what stands in this
-        # very unit may still fail. So such writes wait for the next round.
-        first = not unit.writes
-        known = recent_keys.find(tip.keys, write.item) if write.keyed else None
-        unsure = write.keyed and known is None and not tip.keys_complete
-        if write.mark is not None:
-            known = known or (producers.holds(tip.producers or b"", write.mark) or None)
-            unsure = unsure or (known is None and tip.producers is None)
-        if unsure:
-            if first:
-                raise NeedRow
-            break
-        if known is not None:
-            if not first:
+        outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=looked_up)
+        if isinstance(outcome, Drafted):
+            size += len(outcome.draft.payload)
+            if count and (size > UNIT_BYTES_MAX or count + len(outcome.messages) > BATCH_MESSAGES_MAX):
+                outcome.draft.undo()
                 break
-            lane.queue.popleft()
-            _settle_repeat(lane.thread_id, write, tip, known)
-            continue
-        try:
-            draft = write.prepare(tip)
-        except NeedBase:
-            if first:
-                raise
+            count += len(outcome.messages)
+            tip = outcome.after
+        elif count:
+            # What is refused because of the tip must be refused because of a durable one: what stands in this
+            # very unit may still fail. So such writes wait for the next round.
             break
-        except Exception as e:
-            if not first:
-                break
-            if isinstance(e, Rejected) and not looked_up:
-                raise Doubtful from e
-            lane.queue.popleft()
-            if not write.done.done():
-                write.done.set_exception(e)
-            continue
-        keys = recent_keys.add(tip.keys, write.item)
-        marks = tip.producers if write.mark is None else producers.add(tip.producers or b"", write.mark)
-        entry = Entry(
-            id=write.id,
-            prev_id=tip.id,
-            base=tip.base,
-            seen=tip.seen,
-            version=draft.version,
-            self_contained=draft.self_contained,
-            keys=keys,
-            keys_complete=tip.keys_complete or recent_keys.full(keys),
-            producers=marks,
-            payload=draft.payload,
-        )
-        try:
-            messages = _messages(entry, tip.seq if first else None, limits)
-        except BufstoreError as e:
-            draft.undo()
-            if not first:
-                break
-            lane.queue.popleft()
-            write.done.set_exception(e)
-            continue
-        size += len(draft.payload)
-        if not first and (size > _UNIT_BYTES_MAX or len(unit.messages) + len(messages) > BATCH_MESSAGES_MAX):
-            draft.undo()
-            break
-        lane.queue.popleft()
-        complete = entry.keys_complete
-        tip = Tip(-1, write.id, Base.CHAINED, 0, draft.version, keys, draft.memory, False, complete, marks)
-        unit.add(write, draft, messages, tip)
-    return unit if unit.writes else None
+        elif isinstance(outcome, Need):
+            return Taken(outcomes, outcome)
+        elif isinstance(outcome, Exception):
+            refused.append(write)
+        outcomes.append(outcome)
+    return Taken(outcomes)
+
+
+def _judge(
+    thread_id: str, write: Waiting[M], tip: Tip[M], limits: Limits, *, first: bool, looked_up: bool
+) -> Drafted[M] | Receipt | Exception | Need:
+    """What becomes of a write behind `tip`; nothing of a draft is left unless it is drafted."""
+    if write.keyed:
+        same = recent_keys.find(tip.keys, write.item)
+        if same is not None:
+            return _repeat(thread_id, tip) if same else other_content(thread_id)
+        if not tip.keys_complete:
+            return Need.ROW
+    elif write.mark is not None:
+        if producers.holds(tip.producers or b"", write.mark):
+            return _repeat(thread_id, tip)
+        if tip.producers is None:
+            return Need.ROW
+    try:
+        draft = write.prepare(tip)
+    except NeedBase:
+        return Need.BASE
+    except Exception as e:
+        return Need.TIP if isinstance(e, Rejected) and not looked_up else e
+    entry = _entry(write, tip, draft)
+    try:
+        messages = _messages(entry, tip.seq if first else None, limits)
+    except BufstoreError as e:
+        draft.undo()
+        return e
+    after = Tip(
+        -1,
+        write.id,
+        Base.CHAINED,
+        0,
+        draft.version,
+        entry.keys,
+        draft.memory,
+        False,
+        entry.keys_complete,
+        entry.producers,
+    )
+    return Drafted(draft, messages, after)
+
+
+def _entry(write: Waiting[M], tip: Tip[M], draft: Draft[M]) -> Entry:
+    keys = recent_keys.add(tip.keys, write.item)
+    return Entry(
+        id=write.id,
+        prev_id=tip.id,
+        base=tip.base,
+        seen=tip.seen,
+        version=draft.version,
+        self_contained=draft.self_contained,
+        keys=keys,
+        keys_complete=tip.keys_complete or recent_keys.full(keys),
+        producers=tip.producers if write.mark is None else producers.add(tip.producers or b"", write.mark),
+        payload=draft.payload,
+    )
 
 
 def _messages(entry: Entry, expected: int | None, limits: Limits) -> list[Outgoing]:
@@ -144,11 +212,8 @@ def _messages(entry: Entry, expected: int | None, limits: Limits) -> list[Outgoi
     return [Outgoing(subject, body, header, expected if i == 0 else None) for i, (header, body) in enumerate(parts)]
 
 
-def _settle_repeat(thread_id: str, write: Write[M], tip: Tip[M], same: bool) -> None:
-    if same:
-        write.done.set_result(Receipt(thread_id, tip.seq or tip.flushed_seq, tip.id, tip.version, repeated=True))
-    else:
-        write.done.set_exception(other_content(thread_id))
+def _repeat(thread_id: str, tip: Tip[M]) -> Receipt:
+    return Receipt(thread_id, tip.seq or tip.flushed_seq, tip.id, tip.version, repeated=True)
 
 
 def other_content(thread_id: str) -> IdempotencyConflict:

@@ -24,8 +24,8 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
-from bufstore.jetstream.group_commit import BATCH_MESSAGES_MAX, GroupCommit
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from bufstore.jetstream.group_commit import GroupCommit
+from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, Conflict, Outgoing
 from bufstore.nats.session import NatsSession
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import Deployment
