@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from bufstore import BufferedThreadStore, BufstoreError, NatsConfig
 from bufstore.embedded import NatsServer
-from bufstore.testing.fault_proxy import FaultProxy
 from conftest import Deployment
+from fault_proxy.proxy import FaultProxy
 from helpers import eventually
 
 _NODES = 3

@@ -20,7 +20,7 @@ from hypothesis import settings
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable, change_log
 from bufstore.embedded import EmbeddedError, RedisServer, Servers
 
-pytest.register_assert_rewrite("bufstore.testing")
+pytest.register_assert_rewrite("bufstore.testing", "conformance")
 # How long an example takes says more of what else runs than of the code.
 settings.register_profile("bufstore", deadline=None)
 settings.load_profile("bufstore")

@@ -23,9 +23,9 @@ from nats.aio.client import Client
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore
 from bufstore.buffer.subjects import Subjects
 from bufstore.embedded import Servers
-from bufstore.testing import FaultProxy
 from chaos.history import Fault, Poison, Recorder, Sample, Started
 from chaos.worker import Options
+from fault_proxy.proxy import FaultProxy
 
 SCHEMA = "chaos"
 PARTITIONS = 8

@@ -24,7 +24,7 @@ from bufstore import (
     decode_run,
 )
 from bufstore.embedded import Servers
-from bufstore.testing import APPLY_CHECKS, CHECKS, EVERYTHING, MAILBOX_CHECKS, Applier, Capability, Check
+from bufstore.testing import APPLY_CHECKS, CHECKS, EVERYTHING, Applier, Capability, Check
 from conftest import Deployment
 from helpdesk_store import TABLES, HelpdeskStore
 from helpers import fresh, run_of, said
@@ -184,4 +184,4 @@ def test_every_check_runs_on_the_least_store_or_says_what_it_needs() -> None:
         assert " " not in check.name
         assert check.name.count("_") >= 2, "a name is a sentence"
     assert len(_offered(CHECKS)) >= 16
-    assert {need for check in (*CHECKS, *APPLY_CHECKS, *MAILBOX_CHECKS) for need in check.needs} == EVERYTHING
+    assert {need for check in CHECKS + APPLY_CHECKS for need in check.needs} == EVERYTHING

@@ -17,7 +17,8 @@ from bufstore.mailbox import Live, NatsMailboxNames, NatsMailboxStore, PostgresM
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.postgres import PostgresBackend
 from bufstore.notify import PostgresNotifier
-from bufstore.testing import MAILBOX_CHECKS, Capability, Check
+from bufstore.testing import Check
+from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
 from helpers import eventually, fresh, query
 from mailboxes import KINDS, Mailboxes
 
@@ -40,12 +41,11 @@ def on_postgres(servers: Servers) -> Mailboxes:
     return Mailboxes("postgres", servers)
 
 
-#: Postgres has no live deliveries: what needs them is no part of its contract.
+#: Postgres has no live deliveries.
 CONTRACTS = [
     pytest.param(kind, check, id=f"{kind}-{check}")
     for kind in KINDS
-    for check in MAILBOX_CHECKS
-    if kind != "postgres" or Capability.LIVE not in check.needs
+    for check in (MAILBOX_CHECKS if kind == "postgres" else [*MAILBOX_CHECKS, *LIVE_MAILBOX_CHECKS])
 ]
 
 

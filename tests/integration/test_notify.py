@@ -9,7 +9,8 @@ import pytest
 
 from bufstore.embedded import RedisServer, Servers
 from bufstore.notify import Hints, MemoryBroker, MemoryNotifier, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier
-from bufstore.testing import NOTIFY_CHECKS, Check, Notifiers
+from bufstore.testing import Check
+from conformance import NOTIFY_CHECKS, Notifiers
 
 ADAPTERS = [
     "memory", "nats-counters", "nats-kv", "nats-without-hints", "redis", "redis-without-hints", "postgres",

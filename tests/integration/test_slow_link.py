@@ -9,8 +9,8 @@ from contextlib import suppress
 import pytest
 
 from bufstore import LogUnavailable, OutcomeUnknown
-from bufstore.testing.fault_proxy import FaultProxy
 from conftest import Deployment
+from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, run_of
 
 

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 from bufstore import errors
-from bufstore.testing import APPLY_CHECKS, CHECKS, MAILBOX_CHECKS
+from bufstore.testing import APPLY_CHECKS, CHECKS
+from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
 
 _ROOT = Path(__file__).parent.parent.parent
 
@@ -24,7 +25,7 @@ def test_every_test_and_check_that_the_tests_readme_names_exists() -> None:
     # A check's name is a sentence; shorter words are methods and settings.
     named = set(re.findall(r"`(test_\w+|[a-z0-9]+(?:_[a-z0-9]+){2,})`", text))
     sources = "\n".join(p.read_text() for p in (_ROOT / "tests").rglob("test_*.py"))
-    checks = {check.name for check in CHECKS + APPLY_CHECKS + MAILBOX_CHECKS}
+    checks = {check.name for check in CHECKS + APPLY_CHECKS + MAILBOX_CHECKS + LIVE_MAILBOX_CHECKS}
     assert len(named) > 100
     assert not {n for n in named if not (f"def {n}(" in sources if n.startswith("test_") else n in checks)}
 

@@ -1,4 +1,4 @@
-"""The contract of a mailbox. `bufstore.testing.MAILBOX_CHECKS` has a check for each of its promises."""
+"""The contract of a mailbox. `tests/conformance` has a check for each of its promises."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class NotifierStatistics:
 
 @runtime_checkable
 class Notifier(Protocol):
-    """Tells and hears of work. All adapters pass `bufstore.testing.NOTIFY_CHECKS`.
+    """Tells and hears of work. All adapters pass the `NOTIFY_CHECKS` of `tests/conformance`.
 
     Kinds and ids are any text that `bufstore.types.check_id` takes; what it refuses raises InvalidId. After `aclose`
     every call raises Closed. `notify_*` raises nothing else. `listen_*` raises Unavailable when the server cannot be

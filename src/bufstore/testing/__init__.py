@@ -23,61 +23,31 @@
 
         await check(Applier(mine, apply))
 
-`MAILBOX_CHECKS` are the same for a mailbox; each takes a list of two `MailboxStore`s, instances of one deployment that
-nothing else uses. A store without live deliveries leaves out what needs ``Capability.LIVE``.
-
 A store that cannot do all of it says what it can, a set of `Capability`: ``[c for c in CHECKS if c.needs <= MINE]``.
 A wrapped store that is not `Queryable` has ``{ANY_VALUE, MESSAGE_PAGES}`` (the second comes from the buffer); what
 needs more is refused there with ConfigError. With columns that hold JSON only, ANY_VALUE is not there either: an
 entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
 columns keeps to what JSON has.
 
-`NOTIFY_CHECKS` are those of `bufstore.notify`: each takes a `Notifiers`.
-
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
-
-Besides: `FaultProxy`, to see what your program does when NATS or Postgres fail (`bufstore.testing.fault_proxy`).
 """
 
-from bufstore.testing import (
-    applying,
-    checkpoints,
-    edits,
-    lineage,
-    lists,
-    mailbox,
-    mailbox_lists,
-    mailbox_together,
-    notify,
-    notify_events,
-)
+from bufstore.testing import applying, checkpoints, edits, lineage, lists
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
-from bufstore.testing.fault_proxy import FaultProxy, Flow
-from bufstore.testing.notify import Notifiers
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
-#: What a notifier does: each takes a `Notifiers`.
-NOTIFY_CHECKS: list[Check] = [*notify.CHECKS, *notify_events.CHECKS]
-
-#: What a mailbox does: each takes two `MailboxStore`s of one deployment.
-MAILBOX_CHECKS: list[Check] = [*mailbox.CHECKS, *mailbox_lists.CHECKS, *mailbox_together.CHECKS]
 
 __all__ = [
     "APPLY_CHECKS",
     "CHECKS",
     "EVERYTHING",
-    "MAILBOX_CHECKS",
-    "NOTIFY_CHECKS",
     "Applier",
     "Capability",
     "Check",
-    "FaultProxy",
-    "Flow",
-    "Notifiers",
 ]

@@ -31,8 +31,6 @@ class Capability(enum.Enum):
     EDITS = "edits"
     #: set_parent, delete_thread, and parents that are checked; in `apply`: `parent`, `deleted` and `gone`.
     LINEAGE = "lineage"
-    #: Of a mailbox: deliver_live reaches those who listen.
-    LIVE = "live deliveries"
     #: `apply` fails for a run whose id another thread has. Without it only the buffer's hot state tells.
     RUN_OWNERS = "run owners"
 

@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 from typing import Literal, Self
 
-from bufstore.testing.replies import replies_of
+from fault_proxy.replies import replies_of
 
 _CHUNK = 64 << 10
 #: A narrow link is fed in pieces that take about this long.

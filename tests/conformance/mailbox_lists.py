@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bufstore.mailbox.model import Status
 from bufstore.testing.basics import Check, fresh, registrar
-from bufstore.testing.mailbox import Stores, claimed, ids, now
+from conformance.mailbox_queue import Stores, claimed, ids, now
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)

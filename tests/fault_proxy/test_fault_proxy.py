@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from bufstore import Consistency, PostgresThreadStore
 from bufstore.embedded import Servers
-from bufstore.testing import FaultProxy
-from bufstore.testing.replies import NatsReplies, PostgresReplies
 from conftest import Deployment
+from fault_proxy.proxy import FaultProxy
+from fault_proxy.replies import NatsReplies, PostgresReplies
 from helpers import eventually, fresh, query, run_of, said
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from bufstore.errors import Closed
 from bufstore.notify.protocol import Notifier, Unlisten
 from bufstore.testing.basics import Check, raises, registrar
-from bufstore.testing.notify import Heard, Notifiers, fresh_name
+from conformance.notify_schedulings import Heard, Notifiers, fresh_name
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)

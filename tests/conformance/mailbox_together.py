@@ -12,11 +12,14 @@ from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.model import Dispatch, Status
 from bufstore.mailbox.ports import Live, Signal
 from bufstore.mailbox.protocol import MailboxStore
-from bufstore.testing.basics import Capability, Check, fresh, raises, registrar
-from bufstore.testing.mailbox import Stores, claimed, ids, now
+from bufstore.testing.basics import Check, fresh, raises, registrar
+from conformance.mailbox_queue import Stores, claimed, ids, now
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
+#: What a store does that has live deliveries.
+LIVE_CHECKS: list[Check] = []
+_live_check = registrar(LIVE_CHECKS)
 
 
 async def _eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
@@ -360,7 +363,7 @@ async def a_worker_stops_when_it_is_interrupted_or_loses_its_claim(stores: Store
         await _eventually(ended)
 
 
-@_check(Capability.LIVE)
+@_live_check()
 async def a_live_delivery_reaches_who_listens(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, got = fresh("Ünïcode .*> "), []
@@ -386,7 +389,7 @@ async def a_live_delivery_reaches_who_listens(stores: Stores) -> None:
     assert await a.list_dispatches(thread_id) == []
 
 
-@_check(Capability.LIVE)
+@_live_check()
 async def a_live_delivery_reaches_all_who_listen(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, got = fresh(), []
