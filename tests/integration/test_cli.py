@@ -508,7 +508,7 @@ def test_what_only_looks_makes_no_log(servers: Servers) -> None:
         (["flush", "x", "--all", "--embedded"], "either a THREAD or --all"),
         (["import", "no-such-file", "--embedded"], "does not exist"),
         (["demo", "--seconds", "4", "--outage", "3"], "at most half"),
-        (["status", "--embedded", "--data", "/dev/null/x"], "cannot be made"),
+        (["status", "--embedded", "--data", "/dev/null/x"], "cannot create the data folder"),
         (["status", "--nats", "nats://u:s3cret@127.0.0.1:1", "--postgres", "dbname=x"], "cannot reach NATS"),
         (["status", "--nats", "u:s3cret@h:p", "--postgres", "dbname=x"], "Error: "),
         (["import", "-", "--nats", "x", "--postgres", "postgresql://u:s3cret@127.0.0.1:1/x"], "no connection to"),

@@ -42,7 +42,7 @@ async def test_a_numbered_batch_is_written_once(spark: Any, deployment: Deployme
         save(df, options(deployment, appId="nightly", batchId=7))
     assert await held(deployment, threads) == {t: list(range(5)) for t in threads}
     other = frame(spark, rows_of(threads, range(9)))
-    with pytest.raises(Exception, match="was done before, with other rows"):
+    with pytest.raises(Exception, match="was done before with other rows"):
         save(other, options(deployment, appId="nightly", batchId=7))
     with pytest.raises(Exception, match="an app id of its own"):
         save(df, options(deployment, appId="nightly", batchId=6))

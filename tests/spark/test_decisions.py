@@ -76,7 +76,7 @@ def test_a_reader_whose_place_is_gone_is_told() -> None:
     assert offset_of(start.as_dict()) == start
     check(start, "then", 60)
     check(start, "then", 50)
-    for created, end, match in (("now", 60, "made anew"), ("then", 49, "went back")):
+    for created, end, match in (("now", 60, "replaced by a new one"), ("then", 49, "went back")):
         with pytest.raises(DataLoss, match=match):
             check(start, created, end)
     with pytest.raises(ConfigError):

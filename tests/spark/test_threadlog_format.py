@@ -213,7 +213,7 @@ async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment
     await client.request(f"$JS.API.STREAM.CREATE.{name}", json.dumps(info["config"]).encode())
     await client.jetstream().publish(f"{deployment.name}.0.none", b"new")
     await client.close()
-    with pytest.raises(Exception, match="made anew"):
+    with pytest.raises(Exception, match="replaced by a new one"):
         await ended(query(spark, deployment, tmp_path))
     await ended(query(spark, deployment, tmp_path, failOnDataLoss=False))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))

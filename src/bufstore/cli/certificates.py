@@ -30,7 +30,7 @@ def tls_context(ca: Path | None, certificate: Path | None, key: Path | None) -> 
 
 def _no_passphrase() -> str:
     # Without this OpenSSL would ask on the terminal, where nobody may be.
-    raise ConfigError("the key of --tls-cert has a passphrase: give one without, in a file that only you can read")
+    raise ConfigError("the key of --tls-cert has a passphrase: use a key without one, in a file that only you can read")
 
 
 def _reason(error: OSError) -> str:

@@ -87,7 +87,7 @@ class Target:
         log = await self.find_log(applies=True)
         if log is None:
             if not create:
-                raise ConfigError(f"there is no log {self.stream!r} on this server yet; the first write makes it")
+                raise ConfigError(f"there is no log {self.stream!r} on this server yet; the first write creates it")
             log = LogConfig(stream=self.stream, bucket=self.bucket)
             if self.servers is not None:  # on whatever disk this is
                 log = replace(log, max_bytes=_EMBEDDED_LOG_BYTES)
@@ -200,7 +200,7 @@ def _servers(data: Path | None) -> Servers:
         from bufstore.embedded import Servers
     except ModuleNotFoundError as e:
         raise EmbeddedError(
-            f"servers of our own run on Linux and macOS only (Python has no {e.name} here): give --nats and --postgres"
+            f"embedded servers run on Linux and macOS only (Python has no {e.name} here): give --nats and --postgres"
         ) from None
     return Servers(data)
 

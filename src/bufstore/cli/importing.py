@@ -98,7 +98,7 @@ async def _import(target: Target, source: Input, overwrite: bool) -> _Outcome:
                 await flush_all(store)
             except FlushTimeout as e:
                 safe = f"{importer.writer.acknowledged} checkpoints are acknowledged and stay in the log"
-                raise Failure(f"{safe}, but Postgres does not take them: {e}") from None
+                raise Failure(f"{safe}, but Postgres does not accept them: {e}") from None
             seconds = time.perf_counter() - began
             quarantined = await store.quarantined() - quarantined
         # All our sessions are closed now, which makes the server's count complete.

@@ -211,7 +211,7 @@ async def _quarantine(target: Target, *, applies: bool = False) -> AsyncIterator
 
 
 def _nothing(thread_id: str) -> list[Replayed]:
-    raise NotFound(f"no entry of thread {thread_id!r} is in quarantine")
+    raise NotFound(f"quarantine has no entry of thread {thread_id!r}")
 
 
 async def _nameless(it: Quarantine) -> list[Replayed]:

@@ -76,7 +76,7 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
         click.echo(_sql(options, parts, roles, context.params["schema"]), nl=False)
         return
     if options.named and not (own_store or context.params["nats"] or context.params["embedded"]):
-        raise click.UsageError("--nats (or BUFSTORE_NATS) is missing; only --sql and --own-store need none.")
+        raise click.UsageError("--nats (or BUFSTORE_NATS) is missing; only --sql and --own-store do without it.")
     wanted = {name: value for name, value in log.items() if value is not None}
     reporting_errors(LogConfig)(**wanted)
     with options.target() as target:

@@ -144,7 +144,7 @@ class Server:
     def kill(self) -> None:
         """Ends the server and its children at once (SIGKILL), as a crash would; it can be started again."""
         if self._process is not None and not _guard.kill(self._process):
-            raise EmbeddedError(f"{self._name} does not end although killed")
+            raise EmbeddedError(f"{self._name} was killed and does not end")
 
     def pause(self) -> None:
         """Suspends the server and its children: connections stay open, nothing is answered.
@@ -272,7 +272,7 @@ class Server:
             _guard.kill(guard)  # takes the server, its child, along
         server = _recorded(record["server"])
         if server is not None and not _guard.end(server, self._stop_signal):
-            raise EmbeddedError(f"{self._name}: process {server.pid} of an earlier run does not end")
+            raise EmbeddedError(f"{self._name}: process {server.pid} from an earlier run does not end; end it by hand")
         with contextlib.suppress(FileNotFoundError):
             (self.data / "run.json").unlink()
 
@@ -326,7 +326,7 @@ def make_folder(folder: Path) -> None:
             missing.mkdir(mode, exist_ok=True)
             missing.chmod(mode)  # whatever the umask
     except OSError as error:
-        raise EmbeddedError(f"the data folder {folder} cannot be made: {error.strerror}") from error
+        raise EmbeddedError(f"cannot create the data folder {folder}: {error.strerror}") from error
 
 
 def _port_is_free(port: int) -> bool:

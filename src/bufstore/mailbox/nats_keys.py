@@ -165,7 +165,7 @@ def _decoded(decode: Any, found: StoredMessage) -> Any:
     try:
         return decode(found.body)
     except msgspec.MsgspecError as e:
-        raise MalformedEntry(f"what is stored at {found.subject[:200]} is nothing of a mailbox: {e}") from None
+        raise MalformedEntry(f"what is stored at {found.subject[:200]} does not belong to a mailbox: {e}") from None
 
 
 def bucket_config(names: NatsMailboxNames, first_seq: int | None = None) -> dict[str, Any]:

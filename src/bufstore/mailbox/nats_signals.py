@@ -114,7 +114,7 @@ class NatsSignals:
         except TimeoutError:
             status = "408"
         except (nats.errors.Error, OSError) as e:
-            raise LogUnavailable(f"asking for signals failed: {type(e).__name__}") from None
+            raise LogUnavailable(f"cannot ask for signals: {type(e).__name__}") from None
         if status == "503":  # the consumer is gone: somebody removed it
             await self.setup(self._ack_wait_s)
         return [signal for msg in got if (signal := self._signal(msg)) is not None]
@@ -123,7 +123,11 @@ class NatsSignals:
         try:
             return NatsSignal(self._connection, msg.reply, untoken(msg.subject.rpartition(".")[2]))
         except MalformedEntry:
-            _log.warning("a signal of no thread: %s", msg.subject[:200], extra={"action": "mailbox_foreign"})
+            _log.warning(
+                "ignoring a signal that belongs to no thread: %s",
+                msg.subject[:200],
+                extra={"action": "mailbox_foreign"},
+            )
             return None
 
     async def forget_answered(self) -> None:

@@ -57,8 +57,8 @@ class Tries:
                     return await self._once(attempt)
         except Conflict as e:
             if not self.unsure:
-                raise LogUnavailable("others change the thread all the time; nothing was done") from e
-            raise StepUnknown("no answer came to the step in time, and others change the thread") from e
+                raise LogUnavailable("others keep changing the thread; nothing was done") from e
+            raise StepUnknown("no answer came to the step in time, and others keep changing the thread") from e
         except AppendUnknown as e:
             raise StepUnknown(f"no answer came to the step: {e}") from e
         except (Unavailable, StoreMisconfigured) as e:

@@ -84,7 +84,12 @@ class Sweeper:
                 failures += 1
                 self._mailbox.counters.count("sweep_failures")
                 if self.trouble is None:
-                    _log.warning("sweeping failed: %s", e, exc_info=e, extra={"action": "mailbox_sweep_failed"})
+                    _log.warning(
+                        "cannot sweep; tries again at the next interval: %s",
+                        e,
+                        exc_info=e,
+                        extra={"action": "mailbox_sweep_failed"},
+                    )
                 self.trouble = f"{type(e).__name__}: {e}"
             else:
                 failures, self.trouble, self.last_pass = 0, None, time.monotonic()

@@ -74,7 +74,7 @@ class Worker:
             except BufstoreError as e:
                 failures += 1
                 if self.trouble is None:
-                    _log.warning("no signals: %s", e, extra={"action": "mailbox_pull_failed"})
+                    _log.warning("cannot fetch signals; tries again: %s", e, extra={"action": "mailbox_pull_failed"})
                 self.trouble = str(e)
                 await asyncio.sleep(backoff_s(failures, 0.1, 5.0))
                 continue
@@ -150,7 +150,7 @@ class Worker:
                 task.cancel()
                 return
             except BufstoreError as e:
-                _log.info("renewing failed: %s", e, extra={"action": "mailbox_renew_failed"})
+                _log.info("cannot renew a claim; tries again: %s", e, extra={"action": "mailbox_renew_failed"})
                 if asyncio.get_running_loop().time() > held_until:
                     # Nobody says so, but by now another may hold it.
                     task.cancel()

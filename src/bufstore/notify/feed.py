@@ -77,7 +77,12 @@ class Feed:
                     else:
                         self._tell_restored()
             except Exception as e:
-                _log.warning("%s: lost: %s", self._name, type(e).__name__, extra={"action": "notify_lost"})
+                _log.warning(
+                    "%s: lost the connection; reconnecting: %s",
+                    self._name,
+                    type(e).__name__,
+                    extra={"action": "notify_lost"},
+                )
             finally:
                 with contextlib.suppress(Exception):
                     await source.aclose()
@@ -86,7 +91,7 @@ class Feed:
             ):
                 with attempt:
                     source = await self._attach()
-            _log.info("%s: back", self._name, extra={"action": "notify_back"})
+            _log.info("%s: reconnected", self._name, extra={"action": "notify_back"})
             self._tell_restored()
 
     def _tell_restored(self) -> None:

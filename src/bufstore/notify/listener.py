@@ -157,7 +157,7 @@ class SharedListener(Generic[P, C]):
             try:
                 await self._teardown()
             except Exception as e:
-                _log.warning("%s: unsubscribing failed: %s", self._name, e, extra={"action": "notify_unsubscribe"})
+                _log.warning("%s: cannot unsubscribe: %s", self._name, e, extra={"action": "notify_unsubscribe"})
             finally:
                 # Somebody may subscribe while this ends, and then waits for a new subscription.
                 self._generation += 1

@@ -77,7 +77,7 @@ class NatsBroker:
             await client.publish(channel(self._prefix, event, "."), payload.encode())
             await round_trip(client)
         except (nats.errors.Error, OSError) as e:
-            raise NotifyUnavailable(f"NATS takes no message: {type(e).__name__}") from None
+            raise NotifyUnavailable(f"cannot send to NATS: {type(e).__name__}") from None
 
     async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
         if self._hints is None:
@@ -107,7 +107,7 @@ class NatsBroker:
         except BaseException as e:
             self._wanted.pop(event, None)
             if isinstance(e, (nats.errors.Error, OSError)):
-                raise NotifyUnavailable(f"NATS takes no subscription: {type(e).__name__}") from None
+                raise NotifyUnavailable(f"cannot subscribe on NATS: {type(e).__name__}") from None
             raise
         if isinstance(self._link, Client) and self._watch is None:
             self._watch = asyncio.create_task(self._watch_client(self._link), name="bufstore-notify-watch")

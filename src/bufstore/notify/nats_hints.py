@@ -119,7 +119,7 @@ class HintStore:
                 return self._js[1]
             loop = asyncio.get_running_loop()
             if loop.time() < self._not_before:
-                raise nats.js.errors.ServiceUnavailableError(description="JetStream was not there a moment ago")
+                raise nats.js.errors.ServiceUnavailableError(description="JetStream did not answer a moment ago")
             self._not_before = loop.time() + _AGAIN_S
             js = client.jetstream(prefix=self._api, timeout=self._timeout_s)
             if self._given is None:
@@ -156,7 +156,7 @@ async def _ensure_counters(js: JetStreamContext, prefix: str) -> None:
     )
     info = await js.add_stream(config)
     if not info.config.allow_msg_counter:
-        raise nats.js.errors.BadRequestError(description="this server has no counters (they came with 2.12)")
+        raise nats.js.errors.BadRequestError(description="this server has no counters (2.12 introduced them)")
 
 
 def granted(value: int, wanted: int) -> int:

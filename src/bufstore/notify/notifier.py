@@ -67,7 +67,7 @@ class BrokerNotifier:
     async def notify_scheduled(self, kind: str, count: int = 1) -> None:
         check_id(kind, "the kind")
         if count < 0:
-            raise InvalidQuery("a scheduling cannot have less than no items")
+            raise InvalidQuery("count must not be negative")
         if count:
             await self._fire(self._schedule(kind, count))
 
@@ -79,13 +79,13 @@ class BrokerNotifier:
         except HintUnavailable as e:
             if str(e):  # otherwise hints are not there at all, as configured
                 self._hint_failures += 1
-                _log.debug("no hint stored: %s", e, extra={"action": "notify_hint"})
+                _log.debug("cannot store a hint; all workers wake: %s", e, extra={"action": "notify_hint"})
             await self._broker.publish(Event.SCHEDULED, pack("", kind))
 
     async def listen_scheduled(self, kinds: Iterable[str], callback: Callable[[str], None]) -> Unlisten:
         wanted = [check_id(kind, "the kind") for kind in kinds]
         if not wanted:
-            raise InvalidQuery("no kind to listen for")
+            raise InvalidQuery("name at least one kind to listen for")
         return await self._scheduled.subscribe(wanted, callback)
 
     async def notify_completed(self, work_id: str) -> None:
@@ -141,7 +141,7 @@ class BrokerNotifier:
     def _trouble(self, error: Exception) -> None:
         if self._healthy:  # once an outage
             text = str(error) or type(error).__name__
-            _log.warning("notifications are dropped: %s", text, extra={"action": "notify_dropped"})
+            _log.warning("dropping notifications; waiting workers poll: %s", text, extra={"action": "notify_dropped"})
         self._healthy = False
 
     def _on_restored(self) -> None:
@@ -185,7 +185,7 @@ class BrokerNotifier:
                 granted = await claim
         except Exception as e:
             self._hint_failures += 1
-            _log.debug("a hint could not be asked: %s", e, extra={"action": "notify_hint"})
+            _log.debug("cannot ask for a hint; all workers wake: %s", e, extra={"action": "notify_hint"})
             granted = wanted
         self._wake(kind, wanted, granted)
 

@@ -89,7 +89,7 @@ class PostgresBroker:
         except NotifyUnavailable:
             raise
         except Unavailable as e:
-            raise NotifyUnavailable(f"Postgres cannot be listened to: {e}") from None
+            raise NotifyUnavailable(f"cannot listen on Postgres: {e}") from None
 
     async def _listening(self) -> _Source:
         if self._listen is not None:
@@ -190,7 +190,7 @@ class _Source:
         }
         if not heard >= self._events.keys():
             raise NotifyUnavailable(
-                "the connection does not keep listening; behind a pooler in transaction mode, give `listen`"
+                "the connection does not keep listening; behind a pooler in transaction mode, pass `listen`"
             )
 
 

@@ -75,7 +75,7 @@ class RedisBroker:
         try:
             await self._client.publish(channel(self._prefix, event, ":"), payload)
         except (RedisError, OSError) as e:
-            raise NotifyUnavailable(f"Redis takes no message: {type(e).__name__}") from None
+            raise NotifyUnavailable(f"cannot send to Redis: {type(e).__name__}") from None
 
     async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
         if not self._hints:
@@ -87,7 +87,7 @@ class RedisBroker:
                 await self._client.eval(_PROVIDE, 1, key, count, HINT_TTL_S, to, payload)
         except (RedisError, OSError) as e:
             # It may have been published; then some are called twice.
-            raise HintUnavailable(f"Redis stores no hint: {type(e).__name__}") from None
+            raise HintUnavailable(f"cannot store a hint in Redis: {type(e).__name__}") from None
 
     async def claim(self, hint: str, wanted: int) -> int:
         if not self._hints:
@@ -95,7 +95,7 @@ class RedisBroker:
         try:
             taken = int(await self._client.eval(_CLAIM, 1, hint_key(self._prefix, hint, ":"), wanted))
         except (RedisError, OSError) as e:
-            raise NotifyUnavailable(f"Redis answers no hint: {type(e).__name__}") from None
+            raise NotifyUnavailable(f"cannot ask Redis for a hint: {type(e).__name__}") from None
         return wanted if taken < 0 else taken
 
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
@@ -116,7 +116,7 @@ class RedisBroker:
             if isinstance(e, AuthenticationError):
                 raise ConfigError("Redis refuses the credentials") from None
             if isinstance(e, (RedisError, OSError)):
-                raise NotifyUnavailable(f"Redis takes no subscription: {type(e).__name__}") from None
+                raise NotifyUnavailable(f"cannot subscribe on Redis: {type(e).__name__}") from None
             raise
         return source
 
@@ -199,7 +199,7 @@ class RedisNotifier(BrokerNotifier):
         client = _client_of(redis, timeout_s) if isinstance(redis, str) else redis
         listening = listener or client
         if not isinstance(listening, Redis):
-            raise ConfigError("with a cluster client, give a client of one node as `listener`")
+            raise ConfigError("with a cluster client, pass a client of one node as `listener`")
         broker = RedisBroker(
             client, listening, prefix, hints=hints, owned=isinstance(redis, str), timeout_s=timeout_s, quiet_s=quiet_s
         )
@@ -218,4 +218,4 @@ def _client_of(url: str, timeout_s: float) -> Redis:
         )
     except ValueError:
         pass
-    raise ConfigError("the Redis URL cannot be read")  # not within the except: its error quotes the URL
+    raise ConfigError("cannot read the Redis URL")  # not within the except: its error quotes the URL

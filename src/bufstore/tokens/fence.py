@@ -43,7 +43,7 @@ class Register:
                         return await self._attempt(message, mine, attempt.retry_state.attempt_number > 1)
         except TimeoutError:
             pass
-        raise LogUnavailable(f"whether {subject} was written is unknown: no answer in time")
+        raise LogUnavailable(f"{subject} may or may not be written: no answer in time")
 
     async def _attempt(self, message: Outgoing, mine: Callable[[bytes], bool], again: bool) -> int:
         try:

@@ -179,7 +179,9 @@ class Lock:
         """Raise TokenLost if the lock is lost, or may be: before each step that cannot be undone."""
         if self._released or self.lost.is_set() or asyncio.get_running_loop().time() >= self._until:
             self.lost.set()
-            raise TokenLost(self.key, "released" if self._released else "it was not extended in time, or taken")
+            raise TokenLost(
+                self.key, "released" if self._released else "it was not extended in time, or another holder took it"
+            )
 
     async def extend(self) -> None:
         """Hold it for `ttl_s` from now on. Raises TokenLost, and LogUnavailable when that is not known."""

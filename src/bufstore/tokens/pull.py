@@ -65,7 +65,7 @@ class Puller:
             await self._return(waiting)
             raise
         except (nats.errors.Error, OSError) as e:
-            raise LogUnavailable(f"asking for work failed: {type(e).__name__}") from None
+            raise LogUnavailable(f"cannot ask for work: {type(e).__name__}") from None
         finally:
             self._waiting = None
 

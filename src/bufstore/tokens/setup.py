@@ -27,7 +27,7 @@ def check_server(config: TokensConfig, client: Client) -> None:
     version = (found.major, found.minor, found.patch)
     if config.form is Form.SOURCED and version < _SOURCED_SINCE:
         raise ConfigError(
-            f"nats-server {'.'.join(map(str, version))} doubles items that it cannot move at once: "
+            f"nats-server {'.'.join(map(str, version))} doubles items that it cannot move immediately: "
             "Form.SOURCED needs 2.12.6, Form.DIRECT does not"
         )
 

@@ -87,7 +87,7 @@ class Task:
                 await self.retry()
             except (TokenLost, LogUnavailable) as e:
                 # It comes back when its time is over.
-                _log.debug("giving back: %s", e, extra={"action": "token_retry"})
+                _log.debug("cannot hand the item back; it comes again later: %s", e, extra={"action": "token_retry"})
 
     def check(self) -> None:
         """Raise TokenLost if the token is lost, or may be: before each step of the work that cannot be undone."""
@@ -140,7 +140,9 @@ class Task:
                         self._acks.extend(self.delivery), self._register.read(self._subject)
                     )
             except (BufstoreError, AppendUnknown, TimeoutError) as e:
-                _log.warning("cannot renew %r: %s", self.key, e or "no answer", extra={"action": "token_renew"})
+                _log.warning(
+                    "cannot renew %r; tries again: %s", self.key, e or "no answer", extra={"action": "token_renew"}
+                )
                 if asyncio.get_running_loop().time() + self._ttl_s / 3 >= self._until:
                     await asyncio.sleep(max(0.0, self._until - asyncio.get_running_loop().time()))
                     self._lose(_UNRENEWED)

@@ -180,7 +180,7 @@ class ExclusiveWork:
             await telling(self._tell, name)
         except RetryError as e:
             if (error := e.last_attempt.exception()) is not None:
-                raise SubmitUnknown(key, f"it is stored, but could not be announced: {error}") from None
+                raise SubmitUnknown(key, f"it is stored, but no worker could be told of it: {error}") from None
             # The holder is between the last look and its ack, and does not go on: when its time is over, the message
             # is delivered again, and the next holder looks.
 
@@ -226,7 +226,7 @@ class ExclusiveWork:
         try:
             return await self._begin(delivery)
         except MalformedEntry as e:
-            _log.error("removed from the work queue: %s", e, extra={"action": "token_malformed"})
+            _log.error("removed a malformed message from the work queue: %s", e, extra={"action": "token_malformed"})
             await self._ack(delivery)
             return None
         except LogUnavailable:
@@ -307,7 +307,7 @@ class ExclusiveWork:
                 await self._register.write(subject, record, seq, mine=lambda body: body == record)
                 await self.give_back(delivery, 0)
         except (LogUnavailable, AppendUnknown) as e:
-            _log.info("cleaning up after %r: %s", task.key, e, extra={"action": "token_finish"})
+            _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
 
     async def _remove(self, item: int) -> None:
         with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
@@ -338,7 +338,7 @@ class ExclusiveWork:
             try:
                 task = await _unless(stopping, self.take())
             except LogUnavailable as e:
-                _log.warning("no work can be taken: %s", e, extra={"action": "token_take"})
+                _log.warning("cannot take work; tries again: %s", e, extra={"action": "token_take"})
                 await _unless(stopping, asyncio.sleep(_PAUSE_S * (1 + random.random())))  # noqa: S311 - no secret
                 continue
             if task is not None:

@@ -173,7 +173,7 @@ class IntoLog:
                 reason = f"thread {thread_id!r}: somebody writes to it now"
                 return Wanted(todo.entries[:written], todo.present, todo.refused + left, reason)
             except AppendUnknown as e:
-                raise LogUnavailable(f"no answer came; done again, a restore finds out: {e}") from e
+                raise LogUnavailable(f"no answer came; repeat the restore, which finds out: {e}") from e
             written += len(unit)
         return todo
 

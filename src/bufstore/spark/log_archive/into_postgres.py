@@ -69,7 +69,7 @@ class IntoPostgres:
         except _RollBack:
             pass
         except FlushFailed as e:
-            raise StoreUnavailable(f"Postgres takes no restore now: {e}") from e
+            raise StoreUnavailable(f"Postgres does not accept the restore now: {e}") from e
         return counts
 
 

@@ -71,7 +71,7 @@ def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
         try:
             manifest = msgspec.json.decode(line, type=Manifest)
         except msgspec.MsgspecError as e:
-            raise ConfigError(f"a manifest in {path} cannot be read: {e}") from None
+            raise ConfigError(f"cannot read a manifest in {path}: {e}") from None
         if manifest.version > VERSION:
             raise ConfigError(f"{path} was written by a newer release (version {manifest.version}): upgrade bufstore")
         found.append(manifest)
@@ -122,7 +122,7 @@ def write_range(messages: DataFrame, path: str, manifest: Manifest) -> Manifest:
     dated.write.mode("error").partitionBy("date").parquet(folder)
     passed_by = _totals(observed.get)
     if _totals_of(_messages(messages.sparkSession, folder)) != passed_by:
-        raise DataLoss(f"{folder} does not hold what was written to it; nothing was noted, archive again")
+        raise DataLoss(f"{folder} does not hold what was written to it; nothing was recorded: archive again")
     count, checksum = passed_by
     return msgspec.structs.replace(manifest, count=count, checksum=checksum)
 

@@ -50,9 +50,9 @@ def was_done(config: SinkConfig, holder: Holder, batch_id: int, fingerprint: Cal
     if holder.fingerprint == fingerprint():
         return True
     raise ConfigError(
-        f"batch {batch_id} of app id {config.app_id!r} was done before, with other rows: what is new in it would be "
+        f"batch {batch_id} of app id {config.app_id!r} was done before with other rows: its new rows would be "
         "taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
-        "checkpoint folder has the app id of an old one: give it one of its own."
+        "checkpoint folder has the app id of an old one: give it its own app id."
     )
 
 
@@ -73,7 +73,7 @@ def check_bad(config: SinkConfig, outcome: RowCounts) -> None:
     if outcome.bad and config.bad_rows == "fail":
         raise InvalidRecord(
             f"{outcome.bad} rows cannot become checkpoints ({outcome.behind} rows behind them in their threads wait, "
-            "all others are written); mend them at the source keeping their order, or set bad rows to 'quarantine': "
+            "all others are written); correct them at the source in the same order, or set bad_rows='quarantine': "
             f"{'; '.join(outcome.reasons)}"
         )
 

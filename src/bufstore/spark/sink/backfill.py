@@ -178,5 +178,5 @@ class BackfillWriter:
                 probing = True
                 await self._ledger.flush([], names, decide, probe=len(names))
         except FlushFailed as e:
-            raise StoreUnavailable(f"Postgres takes no backfill now: {e}") from e
+            raise StoreUnavailable(f"Postgres does not accept the backfill now: {e}") from e
         return written, repeated

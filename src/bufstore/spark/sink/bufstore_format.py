@@ -69,11 +69,11 @@ class BufstoreSink(DataSource):
             raise ConfigError('checkpoints are appended: use .mode("append")')
         found = named(self.options, NAMES)
         if ("appId" in found) is not ("batchId" in found):
-            raise ConfigError("options appId and batchId go together: the one without the other tells no repeat")
+            raise ConfigError("options appId and batchId go together: one alone cannot detect a repeat")
         batch_id = None
         if "batchId" in found:
             if not (found["batchId"].isascii() and found["batchId"].isdigit()):
-                raise ConfigError("option batchId is a number of at least 0")
+                raise ConfigError("option batchId must be a number of at least 0")
             batch_id = int(found["batchId"])
         return _BatchWriter(_sink(found, "batch"), schema, batch_id)
 

@@ -41,7 +41,7 @@ def check_columns(found: Iterable[tuple[str, str]]) -> None:
         elif types[name] not in wanted:
             raise ConfigError(f"column {name} is {types[name]}, and must be {' or '.join(wanted)}")
     if unknown := types.keys() - COLUMNS.keys():
-        raise ConfigError(f"column {min(unknown)} is none of a checkpoint: {', '.join(COLUMNS)}")
+        raise ConfigError(f"column {min(unknown)} is not a column of a checkpoint: {', '.join(COLUMNS)}")
     if "messages" not in types and "delta" not in types:
         raise ConfigError("column messages or delta is missing: array<string>, each message as JSON")
 
@@ -59,14 +59,14 @@ def checkpoint_of(row: Mapping[str, Any]) -> CheckpointRow:
     """The checkpoint of a row. Raises InvalidRecord, which says why there is none; ids are checked by the store."""
     whole, delta = row.get("messages"), row.get("delta")
     if (whole is None) == (delta is None):
-        raise InvalidRecord("messages and delta: one of them, and not both")
+        raise InvalidRecord("a row needs either messages or delta, not both")
     texts = whole if whole is not None else delta
     assert texts is not None
     try:
         messages = [_decode(text) for text in texts]
         run = _run_of(row["run_id"], row["thread_id"], *[row.get(name) for name in _OF_RUN])
     except (msgspec.MsgspecError, TypeError, ValueError) as e:
-        raise InvalidRecord(f"a row of thread {row['thread_id']!r} cannot be read: {e}") from e
+        raise InvalidRecord(f"a row of thread {row['thread_id']!r} is unreadable: {e}") from e
     return CheckpointRow(row["thread_id"], whole is not None, messages, run)
 
 

@@ -69,7 +69,7 @@ async def check_first(options: ReadOptions, log: LogState, start: Offset) -> Non
         holes = Holes(Range(start=at, end=log.first, created=log.created, whole_from=0))
         holes.passed([log.first])
         if await _lost(await reader_of(options), log, holes) is not None:
-            raise DataLoss(f"the log begins at position {log.first}, the reader has come to {start.position} only")
+            raise DataLoss(f"the log begins at position {log.first}, but the reader has only reached {start.position}")
 
 
 async def _lost(reader: LogReader, log: LogState, holes: Holes) -> int | None:
@@ -105,7 +105,7 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
     log = await reader.look()
     if log.created != part.created:
         # The same numbers, other messages: whether that may be is decided when the query plans again.
-        raise DataLoss(f"the stream was made anew ({log.created}) while it was read ({part.created})")
+        raise DataLoss(f"the stream was replaced by a new one ({log.created}) while it was read ({part.created})")
     filters = filters_of(log, options.threads, options.partitions)
     entries = _Entries(log, part) if options.form == "entries" else None
     beside, holes = log.subjects.beside, Holes(part)
@@ -122,7 +122,7 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
     holes.passed([part.end])
     looked_at_all = not (options.threads or options.partitions)
     if looked_at_all and options.fail_on_data_loss and (lost := await _lost(reader, log, holes)) is not None:
-        raise DataLoss(f"position {lost} was purged before it was read; the log is kept whole for less long than this")
+        raise DataLoss(f"position {lost} was purged before it was read: retention is shorter than this read took")
 
 
 async def _before(reader: LogReader, first: Read, filters: Sequence[str]) -> AsyncIterator[Read]:

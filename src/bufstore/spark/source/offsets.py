@@ -54,7 +54,7 @@ def begin_at(wanted: str, first: int, end: int) -> int:
     except ValueError:
         raise ConfigError(f"a position is 'earliest', 'latest' or a number, not {wanted!r}") from None
     if position < 0:
-        raise ConfigError("a position is not negative")
+        raise ConfigError("a position must not be negative")
     return position
 
 
@@ -62,8 +62,8 @@ def check(start: Offset, created: str, end: int) -> None:
     """Raise DataLoss unless `start` is a place in this log."""
     if start.created != created:
         raise DataLoss(
-            f"the stream was made anew ({created}, the reader began on that of {start.created}): entries that "
-            "were not read may be gone with the old one"
+            f"the stream was replaced by a new one ({created}; the reader began on that of {start.created}): "
+            "unread entries may be gone with the old one"
         )
     if start.position > end:
         raise DataLoss(f"the log ends before position {end}, the reader has come to {start.position}: it went back")

@@ -61,7 +61,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
     found = named(given, NAMES)
     form = found.get("form", "entries")
     if form not in ("entries", "messages"):
-        raise ConfigError("option form is entries or messages")
+        raise ConfigError("option form must be entries or messages")
     all_columns = ENTRY_COLUMNS if form == "entries" else MESSAGE_COLUMNS
     columns = words(found, "columns") or list(all_columns)
     if unknown := set(columns) - all_columns.keys():
@@ -72,7 +72,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
     if "threads" in found and "partitions" in found:
         raise ConfigError("options threads and partitions exclude each other")
     if found.get("endingPosition") == "earliest":
-        raise ConfigError("option endingPosition is latest or a position")
+        raise ConfigError("option endingPosition must be latest or a position")
     return ReadOptions(
         nats=connection(found),
         stream=LogConfig(stream=found.get("stream", LogConfig.stream)).stream,
@@ -100,7 +100,7 @@ def _position(found: Mapping[str, str], name: str) -> str | None:
 
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"option {name}: {text!r} is no number of at least 0")
+        raise ConfigError(f"option {name}: {text!r} is not a number of at least 0")
     return int(text)
 
 
@@ -116,7 +116,7 @@ def _count(found: Mapping[str, str], name: str) -> int | None:
 def _truth(found: Mapping[str, str], name: str, *, default: bool) -> bool:
     value = found.get(name, str(default)).lower()
     if value not in ("true", "false"):
-        raise ConfigError(f"option {name} is true or false")
+        raise ConfigError(f"option {name} must be true or false")
     return value == "true"
 
 
@@ -126,9 +126,9 @@ def _timestamp(found: Mapping[str, str], name: str) -> int | None:
     try:
         when = datetime.fromisoformat(found[name])
     except ValueError:
-        raise ConfigError(f"option {name}: {found[name]!r} is no time as in 2026-11-21T08:00:00Z") from None
+        raise ConfigError(f"option {name}: {found[name]!r} is not a time like 2026-11-21T08:00:00Z") from None
     if when.tzinfo is None:
-        raise ConfigError(f"option {name}: a time with its offset is needed, as in 2026-11-21T08:00:00Z")
+        raise ConfigError(f"option {name} needs a time with its offset, as in 2026-11-21T08:00:00Z")
     since = when - _EPOCH
     return (since.days * 86400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
 
@@ -141,5 +141,5 @@ def _threads(found: Mapping[str, str]) -> list[str]:
     except msgspec.MsgspecError:
         threads = []
     if not threads:
-        raise ConfigError('option threads is a JSON list of ids, as in ["a", "b"]')
+        raise ConfigError('option threads must be a JSON list of ids, as in ["a", "b"]')
     return threads
