@@ -7,6 +7,9 @@ READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 
+# Tests and benchmarks start hundreds of Python processes: they would compile everything anew each time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help
 help: ## Show what there is
 	@awk -F ':.*## ' '/^[a-z][a-z-]*:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -7,9 +7,9 @@ import json
 import shutil
 import socket
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Self
@@ -117,6 +117,19 @@ class Cluster:
 
         store: BufferedThreadStore = await eventually(opened, 60)
         return store
+
+    @asynccontextmanager
+    async def store(self, deployment: Deployment, **options: Any) -> AsyncIterator[BufferedThreadStore]:
+        """The same for an ``async with`` block, verified as every `Deployment.store`."""
+        async with AsyncExitStack() as exits:
+
+            async def opened() -> BufferedThreadStore | None:
+                try:
+                    return await exits.enter_async_context(deployment.store(nats=self.nats(), **options))
+                except BufstoreError:
+                    return None
+
+            yield await eventually(opened, 60)
 
 
 @contextmanager

@@ -26,15 +26,44 @@ settings.register_profile("bufstore", deadline=None)
 settings.load_profile("bufstore")
 
 
-_ALONE = ("bench", "chaos", "spark")
+#: One worker process runs all tests of this folder, in one JVM.
+_TOGETHER = ("tests/spark/",)
+#: What takes longest begins first, so that no worker is left with it in the end.
+_LONG_FIRST = (
+    "tests/spark/",
+    "tests/bench/test_bench_smoke.py",
+    "tests/integration/test_cli.py",
+    "tests/integration/test_mailbox.py",
+    "tests/integration/test_mailbox_faults.py",
+    "tests/integration/test_cluster.py",
+    "tests/integration/test_crash_sweep.py",
+    "tests/integration/",
+    "tests/embedded/",
+)
+
+
+def _turn(item: pytest.Item) -> int:
+    return next((n for n, place in enumerate(_LONG_FIRST) if item.nodeid.startswith(place)), len(_LONG_FIRST))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs the machine for itself, by its folder."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in _ALONE:
-            item.add_marker("alone")
+    items.sort(key=_turn)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to one worker each (`--dist loadfile`), in the order above; some folders as if they were files."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return next((folder for folder in _TOGETHER if file.startswith(folder)), file)
+
+    config.option.loadscopereorder = False  # by the number of their tests
+    return ByFile(config, log)
 
 
 #: The servers of the whole run, once a test has asked for them.

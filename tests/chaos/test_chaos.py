@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from itertools import islice
 
+import pytest
+
 from chaos.faults import KINDS
 from chaos.run import new_folder, run, schedule
 
@@ -24,6 +26,7 @@ _SHORT = (
 _SEED = 769
 
 
+@pytest.mark.alone
 async def test_a_short_run_loses_nothing() -> None:
     folder = new_folder(_SEED)
     # How long things take is not judged here: the machine may be busy with other tests.

@@ -1,43 +1,42 @@
-"""Three nats-servers: replicas, leader reads, a leader that dies."""
+"""Three nats-servers: replicas, leader reads, and nodes that die, are wiped, or are cut off from each other."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bufstore import BufstoreError, Consistency, LogFull, NatsConfig, ReadNotFresh
-from bufstore.embedded import NatsServer, Servers
+from bufstore import (
+    BufferedThreadStore,
+    BufstoreError,
+    Consistency,
+    LogFull,
+    LogUnavailable,
+    OutcomeUnknown,
+    ReadNotFresh,
+)
+from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
-from cluster import three_servers
+from cluster import Cluster, leader_of, replicas_current
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
+from load import PATIENCE, Load
+from sweep import nodes
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[list[NatsServer]]:
-    """Three servers of one JetStream cluster."""
-    with three_servers(tmp_path) as started:
-        yield started
+@pytest.fixture(scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One for all tests, which leave it whole."""
+    async with Cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
 
 
-async def test_three_replicas_survive_their_leader(servers: Servers, cluster: list[NatsServer]) -> None:
+async def test_three_replicas_survive_their_leader(servers: Servers, cluster: Cluster) -> None:
     deployment = Deployment(servers, replicas=3)
-    nats = NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in cluster], user="all", password="all")
-
-    async def opened() -> Any:
-        try:
-            context = deployment.store(nats=nats)
-            return context, await context.__aenter__()
-        except BufstoreError:
-            return None  # no meta leader yet
-
-    context, store = await eventually(opened, 60)
-    try:
+    async with cluster.store(deployment) as store:
         thread_ids = [fresh() for _ in range(10)]
         acknowledged: dict[str, list[Any]] = {t: [] for t in thread_ids}
 
@@ -64,40 +63,32 @@ async def test_three_replicas_survive_their_leader(servers: Servers, cluster: li
             assert await store.load_messages(thread_id) == acknowledged[thread_id]
         info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
         assert info["config"]["num_replicas"] == 3
-        leader = cluster[int(info["cluster"]["leader"][1:])]
+        leader = cluster.servers[int(info["cluster"]["leader"][1:])]
         await asyncio.to_thread(leader.kill)
-        await asyncio.wait_for(write(10), 60)
-        for thread_id in thread_ids:
-            assert await store.load_messages(thread_id) == acknowledged[thread_id]
-        await store.force_flush_all(timeout_s=30)
-        assert await store.load_messages(thread_ids[0], consistency=Consistency.STRONG) == acknowledged[thread_ids[0]]
-        for thread_id in thread_ids:
-            found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
-            assert found == acknowledged[thread_id]
-    finally:
-        await context.__aexit__(None, None, None)
-
-
-async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: list[NatsServer]) -> None:
-    deployment = Deployment(servers, replicas=3)
-    nats = NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in cluster], user="all", password="all")
-
-    async def opened() -> Any:
         try:
-            context = deployment.store(nats=nats, read_timeout_s=2.0, flush_timeout_s=5.0)
-            return context, await context.__aenter__()
-        except BufstoreError:
-            return None  # no meta leader yet
+            await asyncio.wait_for(write(10), 60)
+            for thread_id in thread_ids:
+                assert await store.load_messages(thread_id) == acknowledged[thread_id]
+            await store.force_flush_all(timeout_s=30)
+            found = await store.load_messages(thread_ids[0], consistency=Consistency.STRONG)
+            assert found == acknowledged[thread_ids[0]]
+            for thread_id in thread_ids:
+                found = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+                assert found == acknowledged[thread_id]
+        finally:
+            await asyncio.to_thread(leader.start)
 
-    context, store = await eventually(opened, 60)
-    try:
+
+async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: Cluster) -> None:
+    deployment = Deployment(servers, replicas=3)
+    async with cluster.store(deployment, read_timeout_s=2.0, flush_timeout_s=5.0) as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.force_flush(thread_id)
         assert (await store.health()).ok
         await eventually(lambda: _counted_as_flushed(store))
         info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
-        followers = [s for i, s in enumerate(cluster) if f"n{i}" != info["cluster"]["leader"]]
+        followers = [s for i, s in enumerate(cluster.servers) if f"n{i}" != info["cluster"]["leader"]]
         for server in followers:
             await asyncio.to_thread(server.pause)
         try:
@@ -117,28 +108,12 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
 
         assert await eventually(read, 60) == [said(0)]
         assert (await store.health()).can_write
-    finally:
-        await context.__aexit__(None, None, None)
 
 
-async def _counted_as_flushed(store: Any) -> bool:
-    return bool((await store.statistics()).log_bytes_unflushed == 0)
-
-
-async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: list[NatsServer]) -> None:
+async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: Cluster) -> None:
     """What proves that the leader leads needs no room in the log, and leaves nothing in it."""
     deployment = Deployment(servers, replicas=3, max_bytes=1 << 20)
-    nats = NatsConfig(servers=[f"nats://127.0.0.1:{s.port}" for s in cluster], user="all", password="all")
-
-    async def opened() -> Any:
-        try:
-            context = deployment.store(nats=nats, append_timeout_s=2.0, read_timeout_s=4.0)
-            return context, await context.__aenter__()
-        except BufstoreError:
-            return None  # no meta leader yet
-
-    context, store = await eventually(opened, 60)
-    try:
+    async with cluster.store(deployment, append_timeout_s=2.0, read_timeout_s=4.0) as store:
         thread_id, written = fresh(), 0
         with suppress(LogFull):
             while True:
@@ -157,7 +132,7 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
         assert await read() == written
         info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
         assert (info["state"]["last_seq"], info["state"].get("num_deleted", 0)) == (before["last_seq"], 0)
-        followers = [s for i, s in enumerate(cluster) if f"n{i}" != info["cluster"]["leader"]]
+        followers = [s for i, s in enumerate(cluster.servers) if f"n{i}" != info["cluster"]["leader"]]
         for server in followers:
             await asyncio.to_thread(server.pause)
         try:
@@ -166,5 +141,93 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
         finally:
             for server in followers:
                 await asyncio.to_thread(server.resume)
+
+
+async def test_a_node_that_was_wiped_rejoins_and_has_what_another_loses(servers: Servers, cluster: Cluster) -> None:
+    """The leader is killed under load and comes back empty; then nothing can be stored or read without it."""
+    deployment = Deployment(servers, replicas=3)
+    store = await cluster.open(deployment, **PATIENCE)
+    try:
+        load = Load()
+        load.write(store, "w")
+        load.read(store, "r", Consistency.STRONG)
+        await load.acknowledged(100)
+        wiped = await leader_of(store, deployment)
+        await asyncio.to_thread(cluster.servers[wiped].kill)
+        await load.acknowledged(100)
+        await asyncio.to_thread(cluster.servers[wiped].stop)
+        cluster.wipe(wiped)
+        await asyncio.to_thread(cluster.servers[wiped].start)
+        await eventually(lambda: replicas_current(store, deployment), 60)
+        other = await leader_of(store, deployment)
+        await asyncio.to_thread(cluster.servers[other].kill)
+        await load.acknowledged(100)
+        await asyncio.to_thread(cluster.servers[other].start)
+        await load.end()
+        await load.check(store)
     finally:
-        await context.__aexit__(None, None, None)
+        await store.aclose()
+
+
+async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_old(
+    servers: Servers, cluster: Cluster
+) -> None:
+    """Its clients are not cut off. No connection is reset: for seconds it does not know, and answers reads.
+
+    The only flusher is with it, so nothing but the log can tell what the others have stored since.
+    """
+    deployment = Deployment(servers, replicas=3)
+    stores = [await cluster.open(deployment, flusher=False, **PATIENCE)]
+    try:
+        leader = await leader_of(stores[0], deployment)
+        stores.append(inside := await cluster.open(deployment, leader, **PATIENCE))
+        # Writes that get no answer would make it connect again, maybe to nobody.
+        stores.append(reading := await cluster.open(deployment, leader, flusher=False, **PATIENCE))
+        stores.append(outside := await cluster.open(deployment, *({0, 1, 2} - {leader}), flusher=False, **PATIENCE))
+        load = Load()
+        load.write(inside, "inside")
+        load.write(outside, "outside")
+        load.read(inside, "inside", Consistency.STRONG)
+        load.read(reading, "reading", Consistency.READ_YOUR_WRITES)
+        await load.acknowledged(100)
+        cluster.isolate(leader, silently=True)
+        try:
+            await load.acknowledged(100)  # the others have elected
+            assert await leader_of(outside, deployment) != leader
+            # One that has seen more of the log than this leader is connected to it again.
+            inside._log._same.note(await outside._log.end(5.0))
+            before = inside._log._connection.client()
+            inside._log._connection._drop(before, "by the test")
+            with suppress(TimeoutError):  # it may well not let itself be connected
+                await eventually(lambda: _reconnected(inside, before), 2.5)
+        finally:
+            cluster.heal()
+        await load.acknowledged(100)
+        # On a thread of its own: an edit has no turn where another appends all the time.
+        await eventually(lambda: _takes_writes(inside, fresh()), 60)
+        await load.end()
+        await load.check(outside)
+    finally:
+        for store in reversed(stores):
+            await store.aclose()
+
+
+async def test_nodes_are_killed_wiped_stopped_and_cut_off_in_a_row() -> None:
+    """A short run of `make cluster`."""
+    await nodes.run(10, seed=1, slow_s=60)
+
+
+async def _counted_as_flushed(store: Any) -> bool:
+    return bool((await store.statistics()).log_bytes_unflushed == 0)
+
+
+async def _reconnected(store: BufferedThreadStore, before: object) -> bool:
+    return store._log._connection._client not in (None, before)
+
+
+async def _takes_writes(store: BufferedThreadStore, thread_id: str) -> bool:
+    try:
+        await store.save_thread(thread_id)
+    except (LogUnavailable, OutcomeUnknown, ReadNotFresh):
+        return False  # but not LogRolledBack
+    return True

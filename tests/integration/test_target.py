@@ -40,6 +40,13 @@ async def forget(deployment: Deployment, **options: Any) -> None:
     )
 
 
+async def flushed_by_an_earlier_release(deployment: Deployment) -> None:
+    async with deployment.store() as store:
+        await store.checkpoint("t", [said(0)], run_of("t"))
+        await store.force_flush("t")
+    await forget(deployment)
+
+
 async def helpdesk(deployment: Deployment) -> str:
     """A Postgres that has an app's own tables."""
     dsn, tables = deployment.servers.postgres.dsn, fresh("app")
@@ -90,10 +97,7 @@ async def test_setup_takes_no_log_of_an_earlier_release_away_from_an_apps_own_st
 
 
 async def test_setup_names_a_log_of_an_earlier_release_that_bufstores_own_tables_have(deployment: Deployment) -> None:
-    async with deployment.store() as store:
-        await store.checkpoint("t", [said(0)], run_of("t"))
-        await store.force_flush("t")
-    await forget(deployment)
+    await flushed_by_an_earlier_release(deployment)
     done = await cli(deployment, "setup", "--json")
     assert (done.code, done.json["log_made"]) == (0, False), done
     assert (await cli(deployment, "log", "show", "--json")).json["store"] == "bufstore.postgres"
@@ -126,10 +130,7 @@ async def test_of_two_databases_that_begin_on_one_log_at_once_one_gets_it(deploy
 
 
 async def test_a_log_of_an_earlier_release_is_named_by_its_app_or_by_an_operator(deployment: Deployment) -> None:
-    async with deployment.store() as store:
-        await store.checkpoint("t", [said(0)], run_of("t"))
-        await store.force_flush("t")
-    await forget(deployment)
+    await flushed_by_an_earlier_release(deployment)
     elsewhere = Deployment(deployment.servers)
     elsewhere.log = deployment.log
     with pytest.raises(ConfigDrift, match="has flushed none of them"):

@@ -68,31 +68,22 @@ def test_a_large_entry_is_stored_in_pieces_and_read_whole() -> None:
         assert len(world.log.messages) > 3
         assert await world.messages() == [big, "small"]
 
-    async def whole() -> None:
-        world = World(FakeLog(message_bytes_max=4096))
-        one = Instance(world)
-        await main(world, one)
-        await one.aclose()
-
-    run(whole())
+    test(main, fake=FakeLog(message_bytes_max=4096))
 
 
 def test_a_large_entry_of_which_only_the_end_is_left_is_followed() -> None:
     """Retention stops at the cursor's entry, whose first pieces may be gone then."""
 
-    async def whole() -> None:
-        world = World(FakeLog(message_bytes_max=4096))
-        one, two = Instance(world), Instance(world)
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
         await one.checkpoint(["a"])
         await two.append(["x" * 10_000])
         await world.flush()
         world.log.purge_below(world.log.last_seq)
         assert (await one.append(["b"])).version == 3
         assert await world.messages() == ["a", "x" * 10_000, "b"]
-        for instance in (one, two):
-            await instance.aclose()
 
-    run(whole())
+    test(main, fake=FakeLog(message_bytes_max=4096))
 
 
 def test_what_is_too_large_is_rejected_and_its_neighbours_are_not() -> None:
@@ -421,15 +412,7 @@ def test_one_fault_is_overcome(fault: str, warm: bool, large: bool) -> None:
         await one.append(["next"])
         assert await world.messages() == [*messages, "next"]
 
-    async def whole() -> None:
-        world = World(FakeLog(message_bytes_max=4096))
-        one = Instance(world)
-        try:
-            await main(world, one)
-        finally:
-            await one.aclose()
-
-    run(whole())
+    test(main, fake=FakeLog(message_bytes_max=4096))
 
 
 def test_ones_own_success_is_not_taken_for_a_conflict() -> None:
@@ -495,10 +478,9 @@ def test_a_write_while_nothing_is_connected_fails_at_once_and_the_next_goes_on()
         @message_bytes_max.setter
         def message_bytes_max(self, _: int) -> None: ...
 
-    async def whole() -> None:
-        log = Disconnected()
-        world = World(log)
-        one = Instance(world)
+    log = Disconnected()
+
+    async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
         log.away = True
         began = asyncio.get_running_loop().time()
@@ -508,9 +490,8 @@ def test_a_write_while_nothing_is_connected_fails_at_once_and_the_next_goes_on()
         log.away = False
         await one.append(["b"])
         assert await world.messages() == ["a", "b"]
-        await one.aclose()
 
-    run(whole())
+    test(main, fake=log)
 
 
 @pytest.mark.parametrize("fault", ["stored", "lost"])
@@ -813,15 +794,7 @@ def test_of_a_unit_that_is_stored_in_part_only_that_part_is_acknowledged(
         runs = [await world.store.load_run(f"r{n}") for n in range(3)]
         assert None not in runs
 
-    async def whole() -> None:
-        world = World(FakeLog(message_bytes_max=4096))
-        one = Instance(world)
-        try:
-            await main(world, one)
-        finally:
-            await one.aclose()
-
-    run(whole())
+    test(main, fake=FakeLog(message_bytes_max=4096))
 
 
 def test_a_unit_of_which_the_log_shows_only_the_beginning_yet_is_looked_for_again() -> None:

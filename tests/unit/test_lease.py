@@ -45,6 +45,16 @@ class World(Bench):
         await made.start()
         return made, shared
 
+    async def cut_off(self) -> tuple[Flusher, Away]:
+        """One that has everything, and cannot reach the bucket any more for longer than its lease."""
+        made, shared = await self.join("a")
+        await asyncio.sleep(2)
+        assert set(made.cursors()) == EVERYTHING
+        shared.away = True
+        await asyncio.sleep(30)
+        assert set(made.cursors()) == EVERYTHING
+        return made, shared
+
     async def aclose(self) -> None:
         for made, _ in self.flushers.values():
             await made.aclose()
@@ -58,10 +68,7 @@ def world(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
-        _, shared = await it.join("a")
-        await asyncio.sleep(2)
-        shared.away = True
-        await asyncio.sleep(30)
+        await it.cut_off()
         await it.writer.append([1])
         assert await it.flushed("t", within_s=5.0)
 
@@ -70,10 +77,7 @@ def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.Monke
 
 def test_what_is_lost_while_the_lease_cannot_be_renewed_is_taken_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
-        made, shared = await it.join("a")
-        await asyncio.sleep(2)
-        shared.away = True
-        await asyncio.sleep(30)
+        made, shared = await it.cut_off()
         it.log.feeds[PARTITION]._feed.lose("the consumer ended")
         await it.writer.append([1])
         assert not await it.flushed("t", within_s=20.0), "it may be somebody else's by now"
@@ -86,12 +90,7 @@ def test_what_is_lost_while_the_lease_cannot_be_renewed_is_taken_when_it_can(mon
 
 def test_who_cannot_renew_his_lease_leaves_others_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
-        first, shared = await it.join("a")
-        await asyncio.sleep(2)
-        assert set(first.cursors()) == EVERYTHING
-        shared.away = True
-        await asyncio.sleep(30)
-        assert set(first.cursors()) == EVERYTHING
+        first, shared = await it.cut_off()
         second, _ = await it.join("b")
         await asyncio.sleep(30)
         assert set(second.cursors()) == EVERYTHING

@@ -11,6 +11,7 @@ import dataclasses
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target
@@ -117,6 +118,8 @@ class MemoryFeed:
         self._stream = stream
         self._filter = filter_
         self._next = start
+        #: Up to here there is nothing that was not delivered.
+        self._seen = start - 1
         self._messages_max = messages_max
         self._held: deque[int] = deque()
         self._beyond = False
@@ -127,10 +130,13 @@ class MemoryFeed:
             room, self._beyond = max(room, 1), False
         found: list[StoredMessage] = []
         if self.lost is None:
-            for message in self._stream.after(self._filter, self._next - 1):
+            for message in self._stream.after(self._filter, self._seen):
                 if len(found) >= room:
                     break
                 found.append(message)
+                self._seen = message.seq
+            else:
+                self._seen = max(self._seen, self._stream.end)
         self._held.extend(m.seq for m in found)
         if found:
             self._next = found[-1].seq + 1
@@ -138,7 +144,7 @@ class MemoryFeed:
 
     async def more(self) -> None:
         self._beyond = True
-        if next(self._stream.after(self._filter, self._next - 1), None) is not None:
+        if next(self._stream.after(self._filter, self._seen), None) is not None:
             self.wake()
 
     @property
@@ -387,6 +393,7 @@ def _behind(messages: Sequence[StoredMessage], seq: int) -> int:
     return bisect_right(messages, seq, key=lambda m: m.seq)
 
 
+@lru_cache(1 << 16)
 def _matches(filter_: str, subject: str) -> bool:
     wanted, words = filter_.split("."), subject.split(".")
     return len(wanted) == len(words) and all(w in ("*", word) for w, word in zip(wanted, words, strict=True))
