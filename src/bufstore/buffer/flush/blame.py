@@ -1,9 +1,9 @@
-"""Whether what the store refuses is the fault of the entries, or of something that is the same for all.
+"""Whether a refusal of the store is the fault of the entries, or of something that concerns all threads.
 
-A new NOT NULL column refuses every thread; a value that a column does not take refuses its own thread. What was refused
-for one reason is compared with what the store took since: while more threads are refused than others are taken, no
-entry is to blame. Where little is written threads come one by one: so what was parked for the reason still counts,
-until the store has taken something in its stead. Without I/O and without a clock.
+A new NOT NULL column refuses every thread; a value that a column does not accept refuses only its own thread. So the
+threads that are refused for one reason are compared with the threads of which the store took something since: while
+more are refused than taken, no entry is to blame. Where little is written, threads come one at a time; so a thread that
+was parked for the reason still counts, until the store has taken something in its place. No I/O and no clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 #: Fewer threads than this may be refused for one reason by chance.
 THREADS_MIN = 3
-#: What the store took longer ago says nothing about how it is now.
+#: What the store took longer ago says nothing about its present state.
 _FRESH_S = 300.0
 
 
@@ -22,7 +22,7 @@ class _Case:
     """One reason for which threads are refused."""
 
     refused: set[str] = field(default_factory=set)
-    #: Threads of which something was parked for it, each until something else is taken; no more than may be by chance.
+    #: Threads parked for this reason, each until something else is taken; no more than chance may explain.
     parked: set[str] = field(default_factory=set)
     #: Threads of which the store took something since the first refusal, and when; no more than are needed.
     taken: dict[str, float] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class _Case:
 
     @property
     def against(self) -> int:
-        """How many threads speak for it being everybody's."""
+        """How many threads are evidence that the reason concerns everybody."""
         return len(self.refused | self.parked)
 
 
@@ -50,7 +50,7 @@ class Blame:
         case.most, case.last = max(case.most, case.against), now
 
     def parked(self, thread_id: str, cause: str) -> None:
-        """Of this thread, which is refused for this reason, the entry is taken for what is to blame."""
+        """The thread's entry, refused for this reason, is held to be at fault."""
         case = self._cases[cause]
         if len(case.parked) < THREADS_MIN - 1:
             case.parked.add(thread_id)
@@ -70,14 +70,14 @@ class Blame:
                 del self._cases[cause]
 
     def settled(self, thread_ids: Iterable[str | None]) -> None:
-        """Of these threads nothing is refused any more: it was taken or parked, or is another owner's."""
+        """Nothing of these threads is refused any more: it was taken or parked, or has another owner."""
         if self._cases:
             gone = set(thread_ids)
             for case in self._cases.values():
                 case.refused -= gone
 
     def everybodys(self, cause: str, now: float) -> bool:
-        """Whether this is refused to more threads than the store took others since, and to enough of them."""
+        """Whether enough threads are refused for this, and more than the store took since."""
         case = self._cases.get(cause)
         if case is None or not case.refused or case.against < case.at_least:
             return False

@@ -1,6 +1,6 @@
-"""One flush transaction: what is decided on the locked rows, the commit, and the acks behind it.
+"""One flush transaction: the decisions on the locked watermarks, the commit, and the acks behind it.
 
-Which entries are flushed together, and what becomes of those that are refused, is the settler's matter.
+`window_flusher` decides which entries are flushed together, and what happens to refused ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FILL_S = 10.0
 
 
 class NoRoom(Exception):
-    """The quarantine has not room for what a flush would park: how many entries of which thread."""
+    """The quarantine has no space for what a flush would park: how many entries of which thread."""
 
     def __init__(self, error: QuarantineFull, parked: Sequence[Parked]) -> None:
         super().__init__(str(error))
@@ -39,7 +39,7 @@ class NoRoom(Exception):
 
 
 class _Gap(Exception):
-    """Entries are missing between a row and what has arrived; fetch them first."""
+    """Entries are missing between a watermark and what has arrived; fetch them first."""
 
     def __init__(self, threads: Mapping[str, int]) -> None:
         super().__init__(f"{len(threads)} threads have gaps")
@@ -56,7 +56,7 @@ class Outcome:
     untried: set[str | None] = field(default_factory=set)
 
     def add(self, other: Outcome) -> None:
-        """What became of two parts."""
+        """Add what became of another part."""
         self.taken |= other.taken
         self.locked |= other.locked
         self.refused |= other.refused
@@ -79,7 +79,7 @@ class Committed:
 
 
 class Committer:
-    """Commits entries of the partitions in `shares`, those that are followed."""
+    """Commits entries of the partitions in `shares`, the ones that this process follows."""
 
     def __init__(
         self,
@@ -98,17 +98,17 @@ class Committer:
         self._owned = owned_partitions
         #: The partitions as they were when the window was gathered.
         self._window: Mapping[int, OwnedPartition] = {}
-        #: Entries that turned out not to be applicable, and why, until they are parked.
+        #: Entries that turned out to be inapplicable, and why, until they are parked.
         self.poison: dict[int, str] = {}
 
     def begin_window(self) -> None:
-        """Entries are gathered from now on: a partition that is given up, or taken again, has other ones."""
+        """Begin to gather: a partition that is given up or taken again later has other entries."""
         self._window = dict(self._owned)
 
     async def commit(self, threads: Threads, *, probe: int) -> Committed | None:
-        """Flush these threads' entries in one transaction: settled is all but what was left out. None: none are ours.
+        """Flush these threads' entries in one transaction: all are settled but those left out. None: none are ours.
 
-        Entries that were missing between are added to `threads`: if one of them is to blame it must be found, too.
+        Missing entries are fetched and added to `threads`: if one of them is to blame, it must be found too.
         Raises NoRoom, and what `Ledger.flush` raises.
         """
         complete: set[str] = set()
@@ -157,7 +157,7 @@ class Committer:
         return Committed(owned_partitions, len(settled), decision, outcome)
 
     async def acknowledge(self, committed: Committed) -> None:
-        """Tell of the commit: those who wait for it, those who built on what it parked, and JetStream."""
+        """Report the commit to everybody who waits for it or built on what it parked, and to JetStream."""
         decision = committed.decision
         with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
             await self._shared.report({cursor.partition: cursor.seq for cursor in decision.cursors})
@@ -169,7 +169,7 @@ class Committer:
         reach(Failpoint.FLUSH_ACKED)
 
     def partition_of(self, thread_id: str | None, items: Sequence[Item]) -> int:
-        """The partition of a thread's entries, or of what names no thread."""
+        """The partition of a thread's entries, or of entries that name no thread."""
         if thread_id is not None:
             return self._subjects.partition(thread_id)
         item = items[0]
@@ -177,7 +177,7 @@ class Committer:
         return next((p for p, s in self._window.items() if item.seq in s.pending), -1)
 
     def _leave_lost(self, threads: Threads) -> None:
-        """Forget the threads of partitions that were given up since they were gathered: they are not ours to flush."""
+        """Forget threads whose partitions were given up since gathering: they are no longer ours to flush."""
         lost = {p for p, owned in self._window.items() if self._owned.get(p) is not owned}
         for thread_id in [t for t, items in threads.items() if self.partition_of(t, items) in lost] if lost else ():
             del threads[thread_id]

@@ -1,4 +1,4 @@
-"""What becomes of the entries of one thread, and how a window is divided: decisions of a flush, without I/O."""
+"""Decisions of a flush, without I/O: what happens to a thread's entries, and how a window is divided."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush.owned_partition import Item
 from bufstore.buffer.ports.domain import Coalesce, Inapplicable
 
-#: Entries to be flushed, by thread; None stands for those that no thread is known of.
+#: Entries to flush, by thread; None stands for entries whose thread is unknown.
 Threads = MutableMapping[str | None, list[Item]]
 
 
@@ -25,9 +25,9 @@ def decide_thread(
     *,
     complete: bool,
 ) -> tuple[Plan, Any]:
-    """What becomes of a thread's entries (see `chain.plan`), and the one change that equals those that are applied.
+    """What happens to a thread's entries (see `chain.plan`), and the one change that equals the applied ones.
 
-    Entries that turn out not to be applicable are added to `poison`, with the cause.
+    Entries that turn out to be inapplicable are added to `poison`, with the cause.
     """
     while True:
         todo = plan(watermark, items, complete=complete, poison=poison.keys())
@@ -52,13 +52,13 @@ def by_partition(threads: Threads, partition_of: Callable[[str | None, Sequence[
 
 
 def halves(threads: Threads) -> list[Threads]:
-    """The threads in two parts."""
+    """Divide the threads into two parts."""
     names = list(threads)
     return [{t: threads[t] for t in half} for half in (names[: len(names) // 2], names[len(names) // 2 :])]
 
 
 def is_one_entry(threads: Threads) -> bool:
-    """Whether it is a single entry, of a thread that can wait without the others."""
+    """Whether this is a single entry of a thread that can wait while the others go on."""
     return None not in threads and sum(map(len, threads.values())) == 1
 
 

@@ -1,19 +1,19 @@
-"""The flush path: gather, coalesce, one transaction, ack, purge (see also `takeover`, `settler`, `retention`).
+"""The flush path: gather, coalesce, one transaction, ack, purge (see also `takeover`, `window_flusher`, `retention`).
 
 Rule 1: Postgres holds the truth. Watermarks, cursors, terms and parked entries change in the flush transaction
-only; leases, acks and what is in memory here may be lost or wrong at any moment without losing an entry.
+only; leases, acks and this process's memory may be lost or wrong at any moment without losing an entry.
 Rule 2: any doubt about a partition (a hole in its feed, another owner, a lost connection) ends in the same way: its
 memory is dropped and it is taken again, from the cursor, with a higher term.
 
 Theory of operation. A member renews its lease and computes the partitions that it owns. Taking a partition raises its
 term in Postgres, which fences every earlier owner, and follows the log from the cursor. Every window, all owned
-partitions are flushed in one transaction: rows locked in id order, `chain.plan` on the locked rows decides what is
-applied, the domain coalesces it, watermarks and cursors move, commit. Then the progress report, then the ack, later
-the purge.
+partitions are flushed in one transaction: watermarks are locked in id order, `chain.plan` decides on them what is
+applied, the domain coalesces it, watermarks and cursors move, commit. Then come the progress report and the ack, and
+later the purge.
 
-Failure model. What passes is retried from memory. What says that one entry is to blame is split: by partition, by
-thread, by entry; so a locked row delays only its own thread, and poison parks alone. What only an operator can
-mend is retried slowly and reported. The loops restart themselves after an error nobody thought of.
+Failure model. A transient error is retried from memory. When an error blames an entry, the batch is split by
+partition, by thread, by entry; so a locked row delays only its own thread, and poison is parked alone. An error that
+only an operator can remove is retried slowly and reported. The loops restart themselves after an unforeseen error.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class Flusher:
         self.state.running = False
 
     def ask(self, partition: int) -> None:
-        """Flush now instead of at the end of the window; also what arrives within the next second.
+        """Flush now instead of at the end of the window, including what arrives within the next second.
 
-        `partition`: for the sake of which; who waits for a flush of it asks again until it has come.
+        `partition`: the one that somebody waits for; the caller asks again until the flush has come.
         """
         self._asked_at = self._loop.time()
         self._overdue.ask(partition)
@@ -140,11 +140,11 @@ class Flusher:
 
     @property
     def member(self) -> str:
-        """Its name among the members."""
+        """This flusher's name among the members."""
         return self._member
 
     def cursors(self) -> dict[int, int]:
-        """Up to where the partitions it holds are flushed."""
+        """The position up to which each partition of this flusher is flushed."""
         return {partition: owned.cursor.seq for partition, owned in self._owned.items()}
 
     def owns(self, partition: int) -> bool:
@@ -175,7 +175,7 @@ class Flusher:
     # --- which partitions -------------------------------------------------------------------------------------
 
     def _unable(self) -> str | None:
-        """Why this flusher can flush nothing, whatever others can."""
+        """Why this flusher, unlike others, cannot flush; None if it can."""
         reason = self._log.refused
         if reason is not None:
             self.state.report(LogRolledBack(reason), stopped=True)
@@ -245,7 +245,7 @@ class Flusher:
             self.state.clear(waiting, stopped=operator)
 
     def _due_in(self) -> float:
-        """Seconds until the window must be flushed; at most what keeps lost feeds from going unnoticed."""
+        """Seconds until the window must be flushed; short enough to notice lost feeds."""
         now = self._loop.time()
         waiting_due = self._window_flusher.waiting.soonest(now + 1.0) - now
         count = self._window_flusher.ready()

@@ -1,4 +1,4 @@
-"""What a flusher did and where it stands, for whoever watches it."""
+"""What a flusher did and where it stands, for monitoring."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FlusherState:
     stopped: bool = False
 
     def report(self, error: BaseException, *, stopped: bool) -> None:
-        """Note that nothing is flushed because of `error`; said in the log once."""
+        """Note that nothing is flushed because of `error`; logged once."""
         text = f"{type(error).__name__}: {error}"
         if text != self.trouble:
             level = logging.ERROR if stopped else logging.WARNING
@@ -35,5 +35,5 @@ class FlusherState:
         self.trouble, self.stopped = text, stopped
 
     def clear(self, waiting: str, *, stopped: bool = False) -> None:
-        """Note that flushing goes on; `waiting` says for whom it does not, if for anybody."""
+        """Note that flushing goes on; `waiting` names the threads that wait, if any."""
         self.trouble, self.stopped = waiting, stopped

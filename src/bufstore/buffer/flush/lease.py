@@ -16,21 +16,21 @@ from bufstore.jetstream.messages import AppendUnknown
 _log = logging.getLogger(__name__)
 
 
-#: In this time every live member renews its record, whatever its lease.
+#: Every live member renews its record within this time, whatever its lease.
 _PULSE_S = 2.0
 
 
 class Lease:
     """One member's lease; see `bufstore.buffer.flush.membership` for how partitions are shared.
 
-    `own` is called with the partitions that are ours whenever the list has been looked at, and `hold` before a lease
-    that cannot be renewed runs out: from then on others may take what is ours, and are to be left what they take. But
-    where nobody can renew his lease, nobody takes anything, and all go on with what they have. Who cannot flush, as
-    `unable` says with a reason, leaves the list, so that others flush what was his, and joins it again when he can.
+    `own` is called with our partitions after each look at the list. `hold` is called before a lease that cannot be
+    renewed runs out: from then on others may take our partitions, and keep what they take. But where no member can
+    renew its lease, nobody takes anything, and all go on with what they have. A member that cannot flush (`unable`
+    gives the reason) leaves the list, so that others flush its partitions, and joins again when it can.
 
-    Within `lease_s` of a member's end its partitions are flushed by others: half of it is the time to live of its
-    record; the rest is for the server to remove that (it looks once a second), for the others to see it, and to take
-    the partitions.
+    Others flush a member's partitions within `lease_s` of its end. Half of that is the time to live of its record. The
+    rest is for the server to remove the record (it looks once a second), and for the others to see that and take the
+    partitions.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Lease:
         unable: Callable[[], str | None],
         trouble: Callable[[], str],
     ) -> None:
-        """`trouble`: what the others are told of why nothing is flushed here at the moment; empty when all is well."""
+        """`trouble`: why nothing is flushed here at the moment, for the others; empty when all is well."""
         self._shared = shared
         self._member = member
         self._partitions = partitions
@@ -108,7 +108,7 @@ class Lease:
 
 
 async def living(shared: SharedState) -> list[str]:
-    """The flushers that are alive: where there are records it takes two seconds to tell."""
+    """The live flushers. If there are records, this takes two seconds."""
     before = await shared.members()
     if not before:
         return []

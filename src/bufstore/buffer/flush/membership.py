@@ -1,9 +1,9 @@
 """Who owns which partition: live flushers share them by rendezvous hashing with a bound.
 
-Each flusher keeps one expiring record of itself in the hot state. For each partition the members are ranked by a hash
-of both; it goes to the first who has not got his share yet: the partitions divided by the members, rounded up. So
-shares are even, a change of members moves few partitions, and one write per flusher renews all its leases. Nothing
-depends on everybody agreeing at each moment: what fences an owner is its term in Postgres (see
+Each flusher keeps one expiring record of itself in the shared state. For each partition the members are ranked by a
+hash of both; the partition goes to the first member below the bound: the partitions divided by the members, rounded up.
+So partitions are spread evenly, a change of members moves few of them, and one write per flusher renews all its leases.
+Nothing depends on all members agreeing at each moment: the term in Postgres fences an owner (see
 `bufstore.buffer.flush.takeover`).
 
 Source: consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016), on rendezvous hashing.
@@ -18,10 +18,10 @@ from hashlib import blake2b
 
 
 class Pulse:
-    """Who of the members is alive: whose record was renewed lately, as far as one observer has seen.
+    """Which members are alive: those whose record was renewed lately, as far as one observer has seen.
 
-    The server removes a record that is not renewed. But one that was killed may have lost when the record was to go: it
-    stays for ever, and its member's share of the partitions would be flushed by nobody.
+    The server removes a record that is not renewed. But a server that was killed may have lost the record's expiry: the
+    record stays for ever, and nobody would flush its member's partitions.
     """
 
     def __init__(self, ttl_s: float) -> None:
@@ -31,7 +31,7 @@ class Pulse:
         self._seen: dict[str, tuple[int, float]] = {}
 
     def look(self, records: Mapping[str, int], now: float) -> tuple[list[str], list[str]]:
-        """Those that are alive, and those that are certainly not, of the `records` as they are at a moment."""
+        """The members in `records` that are alive, and those that certainly are not."""
         self._seen = {
             name: self._seen[name] if self._seen.get(name, (None,))[0] == number else (number, now)
             for name, number in records.items()

@@ -2,9 +2,9 @@
 
 A consumer is led by one node of the cluster and delivers what that node has. A node that was cut off may lead consumers
 again long before it has caught up with the log: until then it sends heartbeats and no messages, which looks as if the
-partition were idle. So whoever asks for a flush that does not come makes us ask the leader of the log where the
-partition ends; and now and then we ask without that, for feeds that have been still. When nothing arrives for a while
-although the partition goes on, it is taken again: with a new consumer, which another node may lead.
+partition were idle. So when somebody asks for a flush that does not come, we ask the log's leader where the partition
+ends; for feeds that have been still we also ask now and then on our own. When nothing arrives for a while although the
+partition goes on, it is taken again, with a new consumer that another node may lead.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError
 
-#: Who asks for a flush asks again several times in this time.
+#: A caller that waits for a flush asks again several times within this time.
 _ASKED_AGAIN_S = 1.0
-#: Asked for so long, and nothing arrived: look at the log.
+#: If a flush has been asked for this long and nothing arrived, look at the log.
 _LOOK_AFTER_S = 0.5
 _LOOK_TIMEOUT_S = 2.0
-#: Looked at without anybody asking.
+#: How often to look when nobody asks.
 _RARELY_S = 30.0
-#: What is in the log and does not arrive within this time is overdue. It grows each time that a new consumer
-#: did not help: where everything is slow, making one after the other would only make it slower.
+#: An entry in the log that does not arrive within this time is overdue. The time grows whenever a new consumer did
+#: not help: where everything is slow, creating more consumers would only make it slower.
 _PATIENCE_S = 1.5
 _PATIENCE_GROWS = 1.5
 _PATIENCE_MAX_S = 30.0
@@ -54,7 +54,7 @@ class _Awaited:
 
 
 class Overdue:
-    """Doubts shares whose feeds leave out what the log holds."""
+    """Doubts partitions whose feeds leave out what the log holds."""
 
     def __init__(
         self, log: Log, subjects: Subjects, owned_partitions: Mapping[int, OwnedPartition], wake: Callable[[], None]
@@ -74,7 +74,7 @@ class Overdue:
         self._changed = asyncio.Event()
 
     def ask(self, partition: int) -> None:
-        """Somebody waits for a flush of this partition; he calls again until it has come."""
+        """Somebody waits for a flush of this partition; the caller asks again until it has come."""
         owned = self._owned.get(partition)
         if owned is None:
             return
@@ -98,7 +98,7 @@ class Overdue:
         self._changed.set()
 
     async def keep(self, stopping: asyncio.Event) -> None:
-        """Look at the log for what was asked for, and rarely for the rest, until `stopping`."""
+        """Look at the log: often for partitions that were asked for, rarely for the rest, until `stopping`."""
         rarely_at = self._loop.time() + _RARELY_S
         while not stopping.is_set():
             self._changed.clear()
@@ -125,7 +125,7 @@ class Overdue:
         try:
             ends = await self._log.ends([self._subjects.of_partition(p) for p in looked_at], _LOOK_TIMEOUT_S)
         except BufstoreError:
-            return  # he asks again
+            return  # the caller asks again
         now = self._loop.time()
         for (partition, owned), end in zip(looked_at.items(), ends, strict=True):
             if end <= owned.delivered:
@@ -136,7 +136,7 @@ class Overdue:
             self._wake()
 
     def judge(self) -> None:
-        """Doubt what is overdue. To be called when all that feeds have delivered is collected."""
+        """Doubt what is overdue. Call this after collecting everything that the feeds have delivered."""
         now = self._loop.time()
         for partition, awaited in list(self._awaited.items()):
             owned = awaited.owned
@@ -146,7 +146,7 @@ class Overdue:
                 del self._awaited[partition]
                 self._patience.pop(partition, None)
             elif owned.delivered > awaited.delivered or owned.feed.crowded:
-                # It delivers, or has no room to.
+                # It delivers, or has no space to.
                 awaited.delivered, awaited.since = owned.delivered, now
             elif now - awaited.since >= (patience := self._patience.get(partition, _PATIENCE_S)):
                 del self._awaited[partition]

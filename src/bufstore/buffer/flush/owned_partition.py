@@ -1,8 +1,8 @@
 """An owner's memory of one partition: what has arrived, and what of it is settled.
 
 Entries of a thread that has to wait can be *set aside*: they leave memory, and are read again from the log, in parts,
-when the thread's turn comes. The cursor stands before the first of them until all of them are settled; so to remember
-where they begin and end is enough, however many there are.
+when the thread's turn comes. The cursor stays before the first of them until all are settled, so it is enough to
+remember where they begin and end, however many there are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bufstore.jetstream.messages import StoredMessage
 
 Item = StoredEntry | Malformed
 
-#: What the cursor may stand on is gone through again when so much more than what is open has gathered.
+#: The possible cursor positions are pruned when this many more than the open entries have gathered.
 _ORDER_SLACK = 1000
 
 
@@ -68,11 +68,11 @@ class OwnedPartition:
         self.delivered = cursor.seq
         #: What retention counts from.
         self.passed = Passed()
-        #: Why what is known of the partition is not to be relied on any more, if it is not.
+        #: Why the memory of the partition can no longer be trusted; None while it can.
         self.doubt: str | None = None
 
     def collect(self) -> bool:
-        """Take over what the feed delivered; True while the last entry of it is incomplete."""
+        """Take what the feed delivered; True while its last entry is incomplete."""
         arrived = self.feed.take()
         try:
             for message in arrived:
@@ -80,7 +80,7 @@ class OwnedPartition:
                 for item in self._items(message):
                     self._add(item, begins)
         except Exception as e:
-            # The cursor would pass what got lost here.
+            # The cursor would pass what is lost here.
             self.doubt = f"unexpected {type(e).__name__} in what arrived"
             raise
         if arrived:
@@ -119,7 +119,7 @@ class OwnedPartition:
         """Let go of what is pending of these threads; `recall` brings it back."""
         gone: set[int] = set()
         for item in [i for i in self.pending.values() if i.thread_id in thread_ids]:
-            if item.thread_id is None:  # of no subject of ours: it could not be found again
+            if item.thread_id is None:  # not on a subject of ours: it could not be found again
                 continue
             begins = self._begins.get(item.seq, item.seq)
             self._forget(item.seq)

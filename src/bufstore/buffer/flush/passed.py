@@ -12,8 +12,8 @@ Postgres is away, without asking again. A later failover changes nothing: its co
 commit. What was committed after C - failover_window_s stays until a later confirmation. That is also never less than
 `failover_window_s` ago by the clock, which is what writers and readers rely on.
 
-Who takes a partition starts anew: what he finds flushed counts as committed when he took it. So Postgres is asked
-regularly, needed or not, and what it has confirmed can go when the room is needed.
+A new owner of a partition starts anew: what it finds flushed counts as committed when it took the partition. So
+Postgres is asked regularly, needed or not, and confirmed entries can go when the space is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bisect import bisect_right
 #: Commits are told apart down to this part of their age.
 _PRECISION = 0.01
 _THIN_EVERY = 100
-#: To what part of its bound the log is brought back: else every look would purge a little.
+#: The fraction of its bound to which the log is brought back; otherwise every look would purge a little.
 _SLACK = 0.9
 
 
@@ -42,7 +42,7 @@ class Passed:
         return len(self._times)
 
     def note(self, now: float, position: int) -> None:
-        """A commit passed everything up to this position."""
+        """Note that a commit passed everything up to this position."""
         self._times.append(now)
         self._positions.append(position)
         self._new += 1
@@ -61,7 +61,7 @@ class Passed:
         del self._times[:first], self._positions[:first]
 
     def _thin(self, now: float) -> None:
-        # A commit that is forgotten counts from the next one: its entries stay a little longer, never shorter.
+        # A forgotten commit counts from the next one: its entries stay a little longer, never shorter.
         self._new = 0
         kept = [0]
         for i, time in enumerate(self._times[1:-1], 1):
@@ -73,10 +73,10 @@ class Passed:
 
 
 def share_to_go(used: int, limit: int, reserve: float) -> float:
-    """What part of the entries that can go has to, between 0 and 1, for the log to keep its reserve.
+    """The fraction, between 0 and 1, of the removable entries that must go for the log to keep its reserve.
 
-    `used` bytes of `limit` are in the log; the part `reserve` is to be free when an outage of Postgres begins. What is
-    not flushed counts, too: the more there is of it, the less of what is flushed is retained.
+    `used` bytes of `limit` are in the log; the fraction `reserve` must be free when an outage of Postgres begins.
+    Unflushed entries count too: the more there are, the fewer flushed ones are retained.
     """
     room = (1 - reserve) * limit
     return 0.0 if used <= room else 1 - _SLACK * room / used

@@ -1,10 +1,9 @@
-"""Threads that wait for long, so that nobody else has to wait for room.
+"""Sets threads aside that wait for long, so that they take no space from others.
 
-A feed delivers so much ahead of the cursor and no more, and the cursor stands before the first entry of a thread that
-has to wait. So once a feed holds half of what it may, such entries are set aside
-(`bufstore.buffer.flush.owned_partition`) and the feed goes on without them; when the thread's turn comes they are read
-again from the log, a part at a time. What the log is asked for is asked in a task of its own: flushing the others does
-not wait for the answer.
+A feed delivers only so much ahead of the cursor, and the cursor stays before the first entry of a thread that has to
+wait. So once a feed holds half of what it may, such entries are set aside (`bufstore.buffer.flush.owned_partition`) and
+the feed goes on without them. When the thread's turn comes they are read again from the log, a part at a time, in a
+task of its own: flushing the others does not wait for the answer.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _log = logging.getLogger(__name__)
 _PART = 1000
 _PARTS = 4000
 _TIMEOUT_S = 10.0
-#: After an error, nothing is asked for so long.
+#: The pause after an error.
 _PAUSE_S = 1.0
 _LOOK_S = 0.05
 
 
 class Recaller:
-    """Sets aside what waits in the way of others, and reads it again when its time has come."""
+    """Sets entries aside that block others, and reads them again when their time has come."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Recaller:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def look(self) -> None:
-        """See what can be let go, and whose turn it is. To be called often, but not during a flush."""
+        """See what can be set aside, and whose turn it is. Call this often, but not during a flush."""
         now = self._loop.time()
         crowded = [owned for owned in self._owned.values() if owned.feed.crowded]
         if not (crowded or self._waiting.absent or any(s.aside for s in self._owned.values())) or now < self._again_at:
@@ -83,15 +82,15 @@ class Recaller:
             wanted = [(absent[t], t) for t in self._wanted(absent.keys() - waits)]
             if crowded or wanted:
                 self._task = asyncio.create_task(self._work(crowded, wanted), name="bufstore-flusher-recall")
-        # Where very many wait, looking takes time: a tenth of it, at most.
+        # Where very many wait, looking takes time: spend a tenth of the time on it, at most.
         self._again_at = now + max(_LOOK_S, 10 * (self._loop.time() - now))
 
     def _wanted(self, due: Set[str]) -> Iterator[str]:
-        """Of these threads, those to be read again now: no more of a cause than are tried at a time."""
+        """The ones of these threads to read again now: of each cause no more than are tried at a time."""
         yield from (t for t in due if t not in self._waiting)
         counts: Counter[str] = Counter()
         some: dict[str, bool] = {}
-        for thread_id in self._waiting:  # who was tried last comes last
+        for thread_id in self._waiting:  # the one tried last comes last
             if thread_id is None or thread_id not in due:
                 continue
             cause = self._waiting.cause(thread_id)
@@ -136,8 +135,8 @@ class Recaller:
             if ended:
                 items += assembler.abandon()
             if (ended and (not items or items[-1].seq != last)) or (not ended and len(found) < limit):
-                # It has been there, and nothing that is not settled is ever removed: whoever answers is not to be
-                # trusted, and the partition is taken again.
+                # It was there, and nothing unsettled is ever removed: the server that answers cannot be trusted, and
+                # the partition is taken again.
                 owned.doubt = f"entry {last} of a thread that waits is not found again"
                 return 0, 0
             if items:

@@ -1,9 +1,9 @@
-"""Removing flushed entries from the log, when it is time, and with them the rows that only guarded against them.
+"""Removes flushed entries from the log when it is time, and with them the rows that only guarded against them.
 
-When that is, and why Postgres has to confirm it before: see `bufstore.buffer.flush.passed`. Two wishes meet here:
-flushed entries are retained for who reads the log, and the log has room for what cannot be flushed while Postgres is
-away. The second one goes first: what is retained gives way long before the log is full, because a partition whose owner
-goes away in an outage is purged by nobody until Postgres is back.
+`bufstore.buffer.flush.passed` says when that is, and why Postgres must confirm it before. Two aims meet here: flushed
+entries are retained for readers of the log, and the log needs space for what cannot be flushed while Postgres is away.
+The second aim wins: retained entries give way long before the log is full, because a partition whose owner goes away
+during an outage is purged by nobody until Postgres is back.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Retention:
         self._owned = owned_partitions
         self._compare = compare
         self._loop = asyncio.get_running_loop()
-        #: When Postgres was asked last of those times that it had all it should have.
+        #: When Postgres last confirmed that it had everything it should have.
         self._confirmed_at = float("-inf")
         self._archived = 0
         #: Why Postgres does not confirm anything at the moment.
@@ -96,7 +96,7 @@ class Retention:
             self._to_bury = False
 
     async def _confirm(self, *, archives: bool) -> None:
-        """Have Postgres say what it has, for when it cannot be asked."""
+        """Have Postgres confirm what it has, for times when it cannot be asked."""
         asked_at = self._loop.time()
         try:
             await self._compare()

@@ -3,8 +3,8 @@
 Any doubt about a partition ends in the same way: it is given up with all that is in memory, and taken again from the
 cursor in Postgres, with a higher term. So nothing is ever repaired in memory.
 
-Taking is a task of its own, and following each partition another: one whose row somebody holds, or whose consumer the
-server does not make, delays neither the others nor what is flushed meanwhile.
+Taking is a task of its own, and so is following each partition: if somebody holds a partition's row, or the server
+does not create its consumer, that delays neither the other partitions nor flushing.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from bufstore.jetstream.messages import AppendUnknown
 _log = logging.getLogger(__name__)
 
 _TAKE_RETRY_S = 0.5
-#: A row that somebody holds is free again when a flush has ended, or an owner that stopped is thrown out; after so long
-#: it is said who waits.
+#: A held row is free again when a flush has ended, or Postgres has thrown out an owner that stopped; after this time
+#: the trouble is reported.
 _HELD_RETRY_S = 0.1
 _HELD_SAID_S = 2.0
 _LOOK_S = 1.0
 _CLOSE_S = 10.0
-#: Who asks for a flush of what is flushed makes us look into Postgres, but not more often than this.
+#: A request to flush what is already flushed makes us look into Postgres, but not more often than this.
 _COMPARE_S = 0.5
-#: So many partitions are looked at and followed at the same time.
+#: How many partitions are checked and followed at the same time.
 _AT_ONCE = 16
 _BARRIER_S = 5.0
 
 
 async def mismatch(log: Log, cursor: Cursor) -> str | None:
-    """Why the log is not the one that the cursor speaks of; None when it is. Raises LogUnavailable."""
+    """Why the log is not the one that the cursor belongs to; None when it is. Raises LogUnavailable."""
     end = await log.end(5.0)
     if end < cursor.seq:
         return f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
@@ -56,9 +56,9 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
 
 
 async def proven(log: Log, look: Callable[[], Awaitable[str | None]]) -> str | None:
-    """What `look` finds wrong with the log, also once its leader has proved that it leads.
+    """What `look` finds wrong with the log, even once its leader has proved that it leads.
 
-    One that the others have left shows an old end for some seconds. Raises LogUnavailable when there is no proof.
+    A leader that the others have left shows an old end for some seconds. Raises LogUnavailable without a proof.
     """
     if await look() is None:
         return None
@@ -113,20 +113,20 @@ class Takeover:
 
     @property
     def complete(self) -> bool:
-        """Whether all partitions that are ours are followed, as far as has been tried."""
+        """Whether all our partitions are followed, as far as was tried."""
         return self._wanted.isdisjoint(self._untakeable)
 
     def want(self, partitions: frozenset[int]) -> None:
-        """These are ours from now on; `keep` sees to it."""
+        """Set the partitions that are ours from now on; `keep` takes them."""
         if self._holding or partitions != self._wanted:
             self._wanted, self._holding = partitions, False
             self._changed.set()
             self._wake()
 
     def hold(self) -> None:
-        """Nobody says what is ours any more: keep what is followed until it is lost or somebody takes it, take nothing.
+        """The lease is in doubt: take nothing, and keep what is followed until it is lost or another owner takes it.
 
-        An owner whom another one has replaced commits nothing (its term), and its feed ends with its consumer.
+        A replaced owner commits nothing (because of its term), and its feed ends with its consumer.
         """
         self._holding = True
 
@@ -135,7 +135,7 @@ class Takeover:
         self._changed.set()
 
     def give_up(self) -> None:
-        """Give up what is not ours (any more) or lost; `keep` takes it again if it is ours."""
+        """Give up what is lost or not ours (any more); `keep` takes it again if it is ours."""
         for partition, owned in list(self.owned_partitions.items()):
             lost = owned.feed.lost or owned.doubt
             if lost is not None:
@@ -173,7 +173,7 @@ class Takeover:
             await asyncio.gather(*late, return_exceptions=True)
 
     async def _take(self, partitions: list[int]) -> None:
-        """Raise the terms of those that nobody holds, and begin to follow them."""
+        """Raise the terms of the partitions whose rows nobody holds, and begin to follow them."""
         try:
             if not self._prepared:
                 await self._prepare()
@@ -197,7 +197,7 @@ class Takeover:
             since = self._held.setdefault(partition, now)
             self._untakeable[partition] = now + _HELD_RETRY_S
             if now - since > _HELD_SAID_S:
-                reason = f"partition {partition} cannot be taken: somebody holds its row in buffer_partitions"
+                reason = f"partition {partition} cannot be taken: another session holds its row in buffer_partitions"
                 self._state.report(StoreUnavailable(reason), stopped=False)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
@@ -224,7 +224,7 @@ class Takeover:
             self._wake()
 
     async def _follow(self, cursor: Cursor) -> None:
-        """Check that the log still is the one that the cursor speaks of, and follow it from there."""
+        """Check that the log is still the one that the cursor belongs to, and follow it from there."""
         trouble = await proven(self._log, lambda: mismatch(self._log, cursor))
         if trouble is not None:
             self._log.refuse(trouble)
@@ -238,7 +238,7 @@ class Takeover:
         self._state.partitions = tuple(sorted(self.owned_partitions))
 
     async def compare(self) -> None:
-        """Doubt the partitions whose cursors Postgres no longer knows: it went back, or somebody else has them.
+        """Doubt the partitions whose cursors Postgres no longer knows: it went back, or another owner has them.
 
         Without this, a partition to which nothing is written would not notice. Raises what `Ledger.cursors` raises.
         """
@@ -254,7 +254,7 @@ class Takeover:
                 self._wake()
 
     async def compare_for_asker(self) -> None:
-        """`compare`, now and then: somebody asks for a flush, and there is nothing that is not flushed."""
+        """`compare`, now and then: somebody asks for a flush although everything is flushed."""
         if self.owned_partitions and self._loop.time() - self._compared_at >= _COMPARE_S:
             self._compared_at = self._loop.time()
             with contextlib.suppress(BufstoreError, FlushFailed):

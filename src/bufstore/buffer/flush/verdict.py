@@ -1,8 +1,8 @@
 """What a failed flush means, by the class of the error (SQLSTATE, appendix A of Postgres' manual).
 
-What the server says about itself (connection, resources, shutdown) passes or not for all alike: the flush is tried
-again. What it says about a statement is about the rows that it was to write: the threads that are to blame are found,
-and the others go on. Only what is known to be permanent for one entry may ever park it.
+An error about the server itself (connection, resources, shutdown) concerns all threads alike: the flush is tried again.
+An error about a statement concerns the rows that it was to write: the threads to blame are found, and the others go on.
+Only an error that is known to be permanent for one entry may ever park it.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import enum
 class Verdict(enum.Enum):
     """What to do about an error of a flush."""
 
-    #: Passing: connection, serialization, deadlock, resources. Try again later, with less.
+    #: Transient: connection, serialization, deadlock, resources. Try again later, with less.
     RETRY = "retry"
-    #: It was too much for the time or memory that there is. As RETRY; one entry for which it is so alone waits.
+    #: Too much for the available time or memory. As RETRY; an entry that is too much alone waits.
     SHRINK = "shrink"
-    #: A row that somebody holds: its thread waits.
+    #: Another session holds a row: its thread waits.
     LOCKED = "locked"
-    #: A statement was refused, for a reason that may pass or not: its thread waits.
+    #: A statement was refused for a reason that may or may not pass: its thread waits.
     ISOLATE = "isolate"
     #: An app's code raised. As ISOLATE; poison when it does not pass for a while.
     SUSPECT = "suspect"
     #: An entry cannot be applied. Split down to it.
     POISON = "poison"
-    #: A statement was refused, and an operator has to mend it: schema, permission. As ISOLATE, and say so.
+    #: A statement was refused, and an operator must act: schema, permission. As ISOLATE, and say so.
     DENIED = "denied"
-    #: An operator has to mend it for all: login, read-only. Say so, keep everything, try again slowly.
+    #: An operator must act for all: login, read-only. Say so, keep everything, try again slowly.
     STOP = "stop"
 
     @property
     def needs_operator(self) -> bool:
-        """Whether it passes only when somebody mends it."""
+        """Whether it passes only when an operator acts."""
         return self in (Verdict.DENIED, Verdict.STOP)
 
     @property
     def of_statement(self) -> bool:
-        """Whether it is about some of the threads, which can be told from the others."""
+        """Whether it concerns some threads, which can be told from the others."""
         return self not in (Verdict.RETRY, Verdict.SHRINK, Verdict.STOP)
 
 

@@ -24,11 +24,11 @@ class _Wait:
 
 
 class Waiting:
-    """Who waits, until when, and why. None stands for entries that no thread is known of."""
+    """Which threads wait, until when, and why. None stands for entries whose thread is unknown."""
 
     def __init__(self) -> None:
         self._waits: dict[str | None, _Wait] = {}
-        #: Those whose entries are not in memory: their time is not over before these are.
+        #: Threads whose entries are not in memory: their time is not over before the entries are back.
         self.absent: set[str | None] = set()
 
     def __len__(self) -> int:
@@ -38,16 +38,16 @@ class Waiting:
         return thread_id in self._waits
 
     def tries(self, thread_id: str | None) -> int:
-        """How often it was told to wait since it last succeeded."""
+        """How often the thread was told to wait since it last succeeded."""
         wait = self._waits.get(thread_id)
         return wait.tries if wait is not None else 0
 
     def cause(self, thread_id: str | None) -> str:
-        """What it waits for, as it was given to `add`."""
+        """What the thread waits for, as given to `add`."""
         return self._waits[thread_id].cause
 
     def alone(self, thread_id: str | None) -> bool:
-        """Whether it is to be tried in a transaction of its own."""
+        """Whether to try the thread in a transaction of its own."""
         return self._waits[thread_id].alone
 
     def add(
@@ -66,25 +66,25 @@ class Waiting:
         self._waits[thread_id] = _Wait(now + pause, pause, old.tries + 1 if old else 1, reason, cause, alone)
 
     def postpone(self, cause: str, besides: Collection[str | None], now: float, until: float) -> None:
-        """Of those whose time is over and who wait for this, all but some wait until then, which counts as no try."""
+        """Let all but some of the due threads with this cause wait until then, without counting a try."""
         for thread_id, wait in self._waits.items():
             if wait.cause == cause and wait.until <= now and thread_id not in besides:
                 wait.until = until
 
     def hurry(self, cause: str, now: float) -> None:
-        """Those who wait for this are due."""
+        """Make the threads with this cause due."""
         for wait in self._waits.values():
             if wait.cause == cause:
                 wait.until = now
 
     def discard(self, thread_ids: Iterable[str | None]) -> None:
-        """These need not wait (any more)."""
+        """End the wait of these threads."""
         if self._waits:
             for thread_id in list(thread_ids):
                 self._waits.pop(thread_id, None)
 
     def due(self, now: float) -> list[str | None]:
-        """Those whose time is over, in the order in which they were told to wait."""
+        """The threads whose time is over, in the order in which they were told to wait."""
         return [t for t, wait in self._waits.items() if wait.until <= now and t not in self.absent]
 
     def until(self, thread_id: str | None) -> float:

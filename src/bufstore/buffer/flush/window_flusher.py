@@ -1,11 +1,11 @@
-"""Settling entries: one transaction for all that waits; of what cannot be committed whole, all that can.
+"""Flushes a window in one transaction; when it cannot be committed whole, commits all that can be.
 
-Here is decided who is tried together, who waits, and whose entry is to blame; the transaction itself is the
-committer's (`bufstore.buffer.flush.committer`).
+This module decides which threads are tried together, which wait, and which entry is to blame; `committer` runs the
+transaction (`bufstore.buffer.flush.committer`).
 
-What passes is tried again from memory. What is about some threads is found: a locked row delays its own thread only,
-poison parks alone, and the others are committed. See `bufstore.buffer.flush.verdict` for what an error means, and
-`bufstore.buffer.flush.blame` for when nobody's entry is to blame.
+A transient error is tried again from memory. When an error concerns some threads, these are found: a locked row delays
+its own thread only, poison is parked alone, and the others are committed. `bufstore.buffer.flush.verdict` says what an
+error means, and `bufstore.buffer.flush.blame` when no entry is to blame.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from bufstore.jetstream.messages import AppendUnknown
 
 _log = logging.getLogger(__name__)
 
-#: An app's code that raises for a thread is asked this often before the entry is taken for poison: about a minute.
+#: If an app's code raises for a thread, it is tried this often before the entry counts as poison: about a minute.
 _SUSPECT_TRIES = 10
-#: Of the threads that are refused for a reason that is everybody's, or wait for locks of the store's own tables (which
-#: are waited for one by one), so many are tried at a time, and this often; it is the others' turn later.
+#: How many threads are tried at a time, and how often, when a refusal concerns everybody, or when threads wait for
+#: locks of the store's own tables (each such lock is waited for in turn); the others' turn comes later.
 TRIED_AT_ONCE = 8
 _OTHERS_S = 8.0
 _EVERYBODYS_MAX_S = 2.0
-#: An entry that takes too long alone holds everybody up while it is tried.
+#: An entry that takes too long alone delays everybody while it is tried.
 _ALONE_MAX_S = 64.0
-#: So many refused threads are enough to tell what is wrong.
+#: This many refused threads are enough to tell what is wrong.
 _REFUSED_MAX = 100
 
 
@@ -88,7 +88,7 @@ class WindowFlusher:
         self._passing: set[str] = set()
         #: A window that could not be committed is tried again with half as many entries.
         self._room = config.flush_max_entries
-        #: Whether the last window left something out for want of room.
+        #: Whether the last window left something out for lack of space.
         self.more = False
         self._quarantine_full = False
 
@@ -102,13 +102,13 @@ class WindowFlusher:
             await self._settle(pending)
 
     async def settle_waiting(self) -> None:
-        """Try the threads that had to wait, together; whoever fails again waits again, longer."""
+        """Try the waiting threads together; a thread that fails again waits again, longer."""
         now = self._loop.time()
         due = self.waiting.due(now)
         if not due:
             return
         found = self._gather(set(due).__contains__)
-        gone = [t for t in due if t not in found]  # their partition was given up, or there was no room for them
+        gone = [t for t in due if t not in found]  # their partition was given up, or there was no space for them
         if sum(map(len, found.values())) < self._room:
             self.waiting.discard(gone)
             self._blame.settled(gone)
@@ -136,17 +136,17 @@ class WindowFlusher:
             self.waiting.hurry(cause, self._loop.time())
 
     def tries_some(self, cause: str) -> bool:
-        """Whether of those who wait for this only some are tried at a time, and it did not pass for them."""
+        """Whether only some threads with this cause are tried at a time, and it did not pass for them."""
         return cause not in self._passing and (self._is_everybodys(cause) or cause in self._locks)
 
     def ready(self) -> int:
-        """How many entries can be settled now: all but those of threads that have to wait."""
+        """How many entries can be flushed now: all but those of waiting threads."""
         if not self.waiting:
             return sum(len(owned.pending) for owned in self._owned.values())
         return sum(i.thread_id not in self.waiting for owned in self._owned.values() for i in owned.pending.values())
 
     def trouble(self) -> tuple[str, bool]:
-        """For whom flushing does not go on, and why; whether an operator has to mend it."""
+        """Which threads are not flushed, and why; whether an operator must act."""
         self._told = {cause for cause in self._told & self.waiting.causes().keys() if self._is_everybodys(cause)}
         return self.waiting.trouble(), bool(self._told)
 
@@ -213,12 +213,12 @@ class WindowFlusher:
             self.more = True
 
     def _less(self, threads: Threads) -> None:
-        """It may have been too much for the time there is."""
+        """Try less next time: it may have been too much for the time."""
         self._room = max(1, min(self._room, sum(map(len, threads.values()))) // 2)
 
     async def _is_of_one(self, threads: Threads, cause: str) -> bool:
-        """Whether it is one entry that ends the session, or gets no answer: for all else Postgres is there."""
-        # When so many others have the same it is not theirs.
+        """Whether one entry ends the session or gets no answer, while Postgres is there for everything else."""
+        # When so many threads have the same error, it is not their fault.
         few = not threads.keys().isdisjoint(self.waiting) or self.waiting.causes()[cause] < TRIED_AT_ONCE
         if not few or not is_one_entry(threads):
             return False
@@ -228,7 +228,7 @@ class WindowFlusher:
         return False
 
     async def _attempt(self, threads: Threads, *, probe: int = 0) -> Outcome:
-        """Commit what can be committed. Raises FlushFailed for what is not about some of the threads."""
+        """Commit what can be committed. Raises FlushFailed for an error that does not concern single threads."""
         try:
             return await self._commit(threads, probe=probe)
         except FlushFailed as e:
@@ -250,13 +250,13 @@ class WindowFlusher:
         return outcome
 
     async def _settle_refused(self, threads: Threads, refused: Mapping[str | None, FlushFailed]) -> None:
-        """Of these threads the store takes something not: they wait, or the entry to blame is found and parked."""
+        """The store refuses something of these threads: they wait, or the entry to blame is found and parked."""
         park: Threads = {}
         first: Threads = {}
         second: Threads = {}
         for thread_id, error in refused.items():
             items = threads[thread_id]
-            if thread_id is None:  # our own tables: nothing of one thread
+            if thread_id is None:  # our own tables: no single thread is concerned
                 self._state.report(error, stopped=False)
                 raise Later from error
             if not self._is_poison(thread_id, error):
@@ -312,7 +312,7 @@ class WindowFlusher:
         self.waiting.add(thread_id, str(error), self._loop.time(), cause=error.cause, alone=alone, **longest)
 
     async def _settle_parkable(self, threads: Threads, error: NoRoom) -> None:
-        """There is no room in quarantine for all that would have to go there: nothing is dropped, that part waits."""
+        """The quarantine has no space for everything that must go there: nothing is dropped, the rest waits."""
         room = error.room
         rest = dict(threads)
         for thread_id, count in error.parked.items():
