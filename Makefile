@@ -73,6 +73,11 @@ chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that no
 model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, each against an oracle (no servers)
 	PYTHONHASHSEED=0 $(LONG) store_model.run $(SECONDS) $(SEED)
 
+TIMES ?= 10
+.PHONY: thorough
+thorough: $(READY) ## Try TIMES=10 as many examples of each property as `make unit` (some minutes, no servers)
+	BUFSTORE_THOROUGH=$(TIMES) $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -o faulthandler_timeout=3000 tests/unit
+
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)
 	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900

@@ -19,10 +19,10 @@ from hypothesis import settings
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable, change_log
 from bufstore.embedded import EmbeddedError, RedisServer, Servers
+from thorough import examples
 
 pytest.register_assert_rewrite("bufstore.testing", "conformance")
-# How long an example takes says more of what else runs than of the code.
-settings.register_profile("bufstore", deadline=None)
+settings.register_profile("bufstore", parent=examples())
 settings.load_profile("bufstore")
 
 
@@ -39,6 +39,8 @@ _LONG_FIRST = (
     "tests/integration/test_crash_sweep.py",
     "tests/integration/",
     "tests/embedded/",
+    "tests/unit/test_store_model.py",
+    "tests/unit/test_fuzz.py",
 )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from psycopg import sql
 from psycopg.errors import InvalidBinaryRepresentation
@@ -46,6 +46,7 @@ from bufstore.threads.postgres import columns
 from bufstore.threads.postgres.copying import COPY_FROM
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.queries import ThreadQuery
+from thorough import examples
 from transaction_pooler import TransactionPooler
 
 
@@ -187,7 +188,7 @@ def fold(first: ThreadChange, then: ThreadChange) -> ThreadChange:
     )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=operations, flushes=st.lists(st.booleans(), min_size=12, max_size=12))
 async def test_all_ways_to_write_agree(
     operations: list[tuple[str, int, int, list[int], int, RunStatus, str | None]],

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Watermark
@@ -17,6 +17,7 @@ from bufstore.jetstream.messages import Outgoing
 from bufstore.spark.log_archive.applicable import applicable
 from bufstore.spark.log_archive.into_log import Wanted, wanted
 from bufstore.spark.log_archive.into_postgres import decided
+from thorough import examples
 from unit.fake_log import run
 from unit.write_world import SUBJECTS, Instance, World
 
@@ -65,7 +66,7 @@ async def bring_back(world: World, items: list[Item], count: int = 1000) -> Want
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     operations=OPERATIONS,
     parts=st.lists(

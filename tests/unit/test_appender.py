@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Sequence
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import StoredEntry
@@ -31,6 +31,7 @@ from bufstore.errors import (
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.threads.model import Run
 from bufstore.types import Receipt
+from thorough import examples
 from unit.fake_log import WRITE_FAULTS, FakeLog, run
 from unit.write_world import SUBJECTS, Instance, World, faults, test
 
@@ -658,7 +659,7 @@ def test_what_is_remembered_of_threads_is_bounded_by_their_messages_too() -> Non
 # --- everything at once -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     seed=st.integers(0, 2**32),
     share=st.floats(0, 0.6),

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Watermark, plan
@@ -30,6 +30,7 @@ from bufstore.threads.overlay import ThreadState, overlay
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload, encode_payload
 from bufstore.threads.queries import RunQuery
 from bufstore.threads.write import save_of
+from thorough import examples
 from unit.history import apply
 
 T = "t"
@@ -100,7 +101,7 @@ async def content(store: MemoryThreadStore) -> Any:
     return await store.load_checkpoint(T), (await store.query_runs(RunQuery(thread_id=T))).runs
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(steps=STEPS, cuts=st.sets(st.integers(0, 10)))
 def test_folded_in_any_windows_they_mean_the_same(steps: list[Any], cuts: set[int]) -> None:
     entries = entries_of(steps)
@@ -120,7 +121,7 @@ def test_folded_in_any_windows_they_mean_the_same(steps: list[Any], cuts: set[in
     assert asyncio.run(flushed(windows)) == asyncio.run(flushed([[e] for e in entries]))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(steps=STEPS, cut=st.integers(0, 10))
 def test_a_read_shows_what_a_flush_will_make(steps: list[Any], cut: int) -> None:
     entries = entries_of(steps)

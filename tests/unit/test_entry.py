@@ -8,13 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.entry import Assembler, Base, Entry, Malformed, StoredEntry, assemble, decode, encode
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import HEADER, HEADER_BYTES_MAX, StoredMessage
+from thorough import examples
 
 SUBJECT = "thread.0.dA"
 NUMBERS = st.integers(0, 2**63 - 1)
@@ -62,7 +63,7 @@ def test_what_is_written_is_what_is_read(entry: Entry) -> None:
     assert decode(message) == (entry, 0, 1)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(entry=ENTRIES, room=st.integers(1, 40), extra=st.integers(-1, 1), times=st.integers(1, 5))
 def test_an_entry_around_the_size_of_a_message_comes_back_whole(
     entry: Entry, room: int, extra: int, times: int
@@ -96,7 +97,7 @@ def test_arbitrary_bytes_are_an_entry_or_malformed(header: str | None, body: byt
     refused_or_read(StoredMessage(SUBJECT, 1, header, body))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(entry=ENTRIES, data=st.data())
 def test_a_damaged_entry_is_never_read_as_another(entry: Entry, data: st.DataObject) -> None:
     (message,) = messages_of(entry)
@@ -163,7 +164,7 @@ def test_another_version_is_malformed(version: str) -> None:
         decode(sealed([1, 0, 0, 0, 0, True, b"", 0, 1], version=version))
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     picks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=25),
     subjects=st.booleans(),

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from bufstore import ConfigError, InvalidQuery, MessageQuery, NatsConfig, RunQuery, ThreadQuery
@@ -32,6 +32,7 @@ from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import Run, RunSave, RunStatus, encode_run
 from bufstore.threads.payload import Edit, Payload, Removal, decode_payload, encode_payload
 from bufstore.threads.queries import new_cursor, read_cursor, read_position
+from thorough import examples
 
 SUBJECT = "thread.0.dA"
 NUMBERS = st.integers(0, 2**63 - 1)
@@ -85,7 +86,7 @@ def read(message: StoredMessage) -> Entry | None:
     return entry
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(header=st.none() | st.text(max_size=80) | st.binary(max_size=60).map(lambda b: b.decode("latin-1")), body=...)
 @example(header="1.0.", body=b"")
 @example(header="1.-1.AA==", body=b"")
@@ -96,7 +97,7 @@ def test_any_header_and_body_is_an_entry_or_malformed(header: str | None, body: 
     read(StoredMessage(SUBJECT, 1, header, body))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     meta=st.lists(JUNK, max_size=12) | JUNK, body=st.binary(max_size=20), version=st.sampled_from(["1", "0", "2", ""])
 )
@@ -104,7 +105,7 @@ def test_any_sealed_header_is_an_entry_or_malformed(meta: Any, body: bytes, vers
     read(sealed(b64encode(msgspec.msgpack.encode(meta)), body, version))
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(entry=ENTRIES, data=st.data())
 def test_a_mutated_entry_is_itself_or_malformed_and_with_its_checksum_mended_harmless(
     entry: Entry, data: st.DataObject
@@ -150,7 +151,7 @@ PAYLOADS = [
 ]
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(data=st.data(), raw=st.none() | st.binary(max_size=40) | JUNK.map(msgspec.msgpack.encode))
 def test_any_payload_is_one_or_a_value_error(data: st.DataObject, raw: bytes | None) -> None:
     raw = raw if raw is not None else _mutated(data.draw(st.sampled_from(PAYLOADS)), data)
@@ -182,7 +183,7 @@ def test_a_bomb_costs_no_memory(bomb: bytes, around: bytes) -> None:
 QUERIES = [(MessageQuery(), int), (RunQuery(), tuple[int, str]), (ThreadQuery(roots=True), tuple[int, str])]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     which=st.sampled_from(QUERIES), data=st.data(), text=st.none() | st.text(max_size=40) | st.binary().map(b64encode)
 )
@@ -206,7 +207,7 @@ def test_any_cursor_is_a_position_or_an_invalid_query(which: Any, data: st.DataO
 # --- addresses and the command line -------------------------------------------------------------------------------
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     text=st.text(max_size=30) | st.from_regex(r"(nats|tls|ws)://([^@]{0,9}@)?[a-z0-9:.\[\]/@%]{0,12}", fullmatch=True)
 )
@@ -222,7 +223,7 @@ def test_any_nats_url_is_usable_or_a_config_error_that_does_not_show_it(text: st
     NatsConfig(servers=text)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(text=st.text(max_size=30) | st.from_regex(r"postgres(ql)?://[a-z:@/?=%#&\[\],0-9]{0,20}", fullmatch=True))
 def test_any_connection_string_is_usable_or_a_config_error_that_does_not_show_it(text: str) -> None:
     try:
@@ -239,7 +240,7 @@ def test_any_schema_is_usable_or_a_config_error(text: str) -> None:
         assert check_schema(text).encode()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(raw=st.binary(max_size=200) | st.lists(JUNK).map(lambda v: b"\n".join(msgspec.json.encode([x]) for x in v)))
 @example(raw=b"\x1f\x8b")
 @example(raw=b'{"thread_id": "t", "messages": ' + b"[" * 100_000)
@@ -287,7 +288,7 @@ OPTIONS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     command=st.sampled_from(COMMANDS),
     words=st.lists(st.sampled_from(OPTIONS) | st.sampled_from(WORDS) | st.text(max_size=6), max_size=6),

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.errors import Closed, LogFull, LogUnavailable
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from thorough import examples
 from unit.fake_log import WRITE_FAULTS, FakeLog, run
 
 
@@ -258,7 +259,7 @@ def test_closing_a_group_that_was_never_started_ends_everybodys_waiting() -> Non
     run(main())
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(seed=st.integers(0, 2**32), share=st.floats(0, 1), kinds=st.sets(st.sampled_from(WRITE_FAULTS[1:-1])))
 def test_whatever_fails_a_unit_is_stored_once_if_done_and_never_if_refused(
     seed: int, share: float, kinds: set[str]

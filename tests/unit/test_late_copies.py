@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer import elapsed, producers
@@ -23,6 +23,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Store
 from bufstore.threads.model import decode_message
 from bufstore.threads.payload import decode_payload
 from bufstore.types import Consistency, Receipt
+from thorough import examples
 from unit.fake_log import run
 from unit.write_world import Instance, World, test
 
@@ -335,7 +336,7 @@ class Applied(World):
         await super().flush(thread_id, poison)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(seed=st.integers(0, 2**32))
 def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> None:
     """Calls that are held up, land, or never do, and are repeated by anybody, between flushes and purges."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.errors import InvalidId, InvalidRecord, Rejected
@@ -27,6 +27,7 @@ from bufstore.threads.model import (
     encode_run,
 )
 from bufstore.types import check_id
+from thorough import examples
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | TEXT | st.binary(max_size=12)
@@ -64,7 +65,7 @@ def shape(value: Any) -> Any:
     return (type(value), repr(value))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(value=VALUES)
 def test_any_plain_value_comes_back_exactly(value: Any) -> None:
     (data,) = encode_messages([value])
@@ -153,7 +154,7 @@ FIELDS = [f for f in Run.__struct_fields__ if f not in ("run_id", "thread_id", "
 RUN_FIELDS = st.dictionaries(st.sampled_from(FIELDS), ANY, max_size=4)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(fields=RUN_FIELDS, status=st.sampled_from(RunStatus))
 def test_a_run_comes_back_exactly_or_is_refused(fields: dict[str, Any], status: RunStatus) -> None:
     run = Run(run_id="r", thread_id="t", status=status, **fields)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer import producers, recent_keys
@@ -131,7 +131,6 @@ def entries_of(messages: list[Outgoing], first_seq: int = 1) -> list[StoredEntry
     return found  # type: ignore[return-value]
 
 
-@settings(deadline=None)
 @given(queues(), tips, st.booleans())
 def test_a_unit_is_a_chain_behind_the_tip_within_the_limits(
     queue: list[Waits], tip: Tip[Content], looked_up: bool
@@ -155,7 +154,6 @@ def test_a_unit_is_a_chain_behind_the_tip_within_the_limits(
     assert queue[0].content.drafted == [w.id for w, _ in unit], "what does not go out has left nothing behind"
 
 
-@settings(deadline=None)
 @given(queues(), tips, st.booleans())
 def test_each_answer_is_due_by_the_durable_tip(queue: list[Waits], tip: Tip[Content], looked_up: bool) -> None:
     taken = decide(queue, tip, looked_up)
@@ -195,7 +193,6 @@ def test_each_answer_is_due_by_the_durable_tip(queue: list[Waits], tip: Tip[Cont
         assert outcome is None or not write.ended
 
 
-@settings(deadline=None)
 @given(queues(), tips, st.booleans())
 def test_it_changes_nothing_and_decides_the_same_again(queue: list[Waits], tip: Tip[Content], looked_up: bool) -> None:
     before, fields = list(queue), msgspec.structs.astuple(tip)
@@ -210,7 +207,6 @@ def test_it_changes_nothing_and_decides_the_same_again(queue: list[Waits], tip: 
     assert [d.messages for _, d in unit_of(queue, again)] == [d.messages for _, d in unit_of(queue, first)]
 
 
-@settings(deadline=None)
 @given(queues(), tips)
 def test_round_by_round_each_write_ends_once(queue: list[Waits], tip: Tip[Content]) -> None:
     """As the lane does it, on a log that stores everything: what is needed is looked up, each unit lands."""

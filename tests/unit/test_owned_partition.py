@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import Base, Entry, encode
@@ -11,6 +11,7 @@ from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import HEADER_BYTES_MAX, StoredMessage
+from thorough import examples
 
 SUBJECTS = Subjects("thread", 1)
 
@@ -56,7 +57,7 @@ def settle(owned: OwnedPartition, settled: set[int], now: float = 0.0) -> None:
     owned.settle(settled, owned.cursor_after(settled), now)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     sizes=st.lists(st.integers(0, 3), max_size=10),
     rounds=st.lists(st.tuples(st.integers(0, 6), st.sets(st.integers(0, 9), max_size=5)), max_size=10),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.flush.passed import Passed, purgeable, share_to_go
+from thorough import examples
 
 NEVER = float("-inf")
 GAPS = st.lists(st.floats(0.001, 30), min_size=1, max_size=400)
@@ -21,7 +22,7 @@ def passed_at(gaps: list[float]) -> tuple[Passed, list[float]]:
     return passed, times
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     gaps=GAPS,
     window=st.floats(1, 600),
@@ -49,7 +50,7 @@ def test_nothing_goes_that_a_postgres_which_was_asked_then_may_lose(
     assert below > min(purged, len(times))
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(gaps=GAPS, wait=st.floats(0, 1000))
 def test_what_is_old_enough_goes_when_it_is_wished_or_needed(gaps: list[float], wait: float) -> None:
     passed, times = passed_at(gaps)
@@ -71,7 +72,7 @@ def test_of_what_can_go_the_oldest_part_goes() -> None:
     assert purgeable(passed, confirmed=times[-1], wished=times[29], to_go=0.25) == 30, "the wish goes further"
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(used=st.floats(0, 1), reserve=st.floats(0.01, 0.99))
 def test_what_must_go_brings_the_log_below_its_bound_if_it_can(used: float, reserve: float) -> None:
     limit = 1 << 40
@@ -90,7 +91,7 @@ def test_half_of_what_is_in_the_log_cannot_go_and_the_rest_goes_in_a_few_looks()
     assert flushed < 10
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(gaps=GAPS.filter(lambda gaps: len(gaps) > 100), asked=st.lists(st.floats(0, 1), max_size=20))
 def test_a_commit_that_is_not_told_from_others_counts_from_a_later_one_but_not_from_a_much_later_one(
     gaps: list[float], asked: list[float]

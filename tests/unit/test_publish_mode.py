@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.jetstream.publish_mode import BATCH_FROM, PLAIN_TO, PublishModes
+from thorough import examples
 
 
 def test_a_lone_message_is_never_a_batch_and_very_many_always_are() -> None:
@@ -19,7 +20,7 @@ def test_a_lone_message_is_never_a_batch_and_very_many_always_are() -> None:
         shapes.took(BATCH_FROM - 1, False, 1000.0)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     plain_s=st.floats(1e-6, 1e-2),
     floor_s=st.floats(1e-5, 1e-1),

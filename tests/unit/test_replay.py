@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Parked, Watermark
@@ -23,6 +23,7 @@ from bufstore.errors import NotFound
 from bufstore.memory.quarantine import MemoryParked
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.model import decode_message
+from thorough import examples
 from unit.history import THREAD, Flushed, Oracle, write_story
 
 ROW = Watermark(flushed_seq=20, applied_id=100, version=3, broken_since=11)
@@ -93,7 +94,7 @@ async def flushed(seed: int) -> tuple[Any, Bench]:
     return story, Bench(flushed)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(seed=st.integers(0, 1 << 32), single=st.booleans())
 def test_a_replay_makes_what_the_log_would_have_made_without_that_poison(seed: int, single: bool) -> None:
     async def main() -> None:
@@ -129,7 +130,7 @@ def test_a_replay_makes_what_the_log_would_have_made_without_that_poison(seed: i
     asyncio.run(main())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(seed=st.integers(0, 1 << 32), refused=st.sets(st.integers(0, 20)))
 def test_what_the_store_still_refuses_is_found_and_the_rest_is_applied(seed: int, refused: set[int]) -> None:
     async def main() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer import recent_keys
@@ -14,6 +14,7 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
 from bufstore.buffer.operate.salvage import known_up_to, plan_salvage, reason_to_repair
 from bufstore.threads.coalesce import coalesce
+from thorough import examples
 from unit.history import THREAD, Flushed, Item, Oracle, write_story
 
 FITS = {"stream": "S", "log_epoch": 1, "epoch": 1, "log_start": 100, "log_first": 100, "log_end": 150, "applied": 140}
@@ -119,7 +120,7 @@ def test_a_thread_that_was_salvaged_before_is_left_alone() -> None:
     assert saved(once.watermark, items, common=12) == ([], [])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.integers(0, 10**9))
 def test_a_log_cut_anywhere_and_salvaged_equals_one_that_was_flushed(seed: int) -> None:
     """Postgres got to one place of a thread's story, the log ends at another: nothing is lost, doubled or guessed."""

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
+from thorough import examples
 from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing
 from unit.test_owned_partition import FakeFeed, messages
 
@@ -236,7 +237,7 @@ def test_what_is_not_found_again_is_passed_by_nobody(monkeypatch: pytest.MonkeyP
 THREADS = ("t", "u", "v")
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(data=st.data())
 def test_whatever_is_set_aside_the_cursor_passes_nothing_that_is_open(data: st.DataObject) -> None:
     feed = FakeFeed()

@@ -11,12 +11,13 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from store_model.run import live
 from store_model.steps import Steps
+from thorough import examples
 
 SEEDS = st.integers(0, 2**32)
 
@@ -100,10 +101,9 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(
-    max_examples=60,
+TestStore.settings = examples(
+    60,
     stateful_step_count=40,
-    deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes: add Phase.shrink to look for a short way

@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Watermark
@@ -17,6 +17,7 @@ from bufstore.threads.model import Run, Thread, encode_messages, encode_run
 from bufstore.threads.overlay import ThreadState, from_log_alone, overlay
 from bufstore.threads.payload import Payload, encode_payload
 from bufstore.threads.write import save_of
+from thorough import examples
 from unit.history import THREAD, Flushed, Item, Oracle, Story, write_story
 
 SEEDS = st.integers(0, 2**32)
@@ -57,7 +58,7 @@ async def flush(story: Story, chance: random.Random, *, in_order: bool) -> Flush
     return flushed
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(seed=SEEDS)
 def test_any_order_of_deliveries_gives_the_same_state(seed: int) -> None:
     chance = random.Random(seed)
@@ -67,7 +68,7 @@ def test_any_order_of_deliveries_gives_the_same_state(seed: int) -> None:
     asyncio.run(agrees(asyncio.run(flush(story, chance, in_order=False)), oracle))
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(seed=SEEDS)
 def test_damage_and_poison_end_the_same_way_however_windows_are_cut(seed: int) -> None:
     chance = random.Random(seed)
@@ -83,7 +84,7 @@ async def state_of(flushed: Flushed) -> ThreadState:
     )
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(seed=SEEDS, damage=st.booleans())
 def test_a_read_shows_what_a_flush_of_the_same_entries_makes(seed: int, damage: bool) -> None:
     chance = random.Random(seed)
@@ -112,7 +113,7 @@ def test_a_read_shows_what_a_flush_of_the_same_entries_makes(seed: int, damage: 
     asyncio.run(compare())
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(seed=SEEDS)
 def test_the_log_alone_tells_the_same_or_nothing(seed: int) -> None:
     story = write_story(random.Random(seed), chapters=1)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of, ids_of_encoded
 from bufstore.threads.model import encode_messages
+from thorough import examples
 
 IDS = st.sampled_from(["a", "b", "c", None, 5, ""])
 MESSAGES = st.lists(st.integers(0, 3) | st.builds(lambda i: {"id": i, "c": 1}, IDS), max_size=6)
@@ -31,7 +32,7 @@ def check(memory: MessageMemory, model: list[Any]) -> None:
         assert memory.has_id(ids_of([{"id": id_}])[0]) == known
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(steps=st.lists(st.tuples(st.floats(0, 1), MESSAGES, st.booleans(), st.booleans()), max_size=8))
 def test_replacing_and_undoing_is_what_it_is_for_a_list(steps: list[tuple[float, list[Any], bool, bool]]) -> None:
     memory, model = MessageMemory(), list[Any]()

@@ -7,13 +7,14 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer import producers
 from bufstore.buffer.entry import StoredEntry
 from bufstore.errors import AlreadyExists, Closed, LogFull, LogUnavailable, OutcomeUnknown, Rejected, Unavailable
 from bufstore.types import Receipt
+from thorough import examples
 from unit.fake_log import WRITE_FAULTS, run
 from unit.write_world import SUBJECTS, Instance, World, faults, test
 
@@ -127,7 +128,7 @@ def test_a_series_that_closing_meets_ends() -> None:
     test(main)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     seed=st.integers(0, 2**32),
     share=st.floats(0, 0.6),
