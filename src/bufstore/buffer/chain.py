@@ -1,12 +1,12 @@
 """What may be applied: the rules of the chain, without I/O.
 
-Rule 1: `plan` decides from a thread's row and entries alone; flush, overlay and writers all ask it, so that
+Rule 1: `plan` decides from a thread's watermark and entries alone; flush, overlay and writers all ask it, so that
 a read shows exactly what a flush will make of the same entries.
-Rule 2: order is the log's sequence. How entries were delivered (twice, late, in pieces) is no argument.
+Rule 2: order is the log's sequence. It does not matter how entries were delivered (twice, late, in pieces).
 
-An entry takes effect when the row holds its predecessor. An entry that does not find it there waits for a *gap* to be
-filled from the log; if the log has nothing more to offer the chain is broken, and a delta cannot be applied on any
-base: it is parked. A self-contained entry starts the chain afresh.
+An entry takes effect when the watermark names its predecessor. Otherwise it waits for the *gap* to be filled from the
+log. If the log has nothing more to offer, the chain is broken: a delta cannot be applied on any base, and is parked. A
+self-contained entry starts the chain afresh.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Watermark(msgspec.Struct, frozen=True):
     keys: bytes = b""
     #: The `thread_seq` of the first parked entry while the chain is broken.
     broken_since: int | None = None
-    #: A tombstone: nothing of the thread is left but this row.
+    #: A tombstone: only this row is left of the thread.
     gone: bool = False
-    #: The highest numbers of the thread's sources.
+    #: The highest numbers of the thread's producers.
     producers: bytes = b""
 
 
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     #: To be applied, in order.
     apply: Sequence[StoredEntry] = ()
     park: Sequence[Parked] = ()
-    #: Set when entries between the row and this position are missing: fetch them and plan again.
+    #: Set when entries between the watermark and this position are missing: fetch them and plan again.
     gap_before: int | None = None
 
 
@@ -73,9 +73,9 @@ def superseded(entry: StoredEntry, watermark: Watermark) -> bool:
 def counts(entry: StoredEntry, watermark: Watermark, behind: StoredEntry | Malformed | None) -> bool | None:
     """Whether an entry is stored, as its writer may be told: applied, to be applied, or in quarantine.
 
-    False: a flush passes over it, or did. None: nothing tells any more. `row` was read before the log. `behind`: what
-    follows the entry in the log. Keys tell of what is behind us: only what counts passes its key on, to the row and
-    to the entries of those who know that it does (`bufstore.buffer.append.tip.tip_of_message`).
+    False: a flush passes over it, or did. None: nothing can tell any more. `watermark` was read before the log.
+    `behind`: what follows the entry in the log. Keys are evidence: only an entry that counts passes its key on, to the
+    watermark and to entries of writers that know it counts (`bufstore.buffer.append.tip.tip_of_message`).
     """
     e = entry.entry
     if e.base is Base.CHAINED:
@@ -97,11 +97,11 @@ def plan(
     complete: bool,
     poison: Set[int] = frozenset(),
 ) -> Plan:
-    """Decide what of a thread's `items` takes effect on `row`.
+    """Decide what of a thread's `items` takes effect on `watermark`.
 
     `items` may come in any order and more than once. `complete`: nothing of the thread stands in the log between
-    the row's watermark and the last item but these items, so that a missing predecessor will not turn up. `poison`:
-    ids that are known not to be applicable; they are parked.
+    the watermark and the last item except these items, so that a missing predecessor will not turn up. `poison`: ids
+    that are known to be inapplicable; they are parked.
     """
     pending = sorted({item.seq: item for item in items if item.seq > watermark.flushed_seq}.items())
     apply: list[StoredEntry] = []
@@ -146,5 +146,5 @@ def plan(
 
 
 def _sources(watermark: Watermark, stored: StoredEntry) -> bytes:
-    # Of a parked entry, too: its source has done its part, and the entry waits in quarantine.
+    # Of a parked entry too: its producer has done its part, and the entry waits in quarantine.
     return sources_.merge(watermark.producers, stored.entry.producers or b"")

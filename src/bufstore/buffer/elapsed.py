@@ -1,9 +1,9 @@
-"""How much time has passed outside of this process, for what others may have done meanwhile.
+"""How much time has passed outside this process, during which others may have acted.
 
-The clock of an event loop stands still while the machine is suspended; what others flush and purge does not. So a guard
-that says "no more time can have passed than this" adds what the kernel knows of that. Where it tells nothing (other
-systems than Linux; a virtual machine that was stopped without its kernel's knowledge) a suspension is not seen:
-docs/adr/0020.
+The clock of an event loop stands still while the machine is suspended, but others go on flushing and purging. So a
+guard that says "no more time can have passed than this" adds the suspended time that the kernel reports. Where the
+kernel reports nothing (systems other than Linux; a virtual machine that was stopped without its kernel's knowledge), a
+suspension goes unnoticed: docs/adr/0020.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if sys.platform == "linux":
 else:
 
     def suspended_s() -> float:
-        """Nobody tells."""
+        """Unknown on this system."""
         return 0.0
 
 

@@ -2,7 +2,7 @@
 
 An entry is one JetStream message (an oversize one: several). What the buffer needs to know stands in one header,
 ``Bufstore-Entry: <version>.<checksum>.<base64 of msgpack>``; the message body is the domain's
-payload and nothing else. So an entry whose body nobody can decode any more still has its place in the chain.
+payload and nothing else. So an entry whose body cannot be decoded any more still has its place in the chain.
 
 The checksum covers body and header fields: what was written is what is read, or it is a MalformedEntry.
 """
@@ -40,7 +40,7 @@ class Base(enum.IntEnum):
 class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One change of one thread."""
 
-    #: Random, 63 bit: tells this entry from any other that could stand at its place.
+    #: Random, 63 bit: tells this entry from any other that could stand in its place.
     id: int
     #: The id of the thread's entry before this one; 0 when there is none or it is not known.
     prev_id: int
@@ -53,10 +53,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     self_contained: bool
     #: The thread's last idempotency keys, this entry's included (see `bufstore.buffer.recent_keys`).
     keys: bytes
-    #: False while keys of before may be missing in the ring, because the writer did not ask Postgres.
+    #: False while earlier keys may be missing, because the writer did not ask Postgres.
     keys_complete: bool = True
-    #: The highest numbers of the thread's sources (see `bufstore.buffer.producers`); None: none, or the writer did not
-    #: know them.
+    #: The highest numbers of the thread's producers (see `bufstore.buffer.producers`); None: there are none, or the
+    #: writer did not know them.
     producers: bytes | None = None
     payload: bytes
 
@@ -77,7 +77,7 @@ class _Meta(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class _MetaWithSources(_Meta, array_like=True, frozen=True, gc=False):
-    """The same of an entry that has something to say of sources."""
+    """The same, of an entry that carries producers' numbers."""
 
     producers: bytes | None = None
 
@@ -99,8 +99,8 @@ _BASES = dict(enumerate(Base))
 def encode(entry: Entry, message_bytes_max: int) -> list[tuple[str, bytes]]:
     """The messages that carry `entry`: (header value, body) each, in order.
 
-    `message_bytes_max` is the server's max_payload, which counts headers and body: one over it does not fail,
-    it closes the connection.
+    `message_bytes_max` is the server's max_payload, which counts headers and body: a larger message does not fail, it
+    closes the connection.
     """
     room = message_bytes_max - HEADER_BYTES_MAX
     payload = entry.payload
@@ -169,7 +169,7 @@ def decode(message: StoredMessage) -> tuple[Entry, int, int]:
 
 
 def entry_id(message: StoredMessage) -> int:
-    """The id of the entry that a message carries (a piece of); 0 if it carries none."""
+    """The id of the entry that a message carries, or carries a piece of; 0 if there is none."""
     try:
         return decode(message)[0].id
     except MalformedEntry:
@@ -177,7 +177,7 @@ def entry_id(message: StoredMessage) -> int:
 
 
 class Malformed(msgspec.Struct, frozen=True, gc=False):
-    """Messages of the log that are no entry: they go to quarantine byte for byte."""
+    """Messages of the log that are not an entry: they go to quarantine byte for byte."""
 
     subject: str
     seq: int
@@ -240,7 +240,7 @@ class Assembler:
 
     def abandon(self) -> Iterator[Malformed]:
         """What was begun, as the fragment that it is if nothing goes on with it."""
-        # It is the fault of the thread that it was begun in: what ends it may be another one's, and sound.
+        # Blame the thread in which it was begun: the message that ends it may be another thread's, and sound.
         if self._pieces:
             messages = tuple(m for m, _ in self._pieces)
             self._pieces = []
@@ -250,7 +250,7 @@ class Assembler:
 def assemble(messages: Sequence[StoredMessage], thread_id: str) -> list[StoredEntry | Malformed]:
     """The entries that the messages of one thread carry, oldest first; a beginning cut off is left out.
 
-    Retention may purge the first chunks of an applied entry and keep its last; such a rest is no entry any more.
+    Retention may purge the first chunks of an applied entry and keep its last; such a rest is not an entry any more.
     """
     assembler = Assembler()
     found = [item for message in messages for item in assembler.feed(message, thread_id)]

@@ -6,7 +6,7 @@ was written; so a writer that holds the compare-and-set sees a repeat before it 
 one ran, without any window of time. `bufstore.buffer.recent_keys` knows the last 16 keys; this knows all writes of a
 producer, in 16 bytes. Why numbers: docs/adr/0014.
 
-A ninth producer makes the thread forget the one that has not written to it for the longest.
+A ninth producer makes the thread forget the one that has not written to it for the longest time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _hash_of(name: str) -> bytes:
 
 
 def item_of(mark: ProducerSequence | None) -> bytes | None:
-    """The item of a mark; None of none."""
+    """The item of a mark; None without a mark."""
     return item(mark.producer_id, mark.sequence) if mark is not None else None
 
 
@@ -45,7 +45,7 @@ def holds(producers: bytes, wanted: bytes) -> bool:
 
 
 def add(producers: bytes, new: bytes) -> bytes:
-    """The producers after a write of `new`, which stands last; the first falls out when there are too many."""
+    """The producers after a write of `new`, which stands last; the first is dropped when there are too many."""
     if producers[:8] == new[:8] and len(producers) == _ITEM:
         return new  # most threads have one producer
     rest = b"".join(

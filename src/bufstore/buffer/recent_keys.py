@@ -1,7 +1,7 @@
-"""The thread's memory of idempotency keys: a ring of the last 16, carried by every entry.
+"""The thread's memory of idempotency keys: the last 16, carried by every entry.
 
-A writer that holds the compare-and-set sees a repeat in its predecessor's ring before it appends, in whatever
-process the first attempt ran. An entry written without a key has its own id as key, so that a caller who got
+A writer that holds the compare-and-set sees a repeat among its predecessor's keys before it appends, in whatever
+process the first attempt ran. An entry written without a key has its own id as key, so that a caller that got
 OutcomeUnknown can retry with the id as key. Bound: a repeat is recognised among the thread's last 16 entries.
 """
 
@@ -14,7 +14,7 @@ _ITEM = 12  # 8 bytes of key hash, 4 bytes of content hash
 
 
 def item(key: str, content: bytes) -> bytes:
-    """The ring's item for a key and the content it was used with (b"" when content does not matter)."""
+    """The item for a key and the content it was used with (b"" when content does not matter)."""
     return blake2b(key.encode(), digest_size=8).digest() + (
         blake2b(content, digest_size=4).digest() if content else b"\0\0\0\0"
     )
@@ -40,7 +40,7 @@ def find(keys: bytes, wanted: bytes) -> bool | None:
 
 
 def holds(keys: bytes, wanted: bytes) -> bool:
-    """Whether `wanted` is one of the ring's items."""
+    """Whether `wanted` is one of the items."""
     return any(keys[i : i + _ITEM] == wanted for i in range(0, len(keys), _ITEM))
 
 
@@ -50,12 +50,12 @@ def hash_of(item: bytes) -> bytes:
 
 
 def newest(keys: bytes) -> bytes:
-    """The item of the entry that carries the ring."""
+    """The item of the entry that carries these keys."""
     return keys[-_ITEM:]
 
 
 def add(keys: bytes, new: bytes) -> bytes:
-    """The ring with `new` as its last item; the oldest falls out of a full one."""
+    """The keys with `new` as the last item; the oldest is dropped when there are 16."""
     return (keys + new)[-SIZE * _ITEM :]
 
 
@@ -65,9 +65,9 @@ def full(keys: bytes) -> bool:
 
 
 def merge(older: bytes, newer: bytes) -> bytes:
-    """Both rings' items, the newer ones kept where there are more than fit.
+    """The items of both, keeping the newer ones where there are more than fit.
 
-    An entry written without knowing the thread carries a ring of its own; the row's memory must outlive it.
+    An entry written without knowing the thread carries only its own key; the watermark's keys must outlive it.
     """
     if newer[:-_ITEM] == older[-(SIZE - 1) * _ITEM :]:
         return newer  # it was made of the older one

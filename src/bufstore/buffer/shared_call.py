@@ -1,4 +1,4 @@
-"""One call for all who ask at about the same time, which begins after each of them asked."""
+"""One call for everybody who asks at about the same time; it begins after the last of them asked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class SharedCall(Generic[T]):
-    """Who asks while a call runs gets the answer of the next one: the one that runs began before he asked."""
+    """A caller that asks while a call runs gets the next call's answer: the running one began before it asked."""
 
     def __init__(self, call: Callable[[], Awaitable[T]]) -> None:
         self._call = call
@@ -18,7 +18,7 @@ class SharedCall(Generic[T]):
         self._next: asyncio.Task[T] | None = None
 
     async def __call__(self) -> T:
-        """The answer of a call that began after this one; raises what that raises."""
+        """The answer of a call that begins after this one; raises what that call raises."""
         if self._next is None:
             self._next = asyncio.create_task(self._run(self._running), name="bufstore-shared-call")
             self._next.add_done_callback(_looked_at)
@@ -40,4 +40,4 @@ class SharedCall(Generic[T]):
 
 def _looked_at(task: asyncio.Task[T]) -> None:
     if not task.cancelled():
-        task.exception()  # those who asked may all have been cancelled
+        task.exception()  # all callers may have been cancelled

@@ -31,7 +31,7 @@ class Subjects:
     partitions: int
 
     def partition(self, thread_id: str) -> int:
-        """The thread's share, the same in every process and release."""
+        """The thread's partition, the same in every process and release."""
         return zlib.crc32(thread_id.encode()) % self.partitions
 
     def of(self, thread_id: str) -> str:
@@ -49,12 +49,12 @@ class Subjects:
 
     @property
     def barrier(self) -> str:
-        """Where earlier versions wrote to learn who leads: it held one message, and each one before left a hole."""
+        """Where earlier versions wrote to learn which node leads: one message; each earlier one left a hole."""
         return f"{self.prefix}.barrier.0"
 
     @property
     def proof(self) -> str:
-        """Where a message is stored to learn, from its position, whether the log is the one that it was; rarely."""
+        """Where a message is stored, rarely, to learn from its position whether the log is still the same."""
         return f"{self.prefix}.proof.0"
 
     @property
@@ -64,12 +64,12 @@ class Subjects:
 
     @property
     def erased(self) -> str:
-        """Which positions were erased, as decimal numbers with commas in between; written before they go."""
+        """Which positions are erased, as decimal numbers with commas in between; written before they go."""
         return f"{self.prefix}.erased.0"
 
     @property
     def beside(self) -> frozenset[str]:
-        """The subjects of messages that are no entries, and of no thread."""
+        """The subjects of messages that are not entries and belong to no thread."""
         return frozenset((self.barrier, self.proof, self.erased))
 
     def thread_id(self, subject: str) -> str:

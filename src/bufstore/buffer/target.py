@@ -1,9 +1,9 @@
 """Where a log is flushed to, and whether that is where this process would flush it: the decision.
 
-A log's entries belong into one store in one database. Both say so: the stream in its metadata, the database in its
-row of the log. Each has the domain (what entries mean), the kind of the store, and an id that was drawn once for the
-database. Where all three are the same, they go together. What says nothing yet is either new, or was made by a
-release that did not write it down; then it takes a proof to put down the other's name.
+A log's entries belong in one store in one database. Both say so: the stream in its metadata, the database in its row of
+the log. Each has the domain (what entries mean), the kind of the store, and an id that was drawn once for the database.
+If all three are the same, log and database belong together. A side that says nothing is either new, or was made by a
+release that did not write it down; then it takes a proof to write down the other's name.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Target(msgspec.Struct, frozen=True):
 
     domain: str
     store: str
-    #: Of the database: of its row of the log, to be exact.
+    #: The database's id: to be exact, that of its row of the log.
     id: str
 
     @property
     def kind(self) -> Kind:
-        """What can be flushed there."""
+        """What a process must flush to use this target."""
         return Kind(self.domain, self.store)
 
 
 def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -> None:
-    """Raise ConfigDrift when `named` is a store of another kind than `ours`. `what` says so: a stream, or a schema."""
+    """Raise ConfigDrift when `named` is another kind of store than `ours`. `what` names it: a stream or a schema."""
     if named is None or named.kind == ours:
         return
     field = "store" if named.domain == ours.domain else "domain"
@@ -51,7 +51,7 @@ def check_kind(what: str, named: Target | None, ours: Kind, way_out: str = "") -
 
 
 def check_flushable(stream: str, named: Target | None, ours: Kind) -> None:
-    """Before a command or a job touches a log of others: raise ConfigDrift unless that says it is for `ours`."""
+    """Before a command or a job touches a log: raise ConfigDrift unless the log says that it is for `ours`."""
     what = f"stream {stream}"
     if named is None:
         raise ConfigDrift(
@@ -72,7 +72,7 @@ def check_flushable(stream: str, named: Target | None, ours: Kind) -> None:
 
 
 def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
-    """Raise ConfigDrift when log and database each say another database. `named`: by the log, `noted`: by the other."""
+    """Raise ConfigDrift when log and database name different databases (`named` by the log, `noted` by the other)."""
     if named is not None and noted is not None and named.id != noted.id:
         raise ConfigDrift(
             f"stream {stream}",
@@ -85,7 +85,7 @@ def check_same(stream: str, named: Target | None, noted: Target | None) -> None:
 
 
 def check_proof(stream: str, named: Target | None, *, proven: bool) -> None:
-    """Before one that says nothing is given the other's name: raise ConfigDrift unless they are known to go together.
+    """Before a side that says nothing gets the other's name: raise ConfigDrift unless they surely belong together.
 
     `named`: by the log; None: it is the log that says nothing.
     """
@@ -119,5 +119,5 @@ def is_proven(*, known: bool, flushed: bool, log_begun: bool, log_named: bool) -
     """
     if log_named:
         return flushed
-    # Of before: a database that knew the log when nothing was flushed yet is taken for the one that it was made with.
+    # Earlier release: a database that knew the log before anything was flushed counts as the one it was made with.
     return flushed or known or not log_begun

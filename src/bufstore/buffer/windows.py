@@ -1,12 +1,12 @@
 """What all flushers and writers of a log must agree on, and how that is changed while they run: the decision.
 
-A writer that finds nothing of a thread in the log relies on this: what was purged was committed a whole window ago. So
-no flusher may keep entries for less time than any writer relies on. What the log says is one number at rest. While it
-is changed it is two: flushers keep the larger, writers rely on the smaller, and that is so until everybody has read
-it again; only then does the new one stand alone. Whether it is raised or lowered, and whether it is taken back in
-between, nobody ever relies on more than the present number, and nobody keeps less.
+A writer that finds nothing of a thread in the log relies on this: purged entries were committed a whole window ago. So
+no flusher may keep entries for less time than any writer relies on. At rest the log names one window. During a change
+it names two: flushers keep the larger, writers rely on the smaller, until every process has read the log again; only
+then does the new window stand alone. Whether the window is raised or lowered, or the change is undone in between, no
+writer ever relies on more than the present window, and no flusher keeps less.
 
-`archive` changes in the same two steps: nothing leaves the log unarchived as long as either says so.
+`archive` changes in the same two steps: nothing leaves the log unarchived while either value requires an archive.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rely_s(self) -> float:
-        """How long writers and readers rely on that, at most."""
+        """The longest time that writers and readers may rely on."""
         return min(self.failover_window_s, self.next_failover_window_s or self.failover_window_s)
 
     @property
@@ -53,9 +53,9 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
         return self.archive or bool(self.next_archive)
 
     def changed(self, failover_window_s: float | None = None, archive: bool | None = None) -> Windows:
-        """Begin a change; None: stays as it is, or as a change that is under way has it.
+        """Begin a change. None: the value stays as it is, or as a change under way has it.
 
-        A change to what the log says now takes back one that is under way. Raises ConfigError for an impossible window.
+        A change to the present values undoes one that is under way. Raises ConfigError for an impossible window.
         """
         if failover_window_s is None:
             failover_window_s = self.next_failover_window_s or self.failover_window_s

@@ -4,10 +4,10 @@ Theory of operation. The writer knows a thread's last entry, its *tip*, and publ
 expected last sequence of the subject. That one publish is order, compare-and-set and durability. Writes to one
 thread queue in its *lane*; what queues while a unit is on its way goes out together in the next one.
 
-Failure model. A unit ends as *stored*, *conflict* (somebody else wrote: nothing of it stored), *not stored*, or
-*unknown*. Unknown is always resolved against the predecessor the unit was sent with: what stands behind it
-is ours (done), another's (ours can never be stored any more), or none (send the same again; whichever arrives first
-wins, the other meets the compare-and-set). Only then is anything rebuilt: a conflict may be with our own success.
+Failure model. A unit ends as *stored*, *conflict* (another writer was first: nothing of it is stored), *not stored*, or
+*unknown*. Unknown is always resolved against the predecessor that the unit was sent with. The entry behind it is ours
+(done), or another's (ours can never be stored any more), or missing (send the same unit again: whichever copy arrives
+first wins, the other fails the compare-and-set). Only then is anything rebuilt: a conflict may be with our own success.
 
 Rule: an expectation of "nothing there" is never remembered (see `bufstore.buffer.chain.superseded`).
 """
@@ -47,9 +47,9 @@ from bufstore.types import Receipt
 
 _log = logging.getLogger(__name__)
 
-#: Longest pause between two tries while the log is away: a write that comes when it is back waits for it.
+#: Longest pause between two tries while the log is away; a write may have to wait this long once it is back.
 _PAUSE_MAX_S = 0.2
-#: So long a log that refused a write for its bytes is taken for full.
+#: How long a log counts as full after it refused a write for lack of space.
 _FULL_FOR_S = 10.0
 
 
@@ -68,14 +68,14 @@ class Appender(Generic[M]):
         self._log = log
         self._subjects = subjects
         self._config = config
-        # Twice in the time that a caller waits: then a lost answer is still resolved for him.
+        # Twice within a caller's time: then a lost answer is still resolved before the call ends.
         self._group = GroupCommit(log, timeout_s=config.append_timeout_s / 2)
         self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
         self._unresolved = Unresolved(log, subjects, load_row)
         self._finder = TipFinder(log, subjects, config, writer, load_row, self._tips)
         self._tasks: set[asyncio.Task[None]] = set()
-        #: In the order they came, so that the first is the first to give up.
+        #: In order of arrival, so that the first is the first to give up.
         self._outstanding: dict[Write[M], None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -135,7 +135,7 @@ class Appender(Generic[M]):
         content: bytes = b"",
         mark: bytes | None = None,
     ) -> Receipt:
-        """Append the entry that `prepare` makes of the thread's tip; its receipt, once it is durable.
+        """Append the entry that `prepare` makes of the thread's tip. Returns its receipt once the entry is durable.
 
         `prepare` is called again when another writer was faster. `key` and `content`: an idempotency key, and
         what it stands for. `mark`: an item of `bufstore.buffer.producers`. Raises what `prepare` raises, and the errors
@@ -164,11 +164,11 @@ class Appender(Generic[M]):
     async def append_series(
         self, thread_id: str, wanted: Sequence[tuple[Prepare[M], bytes | None]]
     ) -> tuple[list[Receipt], Exception | None]:
-        """Append entries in order, each (`prepare`, `mark`) as `append` does, none behind one that fails.
+        """Append entries in order, each (`prepare`, `mark`) as `append` does; stop at the first that fails.
 
-        The receipts of those that are stored, and the error of the first that is not, behind which nothing was tried;
-        but after OutcomeUnknown some behind it may be stored, with it. They share units: of the log's round trips a
-        series takes about one.
+        Returns the receipts of the stored entries, and the error of the first that is not stored. Nothing behind it was
+        tried; but after OutcomeUnknown some entries behind it may be stored too. The entries go out in common units, so
+        a series takes about one round trip to the log.
         """
         if self._closed:
             raise Closed("the store is closed")
@@ -192,7 +192,7 @@ class Appender(Generic[M]):
         receipts: list[Receipt] = []
         error: BaseException | None = None
         for write in writes:
-            found = write.done.exception()  # of each, or asyncio says that nobody looked
+            found = write.done.exception()  # of each, or asyncio reports an exception that was never retrieved
             if found is None:
                 receipts.append(write.done.result())
             elif isinstance(found, (TimeoutError, AppendUnknown)):
@@ -227,7 +227,7 @@ class Appender(Generic[M]):
             lane.queue.extend(writes)
 
     def _without_answer(self, thread_id: str, key: str | None, write: Write[M], error: BaseException) -> BufstoreError:
-        """What to tell a caller whose time is over, or whose answer was lost."""
+        """The error for a caller whose time is over, or whose answer was lost."""
         behind = write.maybe_behind
         if behind is None and isinstance(error, TimeoutError) and (thread_id, write.item) not in self._unresolved:
             return LogUnavailable("the log accepted no entry in time; nothing was stored; retry")
@@ -236,13 +236,13 @@ class Appender(Generic[M]):
         return OutcomeUnknown(thread_id, key if key is not None else recent_keys.key_of(write.id))
 
     def _expire_at(self, deadline: float) -> None:
-        # One timer for all: one for each is a seventh of what a write costs.
+        # One timer for all: a timer per write is a seventh of what a write costs.
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(deadline, self._expire)
 
     def _expire(self) -> None:
-        """Those whose time is over fail; look again when the next one's is."""
+        """Fail the writes whose time is over, and schedule the next look."""
         self._timer = None
         now = self._loop.time()
         next_ = None
@@ -257,10 +257,10 @@ class Appender(Generic[M]):
             self._expire_at(next_)
 
     async def _find_unresolved(self, thread_id: str, key: str, write: Write[M]) -> Receipt | None:
-        """What an earlier try with this key has become; None if it is not stored, and can only be by this one.
+        """The receipt of an earlier try with this key; None if it is not stored, so that only this one can be.
 
-        Waits for a log that is away, or Postgres when only that can tell: who repeats a call until its outcome is known
-        must not spin. OutcomeUnknown.
+        Waits while the log is away, or Postgres when only Postgres can tell: a caller that repeats a call until its
+        outcome is known must not spin. Raises OutcomeUnknown.
         """
         found = None
         try:
@@ -283,7 +283,7 @@ class Appender(Generic[M]):
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------
 
     def _advance(self, lane: Lane[M], tip: Tip[M] | None = None) -> None:
-        """Send what is queued, if the tip is known; else look it up first. `tip`: one that was just looked up."""
+        """Send what is queued if the tip is known; otherwise look it up first. `tip`: one just looked up."""
         while lane.queue and lane.queue[0].done.done():
             lane.queue.popleft()
         if not lane.queue:
@@ -400,7 +400,7 @@ class Appender(Generic[M]):
         self._advance(lane)
 
     def _end_queued(self, lane: Lane[M], error: Exception, count: int) -> None:
-        """The first so many that are queued fail."""
+        """Fail the first `count` queued writes."""
         for _ in range(min(count, len(lane.queue))):
             write = lane.queue.popleft()
             if not write.done.done():
@@ -410,7 +410,7 @@ class Appender(Generic[M]):
         try:
             await self._recover(unit, error)
         except Exception as e:
-            # A lane that nobody drives would let every later write of the thread run into its deadline.
+            # If nobody drives the lane, every later write of the thread runs into its deadline.
             _log.exception("cannot recover a write; its outcome is unknown", extra={"action": "recover_error"})
             for write, _ in unit.writes:
                 if not write.done.done():
@@ -461,7 +461,7 @@ class Appender(Generic[M]):
         self._advance(lane)
 
     def _on_part_stored(self, unit: Unit[M], stored: Sequence[int]) -> None:
-        """The first writes of a unit are stored, the others never will be: these go on as after a conflict."""
+        """The first writes of a unit are stored, the others never will be: those go on as after a conflict."""
         for (write, _), draft, seq in zip(unit.writes, unit.drafts, stored, strict=False):
             if not write.done.done():
                 write.done.set_result(Receipt(unit.lane.thread_id, seq, write.id, draft.version))
@@ -498,7 +498,7 @@ def _new_ids(count: int) -> list[int]:
 
 
 class _Torn(Conflict):
-    """Another entry stands where ours would, behind as many of our unit as are stored; mostly none."""
+    """Another entry stands where ours would, behind the stored part of our unit, which is mostly empty."""
 
     def __init__(self, stored: Sequence[int]) -> None:
         super().__init__("another entry stands where ours would")

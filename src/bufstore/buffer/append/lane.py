@@ -29,7 +29,7 @@ class Write(Generic[M]):
     #: When the caller gives up.
     deadline: float
     after: Write[M] | None = None
-    #: From the first send whose outcome is not known (yet): the position it was sent behind.
+    #: The position behind which the first send of unknown outcome was made.
     maybe_behind: int | None = None
 
     @property
@@ -62,16 +62,16 @@ class Unit(group_commit.Unit, Generic[M]):
         self._on_end(self, outcome)
 
     def add(self, write: Write[M], drafted: Drafted[M]) -> None:
-        """One more write, whose messages stand behind those that are there."""
+        """Add a write, whose messages stand behind the present ones."""
         self.writes.append((write, len(drafted.messages)))
         self.drafts.append(drafted.draft)
         self.messages += drafted.messages
         self.after = drafted.after
 
     def stored_of(self, behind: Sequence[StoredMessage]) -> list[int] | None:
-        """The positions of its writes that are stored, by what the log has behind `before`; None: more may come.
+        """The positions of its stored writes, judged by what the log has behind `before`; None: more may come.
 
-        A unit is stored whole or not at all. A server whose storage failed in the midst of it may have a part.
+        A unit is stored whole or not at all, but a server whose storage failed in the middle may have a part.
         """
         same = 0
         for ours, theirs in zip(self.messages, behind, strict=False):
@@ -96,9 +96,9 @@ class Lane(Generic[M]):
 
     thread_id: str
     queue: deque[Write[M]] = field(default_factory=deque)
-    #: Set when what the writes on their way build on is not to be relied on any more.
+    #: Set when the base of the writes on their way can no longer be trusted.
     stale: bool = False
-    #: How often in a row another writer was faster.
+    #: How often in succession another writer was faster.
     conflicts: int = 0
 
     def take(

@@ -1,4 +1,4 @@
-"""Which of a lane's writes go out together next, and as what entries; no I/O."""
+"""Decides which of a lane's writes go out together next, and as what entries; no I/O."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Waiting(Protocol[M]):
 
     @property
     def mark(self) -> bytes | None:
-        """The producer that numbers it, and its number (`bufstore.buffer.producers`)."""
+        """The producer that numbers this write, and the number (`bufstore.buffer.producers`)."""
         ...
 
     @property
@@ -69,7 +69,7 @@ class Limits(NamedTuple):
 class Need(Enum):
     """What must be looked up before the first write that is left can be judged."""
 
-    #: What the log shows of the thread now: it would be refused because of a tip that may be out of date.
+    #: What the log shows of the thread now: the write would be refused because of a tip that may be out of date.
     TIP = "tip"
     #: The thread's content.
     BASE = "base"
@@ -91,7 +91,7 @@ class Drafted(msgspec.Struct, Generic[M], gc=False, eq=False):
 
 
 class Taken(NamedTuple, Generic[M]):
-    """What becomes of the first writes of a queue."""
+    """What happens to the first writes of a queue."""
 
     #: One for each, in order: it goes out with the unit, its caller is told that it repeats another or why it is
     #: refused, or it had ended before (None). Behind these the queue stays as it is.
@@ -105,8 +105,8 @@ def next_unit(
 ) -> Taken[M]:
     """Decide which of the queue's first writes go out behind the tip `before`, and which end without.
 
-    `looked_up`: the tip was read just now. The drafts of what goes out have changed the tip's memory; whoever does not
-    send them undoes them, the last first.
+    `looked_up`: the tip was read just now. The drafts of what goes out have changed the tip's memory; a caller that
+    does not send them undoes them, the last first.
     """
     outcomes: list[Drafted[M] | Receipt | Exception | None] = []
     refused: list[Waiting[M]] = []
@@ -120,8 +120,8 @@ def next_unit(
             refused.append(write)
             outcomes.append(NotTried())
             continue
-        # What expects nothing in the log goes alone: it may land late, after a purge, and is told by what it says
-        # of its base (`chain.superseded`), which nothing behind it says.
+        # A write that expects nothing in the log goes alone: it may land late, after a purge, and only its own note
+        # of its base (`chain.superseded`) gives it away; entries behind it have no such note.
         if count and not before.seq:
             break
         outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=looked_up)
@@ -133,8 +133,8 @@ def next_unit(
             count += len(outcome.messages)
             tip = outcome.after
         elif count:
-            # What is refused because of the tip must be refused because of a durable one: what stands in this
-            # very unit may still fail. So such writes wait for the next round.
+            # A refusal must rest on a durable tip, and what stands in this very unit may still fail. So such writes
+            # wait for the next round.
             break
         elif isinstance(outcome, Need):
             return Taken(outcomes, outcome)
@@ -147,7 +147,7 @@ def next_unit(
 def _judge(
     thread_id: str, write: Waiting[M], tip: Tip[M], limits: Limits, *, first: bool, looked_up: bool
 ) -> Drafted[M] | Receipt | Exception | Need:
-    """What becomes of a write behind `tip`; nothing of a draft is left unless it is drafted."""
+    """What happens to a write behind `tip`; a draft is undone unless the write goes out."""
     if write.keyed:
         same = recent_keys.find(tip.keys, write.item)
         if same is not None:
@@ -217,5 +217,5 @@ def _repeat(thread_id: str, tip: Tip[M]) -> Receipt:
 
 
 def other_content(thread_id: str) -> IdempotencyConflict:
-    """For a key that comes again with something else."""
+    """The error for a key that comes again with different content."""
     return IdempotencyConflict(f"thread {thread_id!r}: the idempotency key was already used with different content")

@@ -26,7 +26,7 @@ class Memory(Protocol):
 M = TypeVar("M", bound=Memory)
 
 
-# Neither is part of a cycle: of what each write makes, and of ten thousand threads is kept, Python need not look at it.
+# Neither is part of a cycle. Every write makes one and ten thousand threads keep one, so spare the collector the work.
 class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     """A thread's last entry, as a writer knows it; what the next entry builds on."""
 
@@ -37,19 +37,19 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     seen: int
     version: int
     keys: bytes
-    #: None when the content is not known here: only a self-contained entry can follow.
+    #: None when the content is unknown here: only a self-contained entry can follow.
     memory: M | None
     #: True when the thread's chain is broken: only a self-contained entry can be applied.
     broken: bool = False
     keys_complete: bool = True
-    #: The highest numbers of the thread's sources; None while they are not known.
+    #: The highest numbers of the thread's producers; None while they are unknown.
     producers: bytes | None = None
-    #: Where a read must have got to see what this tip stands for, when that is not `seq`.
+    #: The position that a read must reach to see what this tip stands for, if that is not `seq`.
     flushed_seq: int = 0
     #: Of a thread of which the log shows nothing: when it was asked (`bufstore.buffer.elapsed`).
     asked_at: float = 0.0
-    #: The entry itself (without its payload) when it expected nothing in the log: whether it counts only Postgres' row
-    #: tells (`bufstore.buffer.chain.counts`), so `ring` and `sources` are not taken from it.
+    #: The entry itself (without its payload) when it expected nothing in the log: only the watermark in Postgres tells
+    #: whether it counts (`bufstore.buffer.chain.counts`), so its keys and producers are not used.
     first: StoredEntry | None = None
 
 
@@ -64,7 +64,7 @@ class Draft(msgspec.Struct, Generic[M], gc=False, eq=False):
     self_contained: bool
     version: int
     memory: M | None
-    #: Takes back what `prepare` changed in the memory.
+    #: Undoes what `prepare` changed in the memory.
     undo: Callable[[], object]
 
 
@@ -74,8 +74,8 @@ Prepare = Callable[[Tip[M]], Draft[M]]
 def tip_of_message(last: StoredMessage) -> Tip[M]:
     """The tip that a thread's last message in the log makes; its content is not known.
 
-    One that expected nothing there may be superseded, and then no key in it was used: nobody may pass its keys on
-    who has not asked Postgres.
+    An entry that expected nothing there may be superseded, and then its keys were never used: only a writer that has
+    asked Postgres may pass them on.
     """
     try:
         entry, _, _ = decode(last)
@@ -98,10 +98,10 @@ def tip_of_message(last: StoredMessage) -> Tip[M]:
 
 
 def tip_of_row(watermark: Watermark, seen: int, asked_at: float, memory: M | None) -> Tip[M]:
-    """The tip of a thread of which the log shows nothing, from what Postgres holds.
+    """The tip of a thread that the log does not show, from what Postgres holds.
 
-    The row of a deleted thread may be removed at any time: an entry that asked for its predecessor there would not find
-    it. So it asks for nothing, as one that did not look.
+    The row of a deleted thread may be removed at any time: an entry that expects its predecessor there would not find
+    it. So the entry expects nothing, like one whose writer did not look.
     """
     base = Base.STORED if watermark.flushed_seq else Base.NONE
     return Tip(
@@ -120,7 +120,7 @@ def tip_of_row(watermark: Watermark, seen: int, asked_at: float, memory: M | Non
 
 
 def tip_unknown(seen: int, asked_at: float) -> Tip[M]:
-    """The tip of a thread of which the log shows nothing, and Postgres was not asked."""
+    """The tip of a thread that the log does not show, when Postgres was not asked."""
     return Tip(0, 0, Base.UNKNOWN, seen, version=0, keys=b"", memory=None, keys_complete=False, asked_at=asked_at)
 
 

@@ -1,4 +1,4 @@
-"""Finding a thread's tip: in the log, in Postgres, or from a tip of before and what others have appended since."""
+"""Finds a thread's tip: in the log, in Postgres, or from an earlier tip and what others have appended since."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig
 
-#: What is purged was flushed a failover window ago, which is longer: a thread that was nowhere, and was written since,
-#: still shows in the log.
+#: Purged entries were flushed a failover window ago, which is longer: a thread that existed nowhere, and was written
+#: since, still shows in the log.
 _NEW_FOR_S = 5.0
 
 
@@ -43,7 +43,7 @@ class Writer(Protocol[M]):
 
 
 class TipFinder(Generic[M]):
-    """Finds tips and remembers them in `tips`. All of it raises LogUnavailable, what asks Postgres StoreUnavailable."""
+    """Finds tips and remembers them in `tips`. Raises LogUnavailable; StoreUnavailable where Postgres is asked."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class TipFinder(Generic[M]):
         self._lookups = Lookups(log, config.append_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
-        #: How long the machine had been suspended when that was last asked for: `saw` does not look at it.
+        #: How long the machine had been suspended at the last look: `saw` does not ask again.
         self._suspended_s = elapsed.suspended_s()
         #: Threads that were found nowhere, when that was, and what was seen before.
         self._new: dict[str, tuple[float, int]] = {}
 
     @property
     def _seen_for_s(self) -> float:
-        """Seen this lately, the end of the log is above everything that has been purged since."""
+        """Within this many seconds, a seen end of the log is above everything purged since."""
         return self._log.windows.rely_s / 4
 
     def saw(self, seq: int, now: float) -> None:
@@ -81,17 +81,17 @@ class TipFinder(Generic[M]):
     async def learn_new(
         self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
     ) -> None:
-        """Find out which of many threads are nowhere, in a few requests. `held`: those of them that Postgres knows."""
+        """Find out which of many threads exist nowhere, in a few requests. `held`: the ones that Postgres knows."""
         at, seen = elapsed.now_s(), await self._seen_lately()
         subjects = {self._subjects.of(t): t for t in thread_ids if self._tips.get(t) is None}
         in_log = await self._log.last(list(subjects), self._timeout_s)
         absent = [thread_id for subject, thread_id in subjects.items() if subject not in in_log]
-        # In this order: what is not in the log any more is in Postgres.
+        # In this order: what has left the log is in Postgres.
         present = await held(absent) if absent else ()
         self._new = {t: (at, seen) for t in absent if t not in present}
 
     def _as_new(self, thread_id: str) -> Tip[M] | None:
-        """The tip of a thread that was found nowhere, a moment ago: too short for anything to be written and purged."""
+        """The tip of a thread that was found nowhere, too short ago for anything to be written and purged."""
         at, seen = self._new.pop(thread_id, (float("-inf"), 0))
         if elapsed.now_s() - at > min(_NEW_FOR_S, self._seen_for_s):
             return None
@@ -126,7 +126,7 @@ class TipFinder(Generic[M]):
         return tip
 
     async def of_row(self, thread_id: str) -> Tip[M]:
-        """The tip with all keys and sources that are remembered: of its chain in the log, and what Postgres knows."""
+        """The tip with all remembered keys and producers: those of its chain in the log, and those in Postgres."""
         if (new := self._as_new(thread_id)) is not None:
             return new
         at, seen = elapsed.now_s(), await self._seen_lately()
@@ -149,7 +149,7 @@ class TipFinder(Generic[M]):
         return tip
 
     async def _first_above(self, thread_id: str, seq: int) -> StoredEntry | None:
-        """The log's first entry of the thread above a position: those behind it may not have its keys."""
+        """The log's first entry of the thread above a position: later entries may lack its keys."""
         found = await self._log.after(self._subjects.of(thread_id), seq, self._timeout_s, limit=1)
         return tip_of_message(found[0]).first if found else None
 
@@ -190,7 +190,7 @@ class TipFinder(Generic[M]):
         subject = self._subjects.of(thread_id)
         messages = await self._log.after(subject, before.seq, self._timeout_s)
         if not messages:
-            # A conflict, and nobody wrote behind us: what we built on has been purged, and maybe more with it.
+            # A conflict, and nobody wrote behind us: our base was purged, and maybe more with it.
             return await self.look_up(thread_id)
         tip = before
         for item in assemble(messages, thread_id):
@@ -198,19 +198,20 @@ class TipFinder(Generic[M]):
                 return tip_of_message(messages[-1])
             e = item.entry
             if e.base is not Base.CHAINED:
-                return tip_of_message(messages[-1])  # what we know has been purged, and maybe more with it
+                return tip_of_message(messages[-1])  # our base was purged, and maybe more with it
             self._writer.observe(memory, item)
             known = tip.producers if e.producers is None else e.producers
             tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.keys, memory, False, e.keys_complete, known)
         if tip.seq != messages[-1].seq:
-            return tip_of_message(messages[-1])  # of a large entry only the end is left
+            return tip_of_message(messages[-1])  # only the end of a large entry is left
         self._tips.put(thread_id, tip)
         return tip
 
     async def _seen_lately(self) -> int:
         """A position at or above everything that has been purged by now.
 
-        Purged is only what was committed a failover window ago, so the log's end at any later moment is one.
+        Only entries committed a failover window ago are purged, so the log's end at any later moment is such a
+        position.
         """
         seq, at = self._seen
         now, suspended_s = self._loop.time(), elapsed.suspended_s()

@@ -1,11 +1,11 @@
-"""Writes that ended as unknown, so that a retry with their key is exact however much others have written since.
+"""Remembers writes that ended as unknown, so that a retry with their key is exact whatever others have written since.
 
-The ring of a thread's entries knows its last 16 keys; a writer that got OutcomeUnknown while others go on writing may
-come back later than that. The process that sent the write remembers which entry it was sent behind: if it was stored it
-stands behind that one, as long as the log holds it. If it does not and anything else stands there, it never will; if
-nothing does, the compare-and-set decides between it and the retry.
+A thread's entries carry its last 16 keys; a writer that got OutcomeUnknown while others go on writing may come back
+later than that. The process that sent the write remembers which entry it was sent behind. If the write was stored, it
+stands behind that entry, as long as the log holds it. If something else stands there, the write never will be stored.
+If nothing does, the compare-and-set decides between the write and its retry.
 
-An entry that expected nothing in the log may have landed late and be superseded: Postgres' row tells whether it counts.
+An entry that expected nothing in the log may have landed late and be superseded: the watermark tells whether it counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Unresolved:
         self._behind: OrderedDict[tuple[str, bytes], int] = OrderedDict()
 
     def remember(self, thread_id: str, item: bytes, behind: int) -> None:
-        """A write with this ring item ended as unknown, sent behind this position."""
+        """Note that a write with this key item, sent behind this position, ended as unknown."""
         key = thread_id, recent_keys.hash_of(item)
         self._behind.setdefault(key, behind)
         self._behind.move_to_end(key)
@@ -50,12 +50,12 @@ class Unresolved:
             self._behind.popitem(last=False)
 
     def __contains__(self, write: tuple[str, bytes]) -> bool:
-        """Whether a write to the thread with this ring item ended as unknown."""
+        """Whether a write to the thread with this key item ended as unknown."""
         thread_id, item = write
         return (thread_id, recent_keys.hash_of(item)) in self._behind
 
     async def find(self, thread_id: str, item: bytes, timeout_s: float) -> tuple[StoredEntry, bool] | None:
-        """The entry that the write has become, and whether it has the same content; None if there is none (yet).
+        """The entry that the write has become, and whether its content is the same; None if it is not there (yet).
 
         Raises LogUnavailable; StoreUnavailable when only Postgres can tell; AppendUnknown when nothing tells any more.
         """
@@ -73,7 +73,7 @@ class Unresolved:
         return (found.entry, found.same) if found is not None else None
 
     async def _last(self, thread_id: str, item: bytes, timeout_s: float) -> _Found | None:
-        """The last entry with the key: one that is superseded may have been followed by a repeat of it."""
+        """The last entry with the key: a repeat may have followed a superseded one."""
         behind = self._behind.get((thread_id, recent_keys.hash_of(item)))
         if behind is None:
             return None

@@ -1,7 +1,7 @@
 """Waiting until something is flushed, by whichever instance flushes it.
 
-The owner of a partition is asked to flush now, its progress reports are heard, and then Postgres is asked, and now and
-then before: a report may be lost, or speak of a commit that a failover has lost; the truth is there.
+The waiter asks the partition's owner to flush now, and listens to its progress reports. Then, and now and then before,
+it asks Postgres, which holds the truth: a report may be lost, or tell of a commit that a failover has lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FlushWaiter:
     def _on_progress(self, partition: int, seq: int) -> None:
         if seq > self._progress.get(partition, 0):
             self._progress[partition] = seq
-            # A new event for the next report: whoever holds this one before he looks misses nothing.
+            # A new event for the next report: a waiter that takes this one before it looks misses nothing.
             moved, self._moved = self._moved, asyncio.Event()
             moved.set()
 
@@ -85,7 +85,7 @@ class FlushWaiter:
                             left = {p: t for p, t in left.items() if found.get(p, 0) < t}
                             if not left:
                                 return
-                            # What was reported beyond that is no more.
+                            # What was reported beyond that no longer exists.
                             self._progress.update({p: found.get(p, 0) for p in left})
                         except BufstoreError as e:
                             failed = str(e)
@@ -119,7 +119,7 @@ class FlushWaiter:
         return "this process", self._flusher.state.trouble
 
     async def _inquire(self, partition: int) -> tuple[str, str]:
-        """Who is to flush a partition, and what trouble it tells of; empty as far as that cannot be told."""
+        """The owner of a partition, and the trouble it reports; empty where that is unknown."""
         try:
             members, troubles = await self._shared.members(), await self._shared.troubles()
         except BufstoreError:
