@@ -1,7 +1,7 @@
 """Where a process may die, by name: a crash test kills it exactly there.
 
 A *failpoint* stands between two steps that outlive the process (a message in the log or the bucket, a transaction, a
-consumer, a purge): what is only in memory between them makes no difference to who comes after. Each member of
+consumer, a purge): what is only in memory between them makes no difference to the next process. Each member of
 `Failpoint` is reached from one place in the source, by moving parts and adapters, never by decisions.
 
 Off unless a test sets `active` in its own process; no configuration does. Off, a failpoint costs one call and one look
@@ -30,9 +30,9 @@ class Failpoint(StrEnum):
     BATCH_BEFORE = "batch-before"
     #: Half of a batch's bytes have left. Any of its entries in the log would tear a unit.
     BATCH_HALF_SENT = "batch-half-sent"
-    #: A batch is stored, none of its writers has been told. As for a lone entry, for many threads at once.
+    #: A batch is stored, and no writer has been told. As for a lone entry, for many threads at once.
     BATCH_ACKED = "batch-acked"
-    #: The thread's lane knows of the ack, the caller does not have his receipt.
+    #: The thread's lane knows of the ack; the caller does not have its receipt.
     RECEIPT_BEFORE = "receipt-before"
 
     # Flushing.
@@ -100,7 +100,7 @@ class Failpoint(StrEnum):
     # Starting.
     #: In a migration's transaction: tables are changed, the version is not written. Else it would run twice.
     MIGRATION_HALF = "migration-half"
-    #: One room's migrations are committed, another's may not have begun.
+    #: One set of tables is migrated, another may not have begun.
     MIGRATION_DONE = "migration-done"
     #: Postgres knows the epoch, the stream does not exist. Must not be taken for a stream that was lost.
     EPOCH_SET = "epoch-set"

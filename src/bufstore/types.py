@@ -1,4 +1,4 @@
-"""Small value types that every room shares, and the rule for ids."""
+"""Small value types that every package uses, and the rule for ids."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Consistency(enum.Enum):
 
 
 class ProducerSequence(msgspec.Struct, frozen=True):
-    """Who numbers a write, and its number: see `BufferedThreadStore.checkpoint`.
+    """The producer that numbers a write, and the number: see `BufferedThreadStore.checkpoint`.
 
     A producer's sequence numbers grow per thread, in the order in which the writes are to take effect: a batch's
-    number, say, and within it the row's. A number that is not above the highest one that the thread has from this
-    producer is a repeat.
+    number, for example, and within it the row's. A number that is not above the highest number that the thread has from
+    this producer is a repeat.
     """
 
     #: E.g. the name of a streaming query. A thread remembers the 8 producers that wrote to it last.

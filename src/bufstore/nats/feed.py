@@ -1,12 +1,12 @@
-"""Following one partition of the log: a durable pull consumer of one owner's term.
+"""Follows one partition of the log: a durable pull consumer of one owner's term.
 
 The feed promises an unbroken sequence: the cursor will say "everything up to here is done", so a delivery that was
 lost on the way must not pass unnoticed. Each delivery carries the consumer's own dense counter, and each idle
 heartbeat its last value: a jump means a lost message, silence a lost connection. Then the feed is *lost*, and its
 owner takes the partition again from the cursor. Nothing is ever asked for twice, and nothing is repaired here.
 
-The server delivers so much ahead of what is acknowledged and no more. Where that is not enough (`NatsFeed.go_on`) the
-feed goes on with a second consumer that acknowledges nothing: the floor of the first stays at or below the cursor.
+The server delivers only so far ahead of the ack floor. Where that is not enough (`NatsFeed.go_on`), the feed goes on
+with a second consumer that acknowledges nothing: the floor of the first stays at or below the cursor.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class NatsFeed:
             subscription = await client.listen(inbox, self._on_message)
         except nats.errors.Error as e:
             raise LogUnavailable(f"cannot follow the partition: {type(e).__name__}") from None
-        if self._lost is not None:  # closed meanwhile: nobody would end this one
+        if self._lost is not None:  # closed meanwhile: nobody would end this consumer
             await self._end(subscription, name)
             return
         # What the first one has delivered meanwhile comes again, and is known by its position.
@@ -181,7 +181,7 @@ class NatsFeed:
         await self._pull()
 
     def _release(self, seq: int) -> str | None:
-        """Hold no more what stands up to there; how to acknowledge the last of it."""
+        """Release what stands up to there. Returns how to acknowledge the last of it."""
         reply = None
         while self._held and self._held[0][0] <= seq:
             _, reply, size = self._held.popleft()
@@ -204,7 +204,7 @@ class NatsFeed:
             _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
 
     async def _pull(self, *, beyond: bool = False) -> None:
-        """Keep one request open while there is room for what it may bring (or although there is none)."""
+        """Keep one request open while there is space for its messages, or although there is none."""
         room = self._messages_max - len(self._held)
         full = room <= self._messages_max // 4 or self._held_bytes >= self._bytes_max
         if self._outstanding or (full and not beyond) or self._lost or self._client is None:
@@ -278,7 +278,7 @@ async def open_feed(
     wake: Callable[[], None],
     bytes_max: int,
 ) -> NatsFeed:
-    """Create the consumer (or check the one that is there) and follow it. Raises ConfigDrift, LogUnavailable."""
+    """Create the consumer, or check the existing one, and follow it. Raises ConfigDrift, LogUnavailable."""
     name = config["name"]
     client = connection.client()
     try:
@@ -287,7 +287,7 @@ async def open_feed(
             {"stream_name": stream_name, "config": config, "action": "create"},
         )
     except ConfigError:
-        # No two owners have the same term, so a consumer of this name is none of ours: say how it differs.
+        # No two owners have the same term, so a consumer of this name is not ours: say how it differs.
         found = await stream.api(f"CONSUMER.INFO.{stream_name}.{name}")
         check(f"consumer {name}", config, found["config"], "it is not ours", f"nats consumer rm {stream_name} {name}")
         raise

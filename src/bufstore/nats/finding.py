@@ -1,4 +1,4 @@
-"""The log's configuration as it stands on the server, for whoever comes to a log that others have made."""
+"""The log's configuration as it stands on the server, for processes that use a log that others created."""
 
 from __future__ import annotations
 

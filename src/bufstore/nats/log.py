@@ -97,7 +97,7 @@ class NatsLog(NatsStream):
         await self._say(lambda metadata: dict(metadata) if target_of(metadata) is not None else said | dict(metadata))
 
     async def _say(self, change: Callable[[Mapping[str, str]], dict[str, str]]) -> None:
-        """Change the stream's metadata. Whoever changes it at the same time may win: then LogUnavailable is raised."""
+        """Change the stream's metadata. Raises LogUnavailable if another process wins at the same time."""
         found = (await self._look())["config"]
         said = change(found.get("metadata") or {})
         await self.api(f"STREAM.UPDATE.{self._config.log.stream}", {**found, "metadata": said})
@@ -113,7 +113,7 @@ class NatsLog(NatsStream):
     async def create(self, epoch: int, target: Target) -> None:
         wanted = stream_config(self._config.log, epoch, target)
         try:
-            with contextlib.suppress(StreamTaken):  # with other settings: whoever looks next says which
+            with contextlib.suppress(StreamTaken):  # with other settings: the next look says which
                 await self.api(f"STREAM.CREATE.{self._config.log.stream}", wanted)
         except LogFull as e:
             raise ConfigError(

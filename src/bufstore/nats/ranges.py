@@ -1,8 +1,8 @@
-"""Reading a range of the log beside everybody else: no acks, no durable consumer, the same answer each time.
+"""Reads a range of the log without disturbing anybody: no acks, no durable consumer, the same answer each time.
 
 For jobs that read what others write (`bufstore.spark`). Each read has an ephemeral consumer of its own, so the
-flusher's are never touched. What is delivered is told by the stream's own sequence; the end of a range is the
-position, or that nothing is left, never a silence.
+flusher's are never touched. The stream's own sequence identifies what is delivered; a range ends at its
+position, or when the server says that nothing is left, never because of silence.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PULL = 4096
 _PULL_BYTES = 8 << 20
 _EXPIRES_S = 30
 _HEARTBEAT_S = 1.5
-#: Without a heartbeat for this long the connection is taken for dead.
+#: Without a heartbeat for this long the connection counts as dead.
 _SILENCE_S = 10.0
 #: A consumer whose reader is gone removes itself.
 _INACTIVE_S = 60
@@ -51,7 +51,7 @@ class LogState(msgspec.Struct, frozen=True):
     """What the log is like at a moment."""
 
     config: LogConfig
-    #: When the stream was made: tells it from another one of its name.
+    #: When the stream was created: tells it from another stream of the same name.
     created: str
     epoch: int
     #: The first position that is (or will be) there, and the one behind the last.
@@ -66,14 +66,14 @@ class LogState(msgspec.Struct, frozen=True):
 
 
 class LogReader:
-    """Reads one log. Raises LogUnavailable, and ConfigError for a stream that is none of ours."""
+    """Reads one log. Raises LogUnavailable, and ConfigError for a stream that bufstore did not create."""
 
     def __init__(self, config: NatsConfig, stream: str, bucket: str | None = None) -> None:
         self._api = config.api
         self._name = stream
         self._bucket = bucket
         self._connection = Connection(config, "bufstore-reader")
-        # As if of several replicas: single messages are asked of the leader, who alone knows what was purged.
+        # As if there were several replicas: ask the leader for single messages, because only it knows what was purged.
         self._stream = NatsStream(self._connection, config.api, stream, 2)
 
     async def open(self) -> None:
@@ -98,9 +98,9 @@ class LogReader:
         return LogState(found, info["created"], epoch_of(config), first, end, int(state["messages"]))
 
     async def whole_from(self, log: LogState) -> int:
-        """From where on nothing was purged: partitions are purged one by one, each up to a place of its own.
+        """The position from which nothing was purged: each partition is purged up to a position of its own.
 
-        Too high where a partition got its first message late: nobody can tell that from one that was purged.
+        Too high where a partition got its first message late: that looks like a purge.
         """
         firsts = await asyncio.gather(
             *(self._first(log.subjects.of_partition(p), log.end) for p in range(log.config.partitions))
@@ -123,7 +123,7 @@ class LogReader:
         async with contextlib.aclosing(self.read(start, log.end, [log.subjects.erased])) as found:
             async for part in found:
                 for read in part:
-                    with contextlib.suppress(ValueError):  # written by somebody else
+                    with contextlib.suppress(ValueError):  # a foreign message
                         positions.update(int(number) for number in read.message.body.split(b","))
         return positions
 
@@ -184,7 +184,7 @@ class LogReader:
         verb = f"{self._api}.CONSUMER.MSG.NEXT.{self._name}.{name}"
         try:
             while not inbox.done:
-                # The next is asked for before the last is worked on; so at most two are in memory.
+                # The next batch is requested before the last is worked on, so at most two are in memory.
                 if inbox.wanted <= at_once // 4:
                     room = min(at_once, end - inbox.position(start))
                     inbox.wanted += room
@@ -251,7 +251,7 @@ class _Inbox:
             self._trouble = f"the consumer ended: {status} {description}"
 
     async def take(self, alive: Any) -> list[Read]:
-        """What has arrived, once something has. Raises LogUnavailable when the server falls silent."""
+        """Wait for and return what has arrived. Raises LogUnavailable when the server falls silent."""
         self._something.clear()
         if not self._arrived and not self.done and self._trouble is None:
             try:

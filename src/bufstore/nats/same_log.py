@@ -1,7 +1,7 @@
 """Is this still the log that we wrote to? Asked on every new connection, and again while the answer is no.
 
-Whoever answers may be a leader that the others have left, or may have nobody to ask: an old end is believed only when
-a write that was sent after the question was stored, and where. A leader that is alone stores nothing.
+The node that answers may be a leader that the others have left, or may have no leader to ask. An old end is believed
+only when a write that was sent after the question is stored, and by where it is stored. A lone leader stores nothing.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 
 _log = logging.getLogger(__name__)
 
-#: A server that leads all streams and was left by the others steps down within 20 s. Who says for longer than this
-#: that there is no such stream is believed.
+#: A server that leads all streams and was left by the others steps down within 20 s. A server that says for longer
+#: than this that there is no such stream is believed.
 GONE_S = 30.0
 _LOOK_AGAIN_S = 1.0
 _ASK_S = 5.0
 _STREAM_MISSING = 10059
 
-#: Set in the task that looks whether a refusal still holds: its own calls are not refused.
+#: Set in the task that checks whether a refusal still holds: its own calls are not refused.
 _looking: ContextVar[bool] = ContextVar("looking", default=False)
 
 
 class Unproven(nats.errors.Error):
-    """What is shown of the log is old, or nothing, and nobody has proved that he leads."""
+    """The log shown is old or missing, and no node has proved that it leads."""
 
 
 class SameLog:
@@ -56,24 +56,24 @@ class SameLog:
         self._look: asyncio.Task[None] | None = None
 
     def note(self, seq: int) -> int:
-        """This position is in the log."""
+        """Note that this position is in the log."""
         if seq > self.highest:
             self.highest = seq
         return seq
 
     def acked(self, seq: int, message: Outgoing) -> int:
-        """This entry is in the log, at this position."""
+        """Note that this entry is in the log, at this position."""
         if seq > self.highest:
             self.highest, self._acked = seq, (seq, message.subject, message.header)
         return seq
 
     def check(self) -> None:
-        """Raises LogRolledBack while the log is refused."""
+        """Raise LogRolledBack while the log is refused."""
         if self.refused is not None and not _looking.get():
             raise LogRolledBack(self.refused)
 
     def refuse(self, reason: str, stands_again: Callable[[], Awaitable[bool]]) -> None:
-        """Nothing more is appended or flushed, until `stands_again`, which is asked now and then."""
+        """Append and flush nothing more until `stands_again` says so, which is asked now and then."""
         if self.refused is None:
             self.refused = reason
             _log.error("refusing the log; nothing is appended or flushed: %s", reason, extra={"action": "log_refused"})
@@ -117,7 +117,7 @@ class SameLog:
             return None
         missing = (info.get("error") or {}).get("err_code") == _STREAM_MISSING
         if "state" not in info and not missing:
-            return None  # JetStream has trouble of another kind: each call will say so
+            return None  # JetStream has another kind of trouble: each call will say so
         if self._withdrawn in ((info.get("config") or {}).get("subjects") or ()):
             return f"a repair of stream {self._stream} was begun and not finished"
         if self._replicated:
@@ -127,7 +127,7 @@ class SameLog:
         return f"the log ends at {info['state']['last_seq']}, this process has seen {self.highest} in it"
 
     async def _proof(self, client: Client, barrier: str, missing: bool) -> str | None:
-        """The same, told by a write: where it is stored is above all that was ever acknowledged in this log."""
+        """The same, proved by a write: its position is above everything that was ever acknowledged in this log."""
         try:
             answer = await client.request(barrier, b"", timeout=2)
             seq = int(json.loads(answer.data).get("seq", 0))
@@ -150,7 +150,7 @@ class SameLog:
 
 
 async def _ask(client: Client, subject: str) -> dict[str, Any]:
-    """Asked in short tries: what is asked while there is no leader is answered by nobody, also once there is one."""
+    """Ask in short tries: a request sent while there is no leader is never answered, even once there is one."""
     pause = AGAIN_S
     async with asyncio.timeout(_ASK_S):
         while True:

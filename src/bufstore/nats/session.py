@@ -1,4 +1,4 @@
-"""The way to a NATS server: one connection, with the log and the hot bucket on it."""
+"""The way to a NATS server: one connection, with the log and the shared state on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bufstore.nats.shared_state import NatsSharedState
 
 
 class NatsSession:
-    """See `bufstore.buffer.ports.shared_state.Link`."""
+    """See `bufstore.buffer.ports.shared_state.Session`."""
 
     def __init__(self, nats: NatsConfig, config: BufferConfig, name: str) -> None:
         self.connection = Connection(nats, name)

@@ -20,7 +20,7 @@ from bufstore.jetstream.stream import NatsStream
 #: Positions must fit into 62 bits.
 EPOCHS_MAX = 1 << 22
 
-#: Behind the first word of its subjects while a log is being repaired.
+#: Follows the first word of a log's subjects while the log is being repaired.
 WITHDRAWN = "-withdrawn"
 
 _OURS = "bufstore."
@@ -33,7 +33,7 @@ def epoch_of(found: Mapping[str, Any]) -> int:
 
 
 def windows_of(config: LogConfig, metadata: Mapping[str, Any]) -> Windows:
-    """What an existing log says of its windows; `config` has what one of before does not say."""
+    """What an existing log says of its windows; `config` supplies what a log of an earlier release does not say."""
 
     def seconds(name: str) -> float | None:
         return float(metadata[_OURS + name]) if _OURS + name in metadata else None
@@ -93,7 +93,7 @@ def metadata_of(config: LogConfig, epoch: int, target: Target | None = None) -> 
 
 
 def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, Any]:
-    """The log: nothing ages out of it, nothing is dropped from it, and what is too much is refused.
+    """The log's configuration: nothing ages out, nothing is dropped, and a full log refuses writes.
 
     Raises ConfigError for an epoch whose positions would not fit into 62 bits.
     """
@@ -117,7 +117,7 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
 
 
 def bucket_config(config: LogConfig) -> dict[str, Any]:
-    """The hot bucket: a KV bucket (one value per key) whose keys may have a time to live."""
+    """The shared-state bucket: a KV bucket (one value per key) whose keys may have a time to live."""
     return {
         "name": f"KV_{config.bucket}",
         "subjects": [f"$KV.{config.bucket}.>"],
@@ -154,7 +154,7 @@ def _common(config: LogConfig) -> dict[str, Any]:
 
 
 async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
-    """Create the hot bucket, or check it. Raises ConfigDrift."""
+    """Create the shared-state bucket, or check it. Raises ConfigDrift."""
     wanted = bucket_config(config)
     try:
         info = await stream.api(f"STREAM.INFO.{wanted['name']}")
@@ -164,7 +164,7 @@ async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
 
 
 def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
-    """Compare an existing log with the configuration; its epoch. Raises ConfigDrift."""
+    """Compare an existing log with the configuration, and return its epoch. Raises ConfigDrift."""
     metadata = found.get("metadata") or {}
     what = f"stream {config.stream}"
     if found["subjects"] == [out_of_service(config)]:

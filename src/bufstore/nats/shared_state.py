@@ -1,6 +1,6 @@
-"""The hot bucket: run → thread, live members, progress. All of it may be lost without losing a write.
+"""The shared-state bucket: run → thread, live members, progress. Losing it loses no write.
 
-Values are put by plain publishes on the bucket's subjects, so whoever listens on such a subject hears of a change
+Values are written by plain publishes on the bucket's subjects, so a listener on such a subject hears of a change
 without a consumer.
 """
 
@@ -32,12 +32,12 @@ from bufstore.nats.setup import ensure_bucket
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
-#: So much is kept of what a flusher says of its trouble.
+#: How many characters are kept of a flusher's trouble.
 _TROUBLE_MAX = 500
 
 
 class NatsSharedState:
-    """See `bufstore.buffer.ports.shared_state.HotState`."""
+    """See `bufstore.buffer.ports.shared_state.SharedState`."""
 
     def __init__(self, connection: Connection, api: str, config: LogConfig) -> None:
         self._connection = connection
@@ -66,7 +66,7 @@ class NatsSharedState:
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(LogUnavailable, AppendUnknown):
                     return await self._claim(message, run_id, thread_id, timeout_s)
-                # Claiming twice is the same as once, so whatever the outcome was it may be tried again.
+                # Claiming twice equals claiming once, so retry whatever the outcome was.
                 async for attempt in AsyncRetrying(
                     wait=wait_random_exponential(multiplier=0.02, max=0.2),
                     retry=retry_if_exception_type((LogUnavailable, AppendUnknown)),
@@ -184,7 +184,7 @@ class NatsSharedState:
                 try:
                     return await self._writes.submit([message])
                 except LogUnavailable:
-                    # Maybe somebody removed the bucket. Nothing in it is needed to be right: make a new one.
+                    # Maybe somebody removed the bucket. Correctness needs nothing in it: create a new one.
                     await ensure_bucket(self._stream, self._config)
                     return await self._writes.submit([message])
         except TimeoutError:

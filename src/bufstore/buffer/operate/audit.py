@@ -1,7 +1,7 @@
-"""What a self-check finds: the rules that log and Postgres keep between them, without I/O.
+"""The rules of a self-check, which log and Postgres must keep between them, without I/O.
 
-Each rule holds at every moment, also in the middle of a flush, if Postgres is asked in the order that
-`bufstore.buffer.operate.verify` keeps. What they find is either damage or a bug of ours.
+Each rule holds at every moment, even in the middle of a flush, if Postgres is asked in the order that
+`bufstore.buffer.operate.verify` keeps. A violation is either damage or a bug of ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bufstore.jetstream.messages import StoredMessage
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One rule that does not hold."""
+    """One violated rule."""
 
     #: Which one, in a word or two.
     rule: str
@@ -41,7 +41,7 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: int
     #: The live flushers.
     members: Sequence[str]
-    #: How many rules do not hold, and the first of them.
+    #: How many violations there are, and the first of them.
     wrong: int
     findings: Sequence[Finding]
     seconds: float
@@ -67,12 +67,12 @@ class ThreadFacts(msgspec.Struct, frozen=True, kw_only=True):
     parked: Collection[int]
     #: The partition's cursor, read before all this.
     cursor: int
-    #: The row's version, the store's, and how many messages the store has; None if it is not to be asked.
+    #: The watermark's version, the store's, and how many messages the store has; None if the store is not asked.
     versions: tuple[int, int | None, int] | None = None
 
 
 def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
-    """The rules that do not hold for the thread, each with what is there instead."""
+    """The rules that the thread violates, each with what is there instead."""
     watermark, last = facts.watermark, facts.last
     found = []
     if watermark.flushed_seq > last.seq:
@@ -87,14 +87,14 @@ def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
         found.append(("chain", f"entry {torn} does not build on what is before it"))
     if facts.versions is not None:
         known, stored, messages = facts.versions
-        # Of a deleted thread only the row of the buffer stays: with no messages, as the store has none.
+        # Only the buffer's row of a deleted thread stays, without messages; the store has none either.
         if not known == (stored or 0) == messages:
             found.append(("version", f"the buffer has version {known}, the store {stored} and {messages} messages"))
     return found
 
 
 def _explained(facts: ThreadFacts) -> bool:
-    """Whether the row's last entry took effect, or why it did not is known."""
+    """Whether the watermark's last entry took effect, or there is a known reason why it did not."""
     watermark, last = facts.watermark, facts.last
     if watermark.broken_since is not None or last.seq in facts.parked or last.seq <= facts.given_up:
         return True
@@ -106,7 +106,7 @@ def _explained(facts: ThreadFacts) -> bool:
 
 
 def _torn(watermark: Watermark, tail: Sequence[StoredEntry | Malformed]) -> int | None:
-    """The first entry of the tail whose predecessor is missing, unless what cannot be read explains it."""
+    """The first entry of the tail whose predecessor is missing, unless unreadable messages explain it."""
     for parked in plan(watermark, tail, complete=True).park:
         return None if isinstance(parked.item, Malformed) else parked.item.seq
     return None

@@ -1,4 +1,4 @@
-"""Erasing a thread's entries from the log, before retention would purge them.
+"""Erases a thread's entries from the log, before retention would purge them.
 
 The same rule as for a purge (`bufstore.buffer.flush.retention`): an entry may leave the log when it stands below a
 cursor that was committed `failover_window_s` ago and that Postgres still has. Then no failover needs the entry again,
@@ -30,10 +30,10 @@ class Eraser:
         self._config = config
 
     async def erase(self, threads: Mapping[str, int]) -> int:
-        """Remove each thread's messages below its position, once that is allowed; how many messages there were.
+        """Remove each thread's messages below its position, once that is allowed. Returns how many there were.
 
         Returns after `failover_window_s` at the earliest, unless there is nothing to remove. Raises FlushTimeout when
-        that has not come about within twice the window and `flush_timeout_s`; LogUnavailable, StoreUnavailable.
+        removal is not allowed within twice the window and `flush_timeout_s`; LogUnavailable, StoreUnavailable.
         """
         targets: dict[int, int] = {}
         for thread_id, below in threads.items():
@@ -49,7 +49,7 @@ class Eraser:
                 while not await self._passed(targets):
                     pass
         except TimeoutError:
-            reason = "the partition changed hands, or Postgres went back, while its commit was to become old enough"
+            reason = "the partition changed hands, or Postgres went back, before its commit was old enough"
             raise FlushTimeout(None, target=max(targets.values()), flushed=0, reason=reason) from None
         removed = 0
         for thread_id, below in threads.items():
@@ -57,7 +57,7 @@ class Eraser:
         return removed
 
     async def _passed(self, targets: Mapping[int, int]) -> bool:
-        """Wait until the cursors have passed the targets, and a window more; False if that is not the same history."""
+        """Wait until the cursors have passed the targets, and a window longer; False if the history is another one."""
         await self._waiter.partitions(targets, self._config.flush_timeout_s)
         before = await self._ledger.cursors()
         window = await self._window()
@@ -65,7 +65,7 @@ class Eraser:
         if await self._window() > window:
             return False  # it was raised meanwhile
         now = await self._ledger.cursors()
-        # A Postgres that went back has its partitions taken again: their terms are others.
+        # When Postgres went back, its partitions are taken again, with other terms.
         return all(now[p].term == before[p].term and now[p].seq >= target for p, target in targets.items())
 
     async def _window(self) -> float:

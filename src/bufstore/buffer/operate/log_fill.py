@@ -1,4 +1,4 @@
-"""How much room the log has, and for how long: what is not flushed in it, and how fast that grows."""
+"""How much space the log has, and for how long: its unflushed part, and how fast that grows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bufstore.buffer.ports.shared_state import SharedState
 from bufstore.errors import BufstoreError, LogFull
 from bufstore.jetstream.messages import Held
 
-#: Looks are compared with those of this long ago, at most and, if there is one, at least.
+#: A look is compared with one of at most, and if possible at least, this long ago.
 _REMEMBERED_S = 120.0
 _APART_S = 5.0
 _APART_MIN_S = 1.0
-#: Who keeps up has not more unflushed than is written in this time: a window gathers, and another one commits.
+#: A flusher that keeps up has no more unflushed than is written in this time: one window gathers while another commits.
 _KEEPS_UP_S = 5.0
 #: One explanation serves all writes that the log refuses within this time.
 _EXPLAINED_S = 1.0
@@ -38,14 +38,14 @@ class LogFill(NamedTuple):
 
 
 def full_in_s(earlier: Iterable[LogFill], now: LogFill) -> float | None:
-    """In how many seconds the log is full when what is not flushed grows on as it did; None when it does not grow.
+    """In how many seconds the log is full if the unflushed part keeps growing as it did; None when it does not grow.
 
-    It is at least that: what is flushed may make room until then. `earlier`: looks, the oldest first.
+    It takes at least that long: flushed entries may make space until then. `earlier`: looks, the oldest first.
     """
     known = [fill for fill in earlier if _APART_MIN_S <= now.at - fill.at <= _REMEMBERED_S]
     if not known:
         return None
-    # The newest that is not too new: what was long ago hides what is.
+    # The newest that is not too new: old looks hide the present rate.
     before = next((fill for fill in reversed(known) if now.at - fill.at >= _APART_S), known[0])
     apart = now.at - before.at
     rate = (now.unflushed - before.unflushed) / apart
@@ -72,7 +72,7 @@ def why_full(said: str, fill: LogFill) -> str:
 
 
 async def look(log: Log, shared: SharedState, flushed: Mapping[int, int]) -> LogFill:
-    """Look at the log. `flushed`: what is known of how far partitions are; reports of progress tell more.
+    """Look at the log. `flushed`: how far partitions are known to be flushed; progress reports tell more.
 
     Asks NATS only, a request for each partition. Raises LogUnavailable.
     """
@@ -91,7 +91,7 @@ class FillForecast:
         self._explained_at = 0.0
 
     async def now(self) -> tuple[LogFill, float | None]:
-        """The room there is, and in how many seconds there is none; None: unknown, or never at this rate.
+        """The space left, and in how many seconds there is none; None: unknown, or never at this rate.
 
         Growth is seen between calls, of up to two minutes ago. Raises LogUnavailable.
         """
@@ -104,7 +104,7 @@ class FillForecast:
         return fill, full
 
     async def measured(self) -> tuple[LogFill, float | None]:
-        """The same for who looks once: if something is not flushed he looks again, a second later."""
+        """The same for a caller that looks once: if something is not flushed, look again a second later."""
         fill, full = await self.now()
         if fill.unflushed:
             await asyncio.sleep(_APART_MIN_S)
@@ -112,7 +112,7 @@ class FillForecast:
         return fill, full
 
     async def explain(self, error: LogFull) -> LogFull:
-        """The same error with what takes the room; as it is when the log does not tell in time."""
+        """The same error with what fills the log added; unchanged when the log does not tell in time."""
         task = self._explaining
         now = asyncio.get_running_loop().time()
         if task is None or (task.done() and now - self._explained_at > _EXPLAINED_S):

@@ -1,4 +1,4 @@
-"""The quarantine, for an operator: what waits there, replaying it, giving it up."""
+"""The quarantine, for an operator: list what waits there, replay it, discard it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Quarantine:
     def __init__(self, ledger: Ledger, coalesce: Coalesce, tell: Callable[[str], Awaitable[None]]) -> None:
         self._ledger = ledger
         self._coalesce = coalesce
-        #: Tells every writer that a thread's chain is another than it remembers.
+        #: Tells every writer that a thread's chain is no longer the one that it remembers.
         self._tell = tell
 
     async def count(self) -> int:
@@ -53,9 +53,9 @@ class Quarantine:
         return found
 
     async def replay(self, seq: int) -> Sequence[Replayed]:
-        """Apply the entry and what was parked behind it, in order, as far as it goes; what became of each.
+        """Apply the entry and what was parked behind it, in order, as far as possible. Returns what became of each.
 
-        Exactly once, also beside a running flusher, and when it is done again. Raises NotFound.
+        Each is applied exactly once, even beside a running flusher and when this is repeated. Raises NotFound.
         """
         entry = await self.show(seq)
         if entry.thread_id is None:
@@ -65,7 +65,7 @@ class Quarantine:
         return await self._replay(entry.thread_id, seq)
 
     async def replay_thread(self, thread_id: str) -> Sequence[Replayed]:
-        """Apply all of the thread's parked entries that are not superseded, in order; what became of each.
+        """Apply the thread's parked entries that are not superseded, in order. Returns what became of each.
 
         Raises InvalidId.
         """
@@ -76,9 +76,9 @@ class Quarantine:
         return await self._ledger.parked.threads(after, limit)
 
     async def discard(self, seqs: Sequence[int]) -> int:
-        """Delete these entries for good; how many there were.
+        """Delete these entries for good. Returns how many there were.
 
-        A thread of which nothing waits any more goes on from what Postgres holds.
+        A thread without waiting entries goes on from what Postgres holds.
         """
         seqs = [s for s in seqs if 0 <= s <= _POSITION_MAX]
         threads = {e.thread_id for s in seqs if (e := await self._ledger.parked.entry(s)) is not None and e.thread_id}
@@ -100,7 +100,7 @@ class Quarantine:
                     raise StoreMisconfigured(str(e)) from e
                 if e.verdict not in (Verdict.POISON, Verdict.SUSPECT) or decide.last is None:
                     raise StoreUnavailable(str(e)) from e
-                # One at a time, until the one that is to blame is found; what builds on it waits.
+                # One at a time, until the entry to blame is found; what builds on it waits.
                 if single:
                     refused[decide.last] = str(e)
                 single = True
@@ -116,7 +116,7 @@ class Quarantine:
 
     async def _tell_all(self, threads: set[str]) -> None:
         for thread_id in threads:
-            with contextlib.suppress(BufstoreError):  # they find out themselves, by a conflict or by Postgres
+            with contextlib.suppress(BufstoreError):  # writers find out themselves, by a conflict or from Postgres
                 await self._tell(thread_id)
 
 

@@ -1,13 +1,13 @@
-"""The way on when the log and Postgres do not fit together any more: save what the log has, begin a new generation.
+"""The way on when log and Postgres no longer fit together: save what the log has, begin a new generation.
 
-Theory of operation. However they came apart (the log lost its end, or is gone, or is an older copy; Postgres is one, or
-went back further than the log reaches), the way on is one. The stream is taken out of service. Each thread's entries
-in it that Postgres lacks are applied if they fit and parked if not (`bufstore.buffer.operate.salvage`), one transaction
-a thread. Then the epoch in Postgres goes up and the stream is removed: the next start creates the new generation, whose
-positions are above all that any process or row remembers.
+Theory of operation. However they came apart (the log lost its end, is gone, or is an older copy; Postgres is an older
+copy, or went back further than the log reaches), there is one way on. The stream is taken out of service. Its entries
+that Postgres lacks are applied if they fit and parked if not (`bufstore.buffer.operate.salvage`), in one transaction
+per thread. Then the epoch in Postgres goes up and the stream is removed: the next start creates the new generation,
+whose positions are above everything that any process or watermark remembers.
 
-Rule: nothing of the stream is removed before all of it is in Postgres. Every step may be done again, so a repair that
-was interrupted is begun anew.
+Rule: nothing of the stream is removed before all of it is in Postgres. Every step may be repeated, so an interrupted
+repair is begun anew.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
 
     #: Why log and Postgres do not fit together; None: they do, and there is nothing to repair.
     reason: str | None
-    #: False: nothing was changed, the numbers say what would be done.
+    #: False: nothing was changed; the numbers say what a repair would do.
     done: bool = False
     #: Threads that the log shows.
     threads: int = 0
-    #: Entries in it that Postgres lacks and takes.
+    #: Entries in it that Postgres lacks and accepts.
     applied: int = 0
     #: Entries in it that Postgres lacks and that fit nowhere: they go to quarantine.
     parked: int = 0
@@ -52,7 +52,7 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int | None = None
 
 
-#: What is done with a thread's entries (None: of no thread), of which those at some positions are in quarantine.
+#: What is done with a thread's entries (None: entries of no thread); those at some positions are in quarantine.
 _Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
 
 
@@ -80,7 +80,7 @@ class Repair:
         self._parked = 0
 
     async def look(self) -> Repaired:
-        """What would be done; changes nothing. Raises Unavailable errors."""
+        """What a repair would do; changes nothing. Raises Unavailable errors."""
         if self._reason is None:
             return Repaired(reason=None)
         if await self._log.epoch(checked=False) is not None:
@@ -88,7 +88,7 @@ class Repair:
         return await self._report(done=False)
 
     async def carry_out(self) -> Repaired:
-        """Repair. Raises ConfigError while flushers are alive; Unavailable errors: do it again."""
+        """Repair. Raises ConfigError while flushers are alive; after an Unavailable error, repair again."""
         if self._reason is None:
             return Repaired(reason=None)
         alive = await living(self._shared)
@@ -108,7 +108,7 @@ class Repair:
         report = await self._report(done=True)
         assert report.epoch is not None
         await self._ledger.set_epoch(report.epoch)
-        # What is told of progress may be ahead of a Postgres that went back.
+        # Progress reports may be ahead of a Postgres that went back.
         await self._shared.report({c.partition: c.seq for c in (await self._ledger.cursors()).values()})
         await self._log.remove()
         return report
@@ -148,7 +148,7 @@ class Repair:
                 await settle(None, items, common, await self._settled(items))
 
     async def _common(self) -> list[int]:
-        """Per partition, up to where the log is certainly the one that Postgres speaks of."""
+        """Per partition, the position up to which the log is certainly the one that Postgres knows."""
         cursors = await self._ledger.cursors()
         return [await self._common_of(p, cursors.get(p)) for p in range(self._subjects.partitions)]
 
@@ -198,7 +198,7 @@ class Repair:
         self._count(plan_salvage(watermark, items, common=common, settled=settled))
 
     async def _settle(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
-        """Apply and park in one transaction; if the store refuses something, one entry after the other."""
+        """Apply and park in one transaction; if the store refuses something, entry by entry."""
         try:
             await self._commit(thread_id, items, common, settled, poison={})
         except _Refused:
@@ -250,7 +250,7 @@ class Repair:
 
 
 class _Refused(Exception):
-    """The store takes one of the entries on no base."""
+    """The store accepts one of the entries on no base."""
 
 
 def _id_of(item: Item) -> int | None:

@@ -1,10 +1,10 @@
 """What may be replayed from quarantine: the decision, without I/O.
 
-An entry was parked on a base: the thread's last applied entry at that moment. As long as the row holds the same base,
-nothing was applied since, and what was parked is what the thread is missing: it is applied in the log's order, as a
-flush would have done it. Once the base has moved (a later snapshot healed the thread), the entry is superseded:
+An entry was parked on a base: the thread's last applied entry at that moment. As long as the watermark names the same
+base, nothing was applied since, and the thread lacks exactly what was parked: it is applied in the log's order, as a
+flush would have done. Once the base has moved (a later snapshot healed the thread), the entry is superseded:
 neither its messages nor its run may be written over newer ones, and nothing in it says which of two records of a run
-is newer. What is replayed moves the base of what was parked behind it along.
+is newer. A replay moves the base of what was parked behind it along.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from bufstore.buffer.entry import Malformed, StoredEntry
 
 
 class ParkedEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry as it waits in quarantine, whole."""
+    """One entry in quarantine, whole."""
 
-    #: Its position in the log, by which it is called.
+    #: Its position in the log, which identifies it.
     seq: int
     #: None when even the subject names no thread.
     thread_id: str | None
@@ -42,9 +42,9 @@ class Outcome(enum.Enum):
     SUPERSEDED = "superseded"
     #: The entry that it builds on is not applied.
     WAITS = "waits"
-    #: It is no entry that this release can read.
+    #: This release cannot read it.
     UNDECODABLE = "undecodable"
-    #: The store still does not take it.
+    #: The store still refuses it.
     REFUSED = "refused"
 
 
@@ -68,9 +68,9 @@ class ReplayPlan(msgspec.Struct, frozen=True, kw_only=True):
 def plan_replay(
     watermark: Watermark, parked: Sequence[ParkedEntry], *, refused: Mapping[int, str] | None = None
 ) -> ReplayPlan:
-    """Decide what of a thread's `parked` entries takes effect on `row`.
+    """Decide what of a thread's `parked` entries takes effect on `watermark`.
 
-    `refused`: ids of entries that turned out not to be applicable, and why.
+    `refused`: ids of entries that turned out to be inapplicable, and why.
     """
     base = watermark.applied_id
     refused = refused or {}

@@ -1,14 +1,14 @@
-"""What a log that does not fit to Postgres any more still has to give: the decision, without I/O.
+"""What can be saved from a log that no longer fits to Postgres: the decision, without I/O.
 
-Three things may have happened. The log lost its last entries: Postgres has applied more than it shows. Postgres went
-back further than the log reaches: entries between are gone. Or both went on from a common past: what was appended
-after the log went back stands at positions that Postgres has seen other entries at.
+Three things may have happened. The log lost its last entries: Postgres has applied more than the log shows. Postgres
+went back further than the log reaches: entries in between are gone. Or both went on from a common past: entries
+appended after the log went back stand at positions where Postgres has seen other entries.
 
 Rule 1: positions prove nothing here, ids do. Up to the last entry that Postgres has certainly applied (`known_up_to`,
-over all threads of a partition: it is cut at one place) the log is the one that Postgres speaks of.
-Rule 2: what may have been acknowledged and is not known to be applied is applied or parked, never dropped. A snapshot
-at a position that Postgres has passed may be older than all that a row remembers: it is applied only if it builds on
-what is known to be applied, or it could rewind the thread.
+over all threads of a partition: it is cut at one place) the log is the one that Postgres knows.
+Rule 2: an entry that may have been acknowledged and is not known to be applied is applied or parked, never dropped. A
+snapshot at a position that Postgres has passed may be older than everything that a watermark remembers: it is applied
+only if it builds on an entry that is known to be applied; otherwise it could rewind the thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def reason_to_repair(
     log_end: int,
     applied: int,
 ) -> str | None:
-    """Why this log is not the one that Postgres speaks of, as far as their ends tell; None when they fit.
+    """Why this log is not the one that Postgres knows, judged by their ends; None when they fit.
 
     `log_epoch` is None when there is no stream, `epoch` when Postgres knows of none yet. `log_start`: the first
     position of the generation (`log_epoch`, or without a stream `epoch`). `applied`: the highest cursor.
@@ -55,7 +55,7 @@ def reason_to_repair(
 
 
 def known_up_to(watermark: Watermark, items: Sequence[StoredEntry | Malformed]) -> int:
-    """The position of the last of a thread's `items` that Postgres has certainly applied; 0 if that shows of none."""
+    """The position of the last of a thread's `items` that Postgres has certainly applied; 0 if there is none."""
     return max((i.seq for i in items if isinstance(i, StoredEntry) and _applied(watermark, i.entry)), default=0)
 
 
@@ -67,10 +67,10 @@ def plan_salvage(
     settled: Set[int],
     poison: Set[int] = frozenset(),
 ) -> Plan:
-    """Decide what of all that the log has of a thread takes effect on `row`, and what is parked.
+    """Decide which of the log's entries of a thread take effect on `watermark`, and which are parked.
 
-    `common`: up to there the log is the one that Postgres speaks of. `settled`: positions whose entries are in
-    quarantine. `poison`: ids that turned out not to be applicable.
+    `common`: up to there the log is the one that Postgres knows. `settled`: positions whose entries are in
+    quarantine. `poison`: ids that turned out to be inapplicable.
     """
     # A thread's entries are settled in order: those before one that is applied are.
     common = max(common, known_up_to(watermark, items))
@@ -81,7 +81,8 @@ def plan_salvage(
     unfounded = _unfounded(watermark, remaining)
     behind = msgspec.structs.replace(watermark, flushed_seq=start)
     found = plan(behind, remaining, complete=True, poison=poison | unfounded)
-    # What came too late in a log that goes on is superseded. Here it may be the newest there is: somebody decides.
+    # An entry that came too late is superseded in a healthy log. Here it may be the newest there is: an operator
+    # decides.
     judged = {i.seq for i in found.apply} | {p.item.seq for p in found.park}
     doubtful = [i for i in remaining if i.seq not in judged and i.seq <= watermark.flushed_seq]
     after, park = found.watermark, list(found.park)
@@ -123,7 +124,7 @@ def _done(watermark: Watermark, item: StoredEntry | Malformed, common: int) -> b
         return False
     if item.seq <= common:
         return True
-    # An idempotency key says that the same write took effect, if in an entry that the log has lost.
+    # An idempotency key shows that the same write took effect, in an entry that the log has lost.
     return isinstance(item, StoredEntry) and (
         _applied(watermark, item.entry) or recent_keys.holds(watermark.keys, recent_keys.newest(item.entry.keys))
     )

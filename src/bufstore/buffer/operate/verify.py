@@ -1,7 +1,7 @@
-"""The self-check: log, hot state and Postgres against each other, on a live system, in bounded memory.
+"""The self-check: log, shared state and Postgres against each other, on a live system, in bounded memory.
 
-What moves while it is looked at is looked at again; only what stays wrong is a finding. Within one look, what may only
-grow is read in the order in which being late does no harm: the cursor before the rows, the rows before the log.
+Whatever moves during a look is looked at again; only what stays wrong is a finding. Within one look, values that only
+grow are read in an order in which being late does no harm: the cursor before the watermarks, these before the log.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOOKS = 4
 _PAUSE_S = 0.1
 _TIMEOUT_S = 30.0
 
-#: Per thread: the row's version, the store's own, and how many messages the store holds.
+#: Per thread: the watermark's version, the store's own, and how many messages the store holds.
 Versions = Callable[[Sequence[str]], Awaitable[Mapping[str, tuple[int, int | None, int]]]]
 
 
@@ -97,7 +97,7 @@ class Verifier:
         return found
 
     async def _holds(self, partition: int, above: int, up_to: int) -> bool:
-        """Whether the partition has a message there: the server moves a floor over what is not the consumer's."""
+        """Whether the partition has a message there: the server moves a floor past messages of other partitions."""
         first = await self._log.after(self._subjects.of_partition(partition), above, _TIMEOUT_S, limit=1)
         return bool(first) and first[0].seq <= up_to
 
@@ -165,7 +165,7 @@ class Verifier:
 
 
 async def _lasting(look: Callable[[], Awaitable[list[tuple[str, str]]]]) -> list[tuple[str, str]]:
-    """What `look` finds, and finds again, by the same rule, each time that it looks."""
+    """What `look` finds by the same rule every time that it looks."""
     found = await look()
     for attempt in range(1, _LOOKS):
         if not found:

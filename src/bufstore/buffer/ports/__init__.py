@@ -1,4 +1,4 @@
-"""What the buffer needs of the outside (stream, log, hot state, ledger) and of its domain.
+"""What the buffer needs of the outside (stream, log, shared state, ledger) and of its domain.
 
 Adapters: `bufstore.nats`, `bufstore.postgres.ledger.ledger`, `bufstore.memory`.
 """

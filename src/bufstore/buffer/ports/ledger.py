@@ -20,7 +20,7 @@ from bufstore.buffer.target import Target
 
 @dataclass(frozen=True)
 class Cursor:
-    """Up to where a partition is done, and the term of its owner."""
+    """The position up to which a partition is done, and the term of its owner."""
 
     partition: int
     term: int
@@ -36,7 +36,7 @@ class Decision:
     batch: Sequence[Any] = ()
     watermarks: Mapping[str, Watermark] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
-    #: The partitions' cursors as they shall be.
+    #: The partitions' new cursors.
     cursors: Sequence[Cursor] = ()
 
 
@@ -61,7 +61,7 @@ class FlushFailed(Exception):
 
 
 def need_all(threads: Collection[str], watermarks: Mapping[str, Watermark]) -> None:
-    """For who has no use for a part of the threads: raise FlushFailed unless there are rows of all."""
+    """For callers that need all threads: raise FlushFailed unless there are watermarks of all."""
     held = len(set(threads) - watermarks.keys())
     if held:
         raise FlushFailed(f"other sessions hold the rows of {held} of {len(threads)} threads", Verdict.LOCKED)
@@ -72,16 +72,16 @@ class Flushed:
     """What a flush transaction committed, and which threads it left out, as if they had not been given."""
 
     decision: Decision
-    #: Their rows are held by somebody else.
+    #: Other sessions hold their rows.
     locked: Set[str] = frozenset()
-    #: The store does not take what was decided for them.
+    #: The store refuses what was decided for them.
     refused: Mapping[str, FlushFailed] = field(default_factory=dict)
     #: Enough were refused before these were looked at.
     untried: Set[str] = frozenset()
 
 
 class QuarantineFull(Exception):
-    """A flush would park more entries than there is room for; nothing was changed."""
+    """A flush would park more entries than there is space for; nothing was changed."""
 
     def __init__(self, room: int, limit: int) -> None:
         super().__init__(
@@ -92,7 +92,7 @@ class QuarantineFull(Exception):
 
 
 class QuarantineBusy(QuarantineFull):
-    """Somebody else parks entries, and has not committed: how much room there is, is not known."""
+    """Another session parks entries and has not committed: the space left is unknown."""
 
     def __init__(self) -> None:
         Exception.__init__(self, "another flusher puts entries into quarantine and has not committed")
@@ -112,7 +112,7 @@ class ParkedInfo(msgspec.Struct, frozen=True, kw_only=True):
     #: SHA-256 of what is kept.
     hash: str
     parked_at: datetime
-    #: True when the thread has gone on without it: it cannot be replayed any more.
+    #: True when the thread has gone on without the entry, which can no longer be replayed.
     superseded: bool
 
 
@@ -128,7 +128,7 @@ class ParkedEntries(Protocol):
         ...
 
     async def present(self, seqs: Sequence[int]) -> set[int]:
-        """Those of the positions whose entries are here."""
+        """The ones of these positions whose entries are here."""
         ...
 
     async def threads(self, after: str, limit: int) -> list[str]:
@@ -145,7 +145,7 @@ class ParkedEntries(Protocol):
         ...
 
     async def discard(self, seqs: Sequence[int]) -> int:
-        """Delete these entries; how many there were. A thread of which none wait any more is whole again."""
+        """Delete these entries. Returns how many there were. A thread without waiting entries is whole again."""
         ...
 
 
@@ -181,17 +181,17 @@ class Ledger(Protocol):
         ...
 
     async def target(self) -> Target | None:
-        """Where the log is flushed to: here, by this name; None: not put down yet."""
+        """The target of the log that this database names; None: not written down yet."""
         ...
 
     async def claim(self, epoch: int, target: Target) -> Target:
-        """Put it down, unless it is, and remember the generation of the stream as `set_epoch`; what stands there."""
+        """Write the target down unless one is, and the stream's generation as `set_epoch`. Returns what stands."""
         ...
 
     async def take(self, partitions: Sequence[int], owner: str) -> list[Cursor]:
         """Raise the terms: from now on only this owner may commit for these partitions.
 
-        Waits for nobody: partitions whose rows are held by somebody else are not taken, and left out.
+        Waits for nobody: partitions whose rows other sessions hold are not taken, and are left out.
         """
         ...
 
@@ -200,7 +200,7 @@ class Ledger(Protocol):
         ...
 
     async def watermark(self, thread_id: str) -> Watermark:
-        """The thread's row; an empty one if it has none."""
+        """The thread's watermark; an empty one if it has none."""
         ...
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
@@ -208,7 +208,7 @@ class Ledger(Protocol):
         ...
 
     async def broken(self) -> frozenset[str]:
-        """The threads whose chain is broken: no more than entries wait in quarantine."""
+        """The threads whose chain is broken: at most as many as entries wait in quarantine."""
         ...
 
     async def flush(
@@ -222,19 +222,19 @@ class Ledger(Protocol):
     ) -> Flushed:
         """One transaction: check terms and cursors, lock the threads' rows, `decide` on those, write, commit.
 
-        `size`: bytes of payload, for which the transaction may take its time; without them it ends within the lease if
+        `size`: bytes of payload, for which the transaction may take longer; without them it ends within the lease if
         this process stands still.
-        A thread whose row is held by somebody else is not waited for: `decide` does not get its row. `probe`: find the
-        threads that are to blame for a batch that cannot be written; `decide` is called again without them. When so
+        A thread whose row another session holds is not waited for: `decide` does not get its watermark. `probe`: find
+        the threads that are to blame for a batch that cannot be written; `decide` is called again without them. When so
         many are refused, and more than are written, or it takes long, the others are not tried.
 
         Raises NotOwner when a partition's row is not as `held` says: another owner has taken it, or Postgres has gone
-        back to a state of before; QuarantineFull. An exception of `decide` rolls back and passes through.
+        back to an earlier state; QuarantineFull. An exception of `decide` rolls back and passes through.
         """
         ...
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
-        """Watermark and id of threads that are gone and whose watermark is below a position.
+        """Watermark and id of deleted threads whose watermark is below a position.
 
         In the order of the ids, those behind `after`.
         """
@@ -249,7 +249,7 @@ class Ledger(Protocol):
         ...
 
     async def set_archived(self, position: int) -> None:
-        """Remember it, unless it is known to be further already."""
+        """Remember it, unless a later position is known."""
         ...
 
     async def quarantined(self) -> int:
@@ -257,7 +257,7 @@ class Ledger(Protocol):
         ...
 
     async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        """Delete the rows of these threads that pipelines have set aside as unfit; how many there were."""
+        """Delete the rows of these threads that pipelines set aside as unfit. Returns how many there were."""
         ...
 
     @property

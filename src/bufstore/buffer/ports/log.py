@@ -23,16 +23,16 @@ class Feed(Protocol):
         ...
 
     async def more(self) -> None:
-        """Deliver on although the bounds are reached: what was delivered is the beginning of an oversize entry."""
+        """Go on delivering although the bounds are reached: an oversize entry is incomplete."""
         ...
 
     @property
     def crowded(self) -> bool:
-        """Whether half of what may be delivered and not acknowledged is: see `go_on`."""
+        """Whether half of the messages that may be unacknowledged are: see `go_on`."""
         ...
 
     async def go_on(self, seq: int) -> None:
-        """Deliver on although what stands up to this sequence is not acknowledged: it is not kept in memory.
+        """Go on delivering although messages up to this sequence are not acknowledged: they are not kept in memory.
 
         Raises LogUnavailable, ConfigError; then nothing has changed.
         """
@@ -48,13 +48,13 @@ class Feed(Protocol):
 
 
 class Generations(Protocol):
-    """The log as something that is made, looked at and taken out of service, one generation (epoch) at a time.
+    """The log as something that is created, inspected and taken out of service, one generation (epoch) at a time.
 
     Raises ConfigDrift when it is not as configured, LogUnavailable.
     """
 
     async def epoch(self, *, checked: bool = True) -> int | None:
-        """The stream's epoch; None if there is no stream. `checked`: it must be as it is configured, and in service."""
+        """The stream's epoch; None if there is no stream. `checked`: it must be as configured, and in service."""
         ...
 
     async def bounds(self) -> tuple[int, int]:
@@ -71,16 +71,17 @@ class Generations(Protocol):
         ...
 
     async def set_target(self, target: Target) -> None:
-        """Make a log of before say where it is flushed to, and all else that a new one says.
+        """Write down in a log of an earlier release where it is flushed to, and everything else that a new log says.
 
-        Raises LogUnavailable, also when somebody changed it at the same time.
+        Raises LogUnavailable, also when another process changed it at the same time.
         """
         ...
 
     async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
-        """Take the stream out of service: it can be read, and takes no more entries.
+        """Take the stream out of service: it can be read, and accepts no more entries.
 
-        Remembers `common`, a position per partition; if it was taken out of service before, those of then are returned.
+        Remembers `common`, a position per partition; if it was taken out of service before, returns the positions
+        remembered then.
         """
         ...
 
@@ -94,19 +95,19 @@ class Log(Stream, Generations, Protocol):
 
     @property
     def generation_start(self) -> int:
-        """The first position of this generation of the stream; cursors below it speak of an earlier one."""
+        """The first position of this generation of the stream; cursors below it belong to an earlier one."""
         ...
 
     @property
     def windows(self) -> Windows:
-        """What flushers and writers must agree on, as the log said when it was looked at last.
+        """What flushers and writers must agree on, as the log said at the last look.
 
-        It is looked at by `epoch`, `end` and `fill`; before that, as it is configured.
+        `epoch`, `end` and `fill` look; before the first look, as configured.
         """
         ...
 
     async def set_windows(self, windows: Windows) -> None:
-        """Change what the log says of them. Raises LogUnavailable, also when somebody changed it at the same time."""
+        """Change what the log says of them. Raises LogUnavailable, also when another process changed it meanwhile."""
         ...
 
     async def end(self, timeout_s: float) -> int:
@@ -130,9 +131,9 @@ class Log(Stream, Generations, Protocol):
         ...
 
     async def barrier(self, timeout_s: float) -> int:
-        """The same, with a proof that says where the log stands, for one that shows an old end.
+        """The same, with a proof that shows where the log stands, for a log that shows an old end.
 
-        It has proved it by storing something: at the position returned, which is above all that was acknowledged
+        The leader stores a message; the position returned is above everything that was acknowledged
         before. On a replicated log only; a single server always knows (0). Raises AppendUnknown, LogUnavailable.
         """
         ...
@@ -140,7 +141,7 @@ class Log(Stream, Generations, Protocol):
     async def latest(self, subject: str, timeout_s: float) -> int:
         """The position of the subject's last message, 0 for none, as of a moment after this was asked.
 
-        On a replicated log that has to be proved; `last` is as old as the one may be who takes himself for the leader.
+        On a replicated log the leader must prove that it leads; `last` may be as old as a node that only believes so.
         Raises LogUnavailable; the caller bounds the time.
         """
         ...
@@ -179,13 +180,13 @@ class Log(Stream, Generations, Protocol):
         ...
 
     def refuse(self, reason: str) -> None:
-        """From now on every call of this process raises LogRolledBack: this is not the log that Postgres speaks of.
+        """From now on every call of this process raises LogRolledBack: this is not the log that Postgres knows.
 
-        A replicated log may have shown something old: it is looked at again, and accepted once it has come past all
-        that this process has seen in it, holds what this process wrote, and is vouched for.
+        A replicated log may have shown something old: it is looked at again, and accepted once it has come past
+        everything that this process has seen in it, holds what this process wrote, and its leader has proved itself.
         """
         ...
 
     def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
-        """`mismatch` says why a log that was refused still is not the right one; None when it is."""
+        """`mismatch` says why a refused log is still not the right one; None when it is."""
         ...

@@ -1,4 +1,4 @@
-"""The hot state that instances share beside the log, and the link that leads to both."""
+"""The state that instances share beside the log, and the session that leads to both."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from bufstore.buffer.ports.log import Log
 
-#: How long a run's id is kept in the hot state: to find the run until Postgres has it, and to refuse its id to others.
+#: How long the shared state keeps a run's id: to find the run until Postgres has it, and to refuse its id to others.
 RUN_TTL_S = 7 * 24 * 3600
 
 
@@ -19,7 +19,7 @@ class SharedState(Protocol):
         ...
 
     async def claim_run(self, run_id: str, thread_id: str, timeout_s: float) -> str:
-        """Make `run_id` known as a run of `thread_id`; the thread that it belongs to (maybe another one)."""
+        """Register `run_id` as a run of `thread_id`. Returns the thread that it belongs to (maybe another one)."""
         ...
 
     async def thread_of_run(self, run_id: str, timeout_s: float) -> str | None:
@@ -39,7 +39,7 @@ class SharedState(Protocol):
         ...
 
     async def troubles(self) -> dict[str, str]:
-        """What keeps flushers from flushing, as they say themselves, of those that say something."""
+        """Per flusher that reports trouble: what keeps it from flushing."""
         ...
 
     async def leave(self, member: str) -> None:
@@ -51,9 +51,9 @@ class SharedState(Protocol):
         ...
 
     async def members(self) -> dict[str, int]:
-        """The flushers with a record, and a number of each that changes whenever it is renewed.
+        """The flushers with a record, and a number of each record that changes with every renewal.
 
-        Most are alive; a server that crashed may have lost when a record was to go (see `membership.Pulse`).
+        Most are alive; a server that crashed may have lost a record's expiry (see `membership.Pulse`).
         """
         ...
 
@@ -74,11 +74,11 @@ class SharedState(Protocol):
         ...
 
     async def on_parked(self, callback: Callable[[str], None]) -> None:
-        """Call back with the thread whenever somebody tells that its chain is broken."""
+        """Call back with the thread whenever a process reports that its chain is broken."""
         ...
 
     async def call_owner(self, partition: int) -> None:
-        """Ask whoever owns the partition to flush now."""
+        """Ask the partition's owner to flush now."""
         ...
 
     async def on_call(self, callback: Callable[[int], None]) -> None:
@@ -87,7 +87,7 @@ class SharedState(Protocol):
 
 
 class Session(Protocol):
-    """One instance's way to the server that holds log and hot state."""
+    """One instance's way to the server that holds log and shared state."""
 
     @property
     def log(self) -> Log:
@@ -96,7 +96,7 @@ class Session(Protocol):
 
     @property
     def shared(self) -> SharedState:
-        """The hot state."""
+        """The shared state."""
         ...
 
     @property
@@ -109,5 +109,5 @@ class Session(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Release everything: log and hot state can be used no more."""
+        """Release everything: log and shared state cannot be used any more."""
         ...
