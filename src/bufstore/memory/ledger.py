@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
 from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
-from bufstore.errors import Rejected
-from bufstore.memory.quarantine import MemoryParked
-
-
-class Applies(Protocol):
-    """The part of a store that a flush needs."""
-
-    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
-        """Write the batch, whole or not at all."""
-        ...
+from bufstore.memory.quarantine import Applies, MemoryParked, apply_batch
 
 
 class MemoryLedger:
@@ -50,13 +39,13 @@ class MemoryLedger:
         return self._epoch
 
     async def set_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
+        self._epoch = max(self._epoch or 0, epoch)
 
     async def target(self) -> Target | None:
         return self._named
 
     async def claim(self, epoch: int, target: Target) -> Target:
-        self._epoch = max(self._epoch or 0, epoch)
+        await self.set_epoch(epoch)
         self._named = self._named or target
         return self._named
 
@@ -93,12 +82,12 @@ class MemoryLedger:
         watermarks = {t: self._rows.get(t, Watermark()) for t in threads if t not in self.locked}
         decision = decide(watermarks)
         room = self._quarantine_max - len(self.parked.entries)
-        if len(decision.parked) > room:
+        if decision.parked and len(decision.parked) > room:
             raise QuarantineFull(max(0, room), self._quarantine_max)
         refused: dict[str, FlushFailed] = {}
         for part in [[change] for change in decision.batch] if probe else [decision.batch]:
             try:
-                await self._apply(part)
+                await apply_batch(self._target, part)
             except FlushFailed as e:
                 if not probe or not e.verdict.of_statement:
                     raise
@@ -109,12 +98,6 @@ class MemoryLedger:
         self._cursors |= {cursor.partition: cursor for cursor in decision.cursors}
         self.parked.park(decision.parked)
         return Flushed(decision, set(threads) - watermarks.keys(), refused)
-
-    async def _apply(self, batch: Sequence[Any]) -> None:
-        try:
-            await self._target.apply(None, batch)
-        except Rejected as e:
-            raise FlushFailed(str(e), Verdict.POISON, cause=type(e).__name__) from e
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
         found = sorted(
@@ -128,6 +111,7 @@ class MemoryLedger:
             watermark = self._rows.get(thread_id, Watermark())
             if watermark.gone and watermark.flushed_seq == seq and thread_id not in parked and not watermark.producers:
                 del self._rows[thread_id]
+                self.parked.given_up.pop(thread_id, None)
 
     async def archived(self) -> int:
         return self._archived

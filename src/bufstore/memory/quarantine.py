@@ -14,7 +14,7 @@ from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry
 from bufstore.buffer.ports.ledger import FlushFailed, ParkedInfo, Replay
-from bufstore.errors import Rejected
+from bufstore.errors import BufstoreError, Rejected
 
 
 class Applies(Protocol):
@@ -23,6 +23,19 @@ class Applies(Protocol):
     async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
         """Write the batch, whole or not at all."""
         ...
+
+
+async def apply_batch(target: Applies, batch: Sequence[Any]) -> None:
+    """Have the store write the batch. Raises FlushFailed."""
+    try:
+        if batch:
+            await target.apply(None, batch)
+    except Rejected as e:
+        raise FlushFailed(str(e), Verdict.POISON, cause=type(e).__name__) from e
+    except (BufstoreError, OSError, FlushFailed):
+        raise
+    except Exception as e:  # the app's own code
+        raise FlushFailed(f"the store's apply() raised {type(e).__name__}", Verdict.SUSPECT) from e
 
 
 class MemoryParked:
@@ -68,10 +81,7 @@ class MemoryParked:
         replay = decide(before, [e for e in self._sorted() if e.thread_id == thread_id and e.seq >= start])
         if replay.change is None:
             return replay
-        try:
-            await self._target.apply(None, [replay.change])
-        except Rejected as e:
-            raise FlushFailed(str(e), Verdict.POISON) from e
+        await apply_batch(self._target, [replay.change])
         after = self._rows[thread_id] = replay.plan.watermark
         applied = [o.seq for o in replay.plan.outcomes if o.outcome is Outcome.APPLIED]
         for seq in applied:

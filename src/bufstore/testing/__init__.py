@@ -29,25 +29,33 @@ needs more is refused there with ConfigError. With columns that hold JSON only, 
 entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
 columns keeps to what JSON has.
 
+`LEDGER_CHECKS` are for a backend of your own for the buffer's ledger: each takes a `Ledgers`.
+
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
 """
 
-from bufstore.testing import applying, checkpoints, edits, lineage, lists
+from bufstore.testing import applying, checkpoints, edits, ledger, lineage, lists, parked
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
+from bufstore.testing.ledger import Ledgers
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
 
+#: What a ledger does, where watermarks, cursors, terms and quarantine live: each takes a `Ledgers` of its own.
+LEDGER_CHECKS: list[Check] = [*ledger.CHECKS, *parked.CHECKS]
+
 __all__ = [
     "APPLY_CHECKS",
     "CHECKS",
     "EVERYTHING",
+    "LEDGER_CHECKS",
     "Applier",
     "Capability",
     "Check",
+    "Ledgers",
 ]

@@ -1,0 +1,113 @@
+"""The conformance suite of ledgers, on Postgres and in memory."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import psycopg
+import pytest
+
+from bufstore import InvalidRecord
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.embedded import Servers
+from bufstore.memory.ledger import MemoryLedger
+from bufstore.postgres.ledger.ledger import PostgresLedger
+from bufstore.testing import LEDGER_CHECKS, Check, Ledgers
+from bufstore.testing.ledger import QUARANTINE_MAX, RAISES, REFUSED, Change
+
+
+class PostgresValues:
+    """A store with one table."""
+
+    def __init__(self, schema: str) -> None:
+        self.schema = schema
+
+    async def apply(self, connection: psycopg.AsyncConnection[Any], batch: Sequence[Change]) -> None:
+        assert batch
+        if any(change.value == RAISES for change in batch):
+            raise ArithmeticError
+        for change in batch:
+            statement = f"INSERT INTO {self.schema}.stored SELECT %s, %s, 1 / (CASE WHEN %s THEN 0 ELSE 1 END) "
+            await connection.execute(
+                statement + "ON CONFLICT (thread_id) DO UPDATE SET value = excluded.value",
+                (change.thread_id, change.value, change.value == REFUSED),
+            )
+
+
+class MemoryValues(dict[str, str]):
+    """The same in memory."""
+
+    async def apply(self, connection: Any, batch: Sequence[Change]) -> None:
+        assert batch
+        if any(change.value == RAISES for change in batch):
+            raise ArithmeticError
+        if any(change.value == REFUSED for change in batch):
+            raise InvalidRecord(REFUSED)
+        self.update({change.thread_id: change.value for change in batch})
+
+
+@asynccontextmanager
+async def in_postgres(dsn: str) -> AsyncIterator[Ledgers]:
+    schema = f"t{secrets.token_hex(5)}"
+    async with AsyncExitStack() as stack:
+        own = await psycopg.AsyncConnection.connect(dsn, autocommit=True)
+        stack.push_async_callback(own.close)
+        await own.execute(f"CREATE SCHEMA {schema}")
+        await own.execute(f"CREATE TABLE {schema}.stored (thread_id text PRIMARY KEY, value text, one int)")
+
+        async def open_() -> Ledger:
+            ledger = PostgresLedger(dsn, PostgresValues(schema), schema=schema, quarantine_max=QUARANTINE_MAX)
+            await ledger.open()
+            stack.push_async_callback(ledger.aclose)
+            await ledger.setup()
+            return ledger
+
+        async def stored() -> dict[str, str]:
+            rows = await (await own.execute(f"SELECT thread_id, value FROM {schema}.stored")).fetchall()
+            return dict(rows)
+
+        @asynccontextmanager
+        async def hold(thread_id: str) -> AsyncIterator[None]:
+            async with own.transaction():
+                found = await own.execute(
+                    f"SELECT FROM {schema}.buffer_threads WHERE thread_id = %s FOR UPDATE", (thread_id,)
+                )
+                assert found.rowcount == 1
+                yield
+
+        yield Ledgers(open_, stored, hold)
+
+
+@asynccontextmanager
+async def in_memory() -> AsyncIterator[Ledgers]:
+    values = MemoryValues()
+    ledger = MemoryLedger(values, quarantine_max=QUARANTINE_MAX)
+
+    async def open_() -> Ledger:
+        return ledger
+
+    async def stored() -> dict[str, str]:
+        return dict(values)
+
+    @asynccontextmanager
+    async def hold(thread_id: str) -> AsyncIterator[None]:
+        ledger.locked.add(thread_id)
+        yield
+        ledger.locked.discard(thread_id)
+
+    yield Ledgers(open_, stored, hold)
+
+
+@pytest.mark.parametrize("check", LEDGER_CHECKS, ids=str)
+async def test_postgres(servers: Servers, check: Check) -> None:
+    async with in_postgres(servers.postgres.dsn) as ledgers:
+        await check(ledgers)
+
+
+@pytest.mark.parametrize("check", LEDGER_CHECKS, ids=str)
+async def test_memory(check: Check) -> None:
+    async with in_memory() as ledgers:
+        await check(ledgers)
