@@ -20,10 +20,10 @@ import pytest
 
 import bufstore
 from bufstore import PostgresThreadStore, RunStatus
-from bufstore.cli.concurrent import Room, each, read_ahead
-from bufstore.cli.conversations import generate
-from bufstore.cli.latency import Latencies
-from bufstore.cli.verify import Expected, Verdict, verify
+from bufstore.cli.conversations.comparison import Comparison, Expected, compare
+from bufstore.cli.conversations.concurrency import MemoryBudget, each, read_ahead
+from bufstore.cli.conversations.generated import conversation
+from bufstore.cli.conversations.latencies import Latencies
 from bufstore.embedded import Servers
 from conftest import Deployment
 from helpers import fresh, query, run_of, said
@@ -38,6 +38,10 @@ REPORT = {
     "threads", "checkpoints", "acknowledged", "flushed", "lost", "mismatched", "quarantined", "bad_lines",
     "postgres_transactions", "append_p50_ms", "append_p99_ms", "seconds",
 }  # fmt: skip
+
+
+def generate(seed: int, threads: int) -> Iterator[tuple[str, list[Any]]]:
+    return (conversation(seed, index) for index in range(threads))
 
 
 class Result:
@@ -358,14 +362,14 @@ async def test_verification_finds_what_is_lost_and_what_differs(deployment: Depl
         for thread, messages in threads.items():
             yield Expected(thread, messages, 3, receipts[thread])
 
-    async def verdict() -> Verdict:
+    async def compared() -> Comparison:
         async with deployment.inner() as plain:
-            return await verify(plain, expected())
+            return await compare(plain, expected())
 
     async with deployment.store() as store:
         receipts = {t: (await store.checkpoint(t, m, run_of(t))).thread_seq for t, m in threads.items()}
         await store.force_flush_all()
-        found = await verdict()
+        found = await compared()
         assert (found.ok, found.threads, found.compared, found.flushed) == (True, 6, 18, 18)
     # What a broken flush could do, done by hand.
     dsn, schema = deployment.servers.postgres.dsn, deployment.name
@@ -382,7 +386,7 @@ async def test_verification_finds_what_is_lost_and_what_differs(deployment: Depl
         f"UPDATE {schema}.threads SET version = 4 WHERE thread_id = 'longer'",
     ):
         await query(dsn, statement)
-    found = await verdict()
+    found = await compared()
     assert (found.ok, found.lost, found.mismatched) == (False, 2 + 3, 3)
     assert {problem.split("'")[1] for problem in found.problems} == {"changed", "typed", "cut", "gone", "longer"}
 
@@ -603,33 +607,33 @@ def test_percentiles_are_right_to_a_percent() -> None:
     assert latencies.percentile_ms(100) == pytest.approx(1000, rel=0.01)
 
 
-async def test_a_room_bounds_number_and_bytes() -> None:
-    room, inside = Room(things=4, bytes_=50), []
+async def test_a_memory_budget_bounds_number_and_bytes() -> None:
+    budget, inside = MemoryBudget(things=4, bytes_=50), []
 
-    async def enter(size: int) -> None:
-        await room.enter(size)
+    async def take(size: int) -> None:
+        await budget.take(size)
         inside.append(size)
 
-    async def after(*enter_or_leave: Any) -> list[int]:
-        await asyncio.gather(*enter_or_leave)
-        for _ in range(10):  # let those that can enter do so
+    async def after(*takes_or_gives: Any) -> list[int]:
+        await asyncio.gather(*takes_or_gives)
+        for _ in range(10):  # let those that can take do so
             await asyncio.sleep(0)
         return inside
 
-    waiting = [asyncio.create_task(enter(size)) for size in (20, 20, 20, 1, 1, 1, 200)]
+    waiting = [asyncio.create_task(take(size)) for size in (20, 20, 20, 1, 1, 1, 200)]
     assert await after() == [20, 20, 1, 1]
-    assert await after(room.leave(1)) == [20, 20, 1, 1, 1]
-    assert await after(room.leave(20)) == [20, 20, 1, 1, 1, 20]
-    assert await after(*(room.leave(size) for size in (20, 20, 1, 1))) == [20, 20, 1, 1, 1, 20, 200]
+    assert await after(budget.give_back(1)) == [20, 20, 1, 1, 1]
+    assert await after(budget.give_back(20)) == [20, 20, 1, 1, 1, 20]
+    assert await after(*(budget.give_back(size) for size in (20, 20, 1, 1))) == [20, 20, 1, 1, 1, 20, 200]
     await asyncio.gather(*waiting)
 
 
 async def test_reading_ahead_gives_everything_in_order_in_batches() -> None:
-    room, read = Room(things=10, bytes_=50), []
-    async for batch in read_ahead(range(100), room, lambda size: size, most=4):
+    budget, read = MemoryBudget(things=10, bytes_=50), []
+    async for batch in read_ahead(range(100), budget, lambda size: size, most=4):
         assert 1 <= len(batch) <= 4
         for size in batch:
-            await room.leave(size)
+            await budget.give_back(size)
         read += batch
     assert read == list(range(100))
 
@@ -641,7 +645,7 @@ async def test_an_error_of_the_reading_thread_arrives_after_what_was_read() -> N
 
     batches = []
     with pytest.raises(OSError, match="broken"):
-        async for batch in read_ahead(items(), Room(10, 10), lambda _: 1, most=4):
+        async for batch in read_ahead(items(), MemoryBudget(10, 10), lambda _: 1, most=4):
             batches += batch
     assert batches == [1]
 

@@ -26,8 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bufstore import BufferConfig, BufferedThreadStore, BufstoreError, Consistency, LogConfig, PostgresThreadStore, Run
-from bufstore.cli.diagnosis import Level
-from bufstore.cli.doctor_sync import check_sync
+from bufstore.cli.doctor.diagnosis import Level
+from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.embedded import Servers
 
 _IMAGE_MB = 768

@@ -22,7 +22,7 @@ from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, assemble,
 from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.buffer.recent_keys import find, item
 from bufstore.cli.app import app
-from bufstore.cli.lines import BadLine, Input, Line, _split
+from bufstore.cli.importing.lines import BadLine, Input, Line, _split
 from bufstore.config import split_url
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import click
 
-from bufstore.cli.checking import verify
-from bufstore.cli.demo import demo
-from bufstore.cli.doctor import doctor
-from bufstore.cli.erase import erase
-from bufstore.cli.flush import flush
-from bufstore.cli.importing import import_
-from bufstore.cli.log import log
-from bufstore.cli.permissions import permissions
-from bufstore.cli.quarantine import quarantine
-from bufstore.cli.repair import repair
+from bufstore.cli.demo.demo import demo
+from bufstore.cli.doctor.doctor import doctor
+from bufstore.cli.importing.import_ import import_
+from bufstore.cli.operate.erase import erase
+from bufstore.cli.operate.flush import flush
+from bufstore.cli.operate.log import log
+from bufstore.cli.operate.permissions import permissions
+from bufstore.cli.operate.quarantine import quarantine
+from bufstore.cli.operate.repair import repair
+from bufstore.cli.operate.setup import setup
+from bufstore.cli.operate.spark import spark
+from bufstore.cli.operate.status import status
+from bufstore.cli.operate.verify import verify
 from bufstore.cli.running import Commands
-from bufstore.cli.setup import setup
-from bufstore.cli.spark import spark
-from bufstore.cli.status import status
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bufstore.cli.concurrent import each
+from bufstore.cli.conversations.concurrency import each
 from bufstore.threads.model import decode_message
 from bufstore.threads.postgres.rows import ThreadRows
 from bufstore.threads.postgres.store import PostgresThreadStore
@@ -31,7 +31,7 @@ class Expected(NamedTuple):
 
 
 @dataclass
-class Verdict:
+class Comparison:
     """What came of it."""
 
     threads: int = 0
@@ -52,35 +52,35 @@ class Verdict:
         return not (self.lost or self.mismatched)
 
 
-async def verify(store: PostgresThreadStore, expected: AsyncIterator[Expected]) -> Verdict:
+async def compare(store: PostgresThreadStore, expected: AsyncIterator[Expected]) -> Comparison:
     """Compare every message of every thread. `store` must see the tables of the buffer, too."""
-    verdict = Verdict()
+    comparison = Comparison()
 
     async def check(thread: Expected) -> None:
-        _judge(verdict, thread, await store.load_rows(thread.thread_id, with_watermark=True))
+        _judge(comparison, thread, await store.load_rows(thread.thread_id, with_watermark=True))
 
     await each(expected, check, at_once=_AT_ONCE)
-    return verdict
+    return comparison
 
 
-def _judge(verdict: Verdict, thread: Expected, rows: ThreadRows | None) -> None:
-    verdict.threads += 1
+def _judge(comparison: Comparison, thread: Expected, rows: ThreadRows | None) -> None:
+    comparison.threads += 1
     if rows is None or rows.thread is None:
         lost, mismatched, applied = thread.acknowledged, 0, 0
     else:
         # Checkpoint i holds i messages, so their number tells how many checkpoints Postgres holds.
         wanted = min(thread.acknowledged, len(thread.messages))
         lost = max(0, wanted - len(rows.messages))
-        verdict.compared += len(rows.messages)
+        comparison.compared += len(rows.messages)
         mismatched = _differences(thread.messages, rows.messages)
         applied = thread.acknowledged - lost
         if rows.watermark is not None and rows.watermark.flushed_seq >= thread.thread_seq:
             applied = thread.superseded + thread.acknowledged
-    verdict.flushed += applied
-    verdict.lost += lost
-    verdict.mismatched += mismatched
-    if (lost or mismatched) and len(verdict.problems) < _PROBLEMS_SHOWN:
-        verdict.problems.append(
+    comparison.flushed += applied
+    comparison.lost += lost
+    comparison.mismatched += mismatched
+    if (lost or mismatched) and len(comparison.problems) < _PROBLEMS_SHOWN:
+        comparison.problems.append(
             f"thread {thread.thread_id!r}: {lost} of {thread.acknowledged} checkpoints lost, "
             f"{mismatched} messages differ"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from typing import Any
 
 Message = dict[str, Any]
@@ -29,12 +28,6 @@ _ANSWERS = (
 )
 _EVENTS = ("paid", "packed", "sent", "at the carrier")
 _DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
-
-
-def generate(seed: int, threads: int) -> Iterator[tuple[str, list[Message]]]:
-    """`threads` pairs of thread id and messages."""
-    for index in range(threads):
-        yield conversation(seed, index)
 
 
 def conversation(seed: int, index: int) -> tuple[str, list[Message]]:

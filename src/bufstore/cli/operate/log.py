@@ -25,7 +25,7 @@ from bufstore.threads.protocol import DOMAIN
 _TIMEOUT_S = 5.0
 
 
-class Shown(msgspec.Struct, kw_only=True):
+class LogSettings(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore log … --json``."""
 
     stream: str
@@ -136,7 +136,7 @@ async def _adopt(target: Target, kind: Kind, windows: dict[str, Any]) -> Windows
 def _show(options: Options, target: Target, windows: Windows, title: str) -> None:
     found = run(find_log(target.nats, target.stream, target.bucket, target.session))
     config, named = found if found is not None else (LogConfig(stream=target.stream, bucket=target.bucket), None)
-    shown = Shown(
+    shown = LogSettings(
         stream=target.stream,
         bucket=config.bucket,
         store=named.store if named is not None else None,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.cli.latency import Latencies
+from bufstore.cli.conversations.latencies import Latencies
 from bufstore.errors import FlushTimeout, LogFull, OutcomeUnknown, Rejected, Unavailable
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.model import Run, RunStatus
@@ -80,22 +80,25 @@ class ConversationWriter:
 
     async def _checkpoint(self, thread_id: str, messages: Sequence[Any], run: Run) -> Receipt:
         key: str | None = None
-        async for attempt in AsyncRetrying(
+
+        async def attempt() -> Receipt:
+            nonlocal key
+            began = time.perf_counter()
+            try:
+                receipt = await self._store.checkpoint(thread_id, messages, run, idempotency_key=key)
+            except OutcomeUnknown as e:
+                key = e.token
+                raise
+            self.latencies.add(time.perf_counter() - began)
+            return receipt
+
+        retrying = AsyncRetrying(
             retry=retry_if_exception_type((LogFull, Unavailable, OutcomeUnknown)),
             wait=wait_random_exponential(multiplier=0.05, max=2),
             stop=stop_after_delay(_PATIENCE_S),
             reraise=True,
-        ):
-            with attempt:
-                began = time.perf_counter()
-                try:
-                    receipt = await self._store.checkpoint(thread_id, messages, run, idempotency_key=key)
-                except OutcomeUnknown as e:
-                    key = e.token
-                    raise
-                self.latencies.add(time.perf_counter() - began)
-                return receipt
-        raise AssertionError("unreachable: the last attempt raises")
+        )
+        return await retrying(attempt)
 
 
 def run_id_of(thread_id: str) -> str:

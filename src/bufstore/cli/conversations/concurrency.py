@@ -15,10 +15,10 @@ T = TypeVar("T")
 _GATHER_S = 0.02
 
 
-class Room:
+class MemoryBudget:
     """Bounds how much is held in memory at once: a number of things, and their bytes together.
 
-    One thing of any size always fits into an empty room.
+    One thing of any size always fits when nothing else is held.
     """
 
     def __init__(self, things: int, bytes_: int) -> None:
@@ -28,8 +28,8 @@ class Room:
         self._held_bytes = 0
         self._left = asyncio.Condition()
 
-    async def enter(self, size: int) -> None:
-        """Wait for room."""
+    async def take(self, size: int) -> None:
+        """Wait until there is so much left of it."""
         async with self._left:
             await self._left.wait_for(
                 lambda: not self._held or (self._held < self._things and self._held_bytes + size <= self._bytes)
@@ -37,8 +37,8 @@ class Room:
             self._held += 1
             self._held_bytes += size
 
-    async def leave(self, size: int) -> None:
-        """Give the room back."""
+    async def give_back(self, size: int) -> None:
+        """Give it back."""
         async with self._left:
             self._held -= 1
             self._held_bytes -= size
@@ -61,16 +61,18 @@ async def each(items: AsyncIterable[T], work: Callable[[T], Awaitable[None]], *,
             group.create_task(one(item))
 
 
-async def read_ahead(items: Iterable[T], room: Room, size: Callable[[T], int], most: int) -> AsyncIterator[Sequence[T]]:
+async def read_ahead(
+    items: Iterable[T], memory: MemoryBudget, size: Callable[[T], int], most: int
+) -> AsyncIterator[Sequence[T]]:
     """Iterate in a thread, because reading may block; yield what comes within a moment, `most` items at a time.
 
-    Each item takes its `size` of the room, which the caller gives back when it is done with the item.
+    Each item takes its `size` of the memory, which the caller gives back when it is done with the item.
     """
     loop = asyncio.get_running_loop()
     queue: asyncio.Queue[T | _End] = asyncio.Queue()
 
     async def put(item: T) -> None:
-        await room.enter(size(item))
+        await memory.take(size(item))
         queue.put_nowait(item)
 
     def work() -> None:

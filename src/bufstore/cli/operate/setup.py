@@ -24,7 +24,7 @@ _CONNECT_S = 5.0
 _TIMEOUT_S = 3600.0
 
 
-class Report(msgspec.Struct, kw_only=True):
+class SetupReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore setup --json``."""
 
     schema: str
@@ -101,7 +101,7 @@ async def _missing(target: Target, parts: Sequence[str], roles: Sequence[str]) -
         return tables.script(schema, await tables.missing(connection, schema, parts), roles, new_schema=not there)
 
 
-async def _setup(target: Target, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None) -> Report:
+async def _setup(target: Target, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None) -> SetupReport:
     # Before anything is made: either side may be away.
     found = await target.find_log() if log is not None else None
     async with _owner(target, roles) as connection:
@@ -117,7 +117,7 @@ async def _setup(target: Target, parts: Sequence[str], roles: Sequence[str], log
     if log is not None:
         await _make_log(target, found or LogConfig(stream=target.stream, bucket=target.bucket), log)
     made = None if log is None else found is None
-    return Report(schema=target.schema, migrated=migrated, granted=roles, log_made=made, log=target.stream)
+    return SetupReport(schema=target.schema, migrated=migrated, granted=roles, log_made=made, log=target.stream)
 
 
 @asynccontextmanager
@@ -137,7 +137,7 @@ async def _make_log(target: Target, found: LogConfig, wanted: dict[str, Any]) ->
         pass
 
 
-def _show(report: Report) -> None:
+def _show(report: SetupReport) -> None:
     for part, versions in report.migrated.items():
         done = f"migrations {versions[0]} to {versions[-1]} applied" if versions else "up to date"
         click.echo(f"{part} tables in schema {report.schema}: {done}")

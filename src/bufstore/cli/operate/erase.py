@@ -9,14 +9,14 @@ import click
 import msgspec
 
 from bufstore.cli.connect import Options, Target, connects
-from bufstore.cli.flush import standing_in
+from bufstore.cli.operate.flush import standing_in
 from bufstore.cli.output import show_json
 from bufstore.cli.running import EXIT_WRONG, run
 from bufstore.threads.erasing import Erasure
 from bufstore.threads.lineage import Children
 
 
-class Report(msgspec.Struct, kw_only=True):
+class EraseReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore erase --json``."""
 
     erased: list[Erasure]
@@ -50,9 +50,11 @@ def erase(options: Options, threads: tuple[str, ...], children: str) -> None:
         raise SystemExit(EXIT_WRONG)
 
 
-async def _erase(target: Target, threads: Sequence[str], children: Children) -> Report:
+async def _erase(target: Target, threads: Sequence[str], children: Children) -> EraseReport:
     async with target.buffered(flusher=False, create=False) as store, standing_in(target):
-        return Report(erased=await asyncio.gather(*(store.erase(t, children=children) for t in dict.fromkeys(threads))))
+        return EraseReport(
+            erased=await asyncio.gather(*(store.erase(t, children=children) for t in dict.fromkeys(threads)))
+        )
 
 
 def _left(erasure: Erasure) -> bool:

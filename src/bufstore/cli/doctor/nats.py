@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from bufstore.buffer.operate.log_fill import FillForecast, LogFill
 from bufstore.buffer.subjects import Subjects
 from bufstore.cli.connect import Target
-from bufstore.cli.diagnosis import Check, Level, Notes
+from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.output import lasting
 from bufstore.config import LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift
@@ -37,7 +37,7 @@ _FULL = 0.95
 _PRESSED = 0.7
 
 
-async def check_nats(target: Target, role: Role) -> tuple[list[Check], int | None]:
+async def check_nats(target: Target, role: Role) -> tuple[list[CheckResult], int | None]:
     """The checks, and the epoch of the log, if there is one. `role`: what the user is to be permitted."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)

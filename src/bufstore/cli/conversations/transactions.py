@@ -1,37 +1,14 @@
-"""What the command line asks Postgres itself."""
+"""How many transactions Postgres has ended, by its own count."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-
-from psycopg import sql
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.cli.connect import Target
-from bufstore.errors import StoreUnavailable
-from bufstore.threads.postgres.store import PostgresThreadStore
 
 _TIMEOUT_S = 5.0
-_PATIENCE_S = 60.0
 #: How long a session that we have closed may take to end.
 _SESSION_END_S = 5.0
-
-
-async def existing(store: PostgresThreadStore, thread_ids: Sequence[str]) -> set[str]:
-    """Those of `thread_ids` that Postgres has, in one statement. Waits for a Postgres that is away for a while."""
-    query = sql.SQL("SELECT thread_id FROM {}.threads WHERE thread_id = ANY (%s)").format(sql.Identifier(store.schema))
-    async for attempt in AsyncRetrying(
-        retry=retry_if_exception_type(StoreUnavailable),
-        wait=wait_random_exponential(multiplier=0.1, max=2),
-        stop=stop_after_delay(_PATIENCE_S),
-        reraise=True,
-    ):
-        with attempt:
-            async with store.pool.lend(_TIMEOUT_S) as connection:
-                cursor = await connection.execute(query, [list(thread_ids)])
-                return {row[0] for row in await cursor.fetchall()}
-    raise AssertionError("unreachable: the last attempt raises")
 
 
 async def count_transactions(target: Target) -> int:

@@ -20,7 +20,7 @@ class Level(enum.Enum):
     BAD = "bad"
 
 
-class Check(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that was looked at."""
 
     #: "NATS" or "Postgres", and what of it.
@@ -38,10 +38,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     #: The exit code: 0 fine, 1 warnings or unknowns, 2 it cannot work.
     code: int
-    checks: Sequence[Check]
+    checks: Sequence[CheckResult]
 
 
-def diagnosis(checks: Sequence[Check]) -> Diagnosis:
+def diagnosis(checks: Sequence[CheckResult]) -> Diagnosis:
     """All checks and the exit code that they make."""
     levels = {check.level for check in checks}
     code = 2 if Level.BAD in levels else 1 if levels - {Level.OK} else 0
@@ -53,11 +53,11 @@ class Notes:
 
     def __init__(self, part: str) -> None:
         self._part = part
-        self.checks: list[Check] = []
+        self.checks: list[CheckResult] = []
 
     def say(self, what: str, level: Level, found: str, advice: str = "") -> None:
         """Note one check."""
-        self.checks.append(Check(part=self._part, what=what, level=level, found=found, advice=advice))
+        self.checks.append(CheckResult(part=self._part, what=what, level=level, found=found, advice=advice))
 
     def require(self, what: str, holds: bool, found: str, advice: str, otherwise: Level = Level.WARNING) -> None:
         """Note that something holds, or what to do when it does not."""

@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from bufstore.cli.connect import Options, Target, connects
-from bufstore.cli.diagnosis import Diagnosis, Level, diagnosis
-from bufstore.cli.doctor_nats import check_nats
-from bufstore.cli.doctor_postgres import check_postgres
-from bufstore.cli.doctor_sync import check_sync
+from bufstore.cli.doctor.diagnosis import Diagnosis, Level, diagnosis
+from bufstore.cli.doctor.disk_sync import check_sync
+from bufstore.cli.doctor.nats import check_nats
+from bufstore.cli.doctor.postgres import check_postgres
 from bufstore.cli.output import show_json
 from bufstore.cli.running import run
 from bufstore.nats.permissions import Role

@@ -20,7 +20,7 @@ from bufstore.errors import BufstoreError
 _LOOK_EVERY_S = 0.25
 
 
-class Report(msgspec.Struct, kw_only=True):
+class FlushReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore flush --json``."""
 
     #: None: all.
@@ -56,7 +56,7 @@ def flush(options: Options, thread: str | None, everything: bool, timeout: float
         click.echo(f"{what} is flushed ({report.seconds:.2f} s{how})")
 
 
-async def _flush(target: Target, thread: str | None, timeout_s: float) -> Report:
+async def _flush(target: Target, thread: str | None, timeout_s: float) -> FlushReport:
     began = time.perf_counter()
     create = target.servers is not None  # in a folder of our own there is no wrong place to make a log
     async with target.buffered(flusher=False, create=create) as store, standing_in(target) as stand_in:
@@ -64,7 +64,7 @@ async def _flush(target: Target, thread: str | None, timeout_s: float) -> Report
             await store.force_flush_all(timeout_s=timeout_s)
         else:
             await store.force_flush(thread, timeout_s=timeout_s)
-        return Report(
+        return FlushReport(
             thread_id=thread,
             flushed=True,
             flushed_here=stand_in.is_set(),

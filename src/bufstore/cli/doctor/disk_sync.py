@@ -12,7 +12,7 @@ from typing import Any
 
 from nats.aio.msg import Msg
 
-from bufstore.cli.diagnosis import Check, Level, Notes
+from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.config import NatsConfig
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.connection import Connection
@@ -31,7 +31,7 @@ _LAZY = (
 
 async def check_sync(
     sys_url: str | None, monitor_url: str | None, tls: SSLContext | None, known: str | None
-) -> list[Check]:
+) -> list[CheckResult]:
     """One check. `known`: how servers of our own were started."""
     notes = Notes("NATS")
     try:

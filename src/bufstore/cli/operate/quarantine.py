@@ -31,7 +31,7 @@ _PAGE = 1000
 _BYTES_SHOWN = 400
 
 
-class Page(msgspec.Struct, kw_only=True):
+class QuarantinePage(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore quarantine list --json``."""
 
     #: Entries in quarantine, of all threads.
@@ -39,7 +39,7 @@ class Page(msgspec.Struct, kw_only=True):
     entries: list[ParkedInfo]
 
 
-class Shown(msgspec.Struct, kw_only=True):
+class ShownEntry(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore quarantine show --json``."""
 
     id: int
@@ -56,7 +56,7 @@ class Shown(msgspec.Struct, kw_only=True):
     body: str | bytes
 
 
-class Report(msgspec.Struct, kw_only=True):
+class ReplayReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore quarantine replay --json``."""
 
     applied: int
@@ -68,7 +68,7 @@ class Report(msgspec.Struct, kw_only=True):
     left: list[Replayed]
 
 
-class Discarded(msgspec.Struct, kw_only=True):
+class DiscardReport(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore quarantine discard --json``."""
 
     discarded: int
@@ -92,9 +92,11 @@ def quarantine() -> None:
 def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
     """Show what waits, oldest first."""
 
-    async def look(target: Target) -> Page:
+    async def look(target: Target) -> QuarantinePage:
         async with _quarantine(target) as it:
-            return Page(total=await it.count(), entries=list(await it.page(thread_id=thread, after=after, limit=limit)))
+            return QuarantinePage(
+                total=await it.count(), entries=list(await it.page(thread_id=thread, after=after, limit=limit))
+            )
 
     with options.target() as target:
         page = run(look(target))
@@ -169,7 +171,7 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
         done = run(work(target))
     counts = Counter(o.outcome for o in done)
     left = [o for o in done if o.outcome is not Outcome.APPLIED]
-    report = Report(**{o.value: counts[o] for o in Outcome}, left=left)
+    report = ReplayReport(**{o.value: counts[o] for o in Outcome}, left=left)
     if options.as_json:
         show_json(report)
     else:
@@ -195,7 +197,7 @@ def discard(options: Options, ids: Sequence[int]) -> None:
 
     with options.target() as target:
         count = run(work(target))
-    report = Discarded(discarded=count, missing=len(set(ids)) - count)
+    report = DiscardReport(discarded=count, missing=len(set(ids)) - count)
     if options.as_json:
         show_json(report)
     else:
@@ -228,7 +230,7 @@ async def _nameless(it: Quarantine) -> list[Replayed]:
     return found
 
 
-def _shown(entry: ParkedEntry) -> Shown:
+def _shown(entry: ParkedEntry) -> ShownEntry:
     item = entry.item
     common: dict[str, Any] = {
         "id": entry.seq,
@@ -239,7 +241,7 @@ def _shown(entry: ParkedEntry) -> Shown:
     nothing: dict[str, Any] = {"keeps": None, "messages": None, "run": None}
     if isinstance(item, Malformed):
         body = b"".join(m.body for m in item.messages)
-        return Shown(**common, **nothing, entry_id=None, prev_id=None, body=body)
+        return ShownEntry(**common, **nothing, entry_id=None, prev_id=None, body=body)
     e = item.entry
     try:
         payload = decode_payload(e.payload)
@@ -252,7 +254,7 @@ def _shown(entry: ParkedEntry) -> Shown:
         msgspec.json.encode(content)
     except (ValueError, TypeError, msgspec.MsgspecError):  # not of this release, or nothing that JSON has
         content = nothing
-    return Shown(**common, **content, entry_id=e.id, prev_id=e.prev_id, body=e.payload)
+    return ShownEntry(**common, **content, entry_id=e.id, prev_id=e.prev_id, body=e.payload)
 
 
 def _text(value: object) -> Text:

@@ -1,4 +1,4 @@
-"""What `demo` does, apart from what is seen of it (`bufstore.cli.view`)."""
+"""`bufstore demo`: agents write, Postgres stops in the middle and comes back, and every message is compared."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import asyncio
 import contextlib
 import itertools
 import random
+import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import click
 import msgspec
 
-from bufstore.cli.connect import Target
-from bufstore.cli.conversations import conversation
-from bufstore.cli.database import count_transactions
-from bufstore.cli.verify import Expected, Verdict, verify
-from bufstore.cli.view import Sample, View
-from bufstore.cli.writing import ConversationWriter, Written, flush_all
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.conversations.comparison import Comparison, Expected, compare
+from bufstore.cli.conversations.generated import conversation
+from bufstore.cli.conversations.transactions import count_transactions
+from bufstore.cli.conversations.writer import ConversationWriter, Written, flush_all
+from bufstore.cli.demo.view import Sample, View, new_view
+from bufstore.cli.output import show
+from bufstore.cli.running import EXIT_WRONG, Finite, run
 from bufstore.errors import BufstoreError
 from bufstore.threads.buffered import BufferedThreadStore
 
@@ -29,7 +33,7 @@ _SAMPLE_S = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class DemoPlan:
     """What to show."""
 
     seconds: float
@@ -39,7 +43,7 @@ class Plan:
     seed: int
 
 
-class Report(msgspec.Struct, kw_only=True):
+class DemoReport(msgspec.Struct, kw_only=True):
     """The end of the demo; the fields of ``--json``."""
 
     threads: int
@@ -68,6 +72,57 @@ class Report(msgspec.Struct, kw_only=True):
     verified: bool
 
 
+@click.command()
+@click.option("--seconds", type=Finite(min=1), default=15.0, show_default=True, help="How long agents write.")
+@click.option(
+    "--writers", type=click.IntRange(1, 2000), default=200, show_default=True, help="Agents at the same time."
+)
+@click.option(
+    "--outage",
+    type=Finite(min=0),
+    default=5.0,
+    show_default=True,
+    help="How many seconds of these Postgres is stopped (embedded servers only).",
+)
+@click.option(
+    "--think-ms",
+    type=Finite(min=0),
+    default=100.0,
+    show_default=True,
+    help="How long an agent thinks before a message, on average.",
+)
+@click.option("--seed", type=int, help="Of the generated conversations. Default: another one each time.")
+@connects(embedded_by_default=True)
+def demo(options: Options, seconds: float, writers: int, outage: float, think_ms: float, seed: int | None) -> None:
+    """Show what the buffer does, on embedded servers unless others are named.
+
+    Many agents hold generated conversations with tools and save a checkpoint after every message. In the middle
+    Postgres is stopped for some seconds; the agents do not notice. At the end everything is flushed, Postgres is read
+    back without the buffer, and every message of every thread is compared. Exit code 1 if anything is lost, differs,
+    or was refused.
+    """
+    if outage > seconds / 2:
+        raise click.UsageError("--outage must be at most half of --seconds.")
+    plan = DemoPlan(
+        seconds=seconds,
+        writers=writers,
+        outage=outage,
+        think_s=think_ms / 1000,
+        seed=seed if seed is not None else secrets.randbits(32),
+    )
+    with options.target() as target:
+        report, problems = run(Demonstration(target, plan, new_view()).run())
+    show(report, as_json=options.as_json, title="What happened")
+    for problem in problems:
+        click.echo(problem, err=True)
+    if not report.verified:
+        raise click.exceptions.Exit(EXIT_WRONG)
+    if not options.as_json:
+        click.echo(
+            f"Verified: all {report.messages:,} messages of all {report.threads:,} threads are in Postgres, exactly."
+        )
+
+
 @dataclass
 class _Outage:
     """Of Postgres: what is measured around it."""
@@ -94,7 +149,7 @@ class _Outage:
 class Demonstration:
     """One demo."""
 
-    def __init__(self, target: Target, plan: Plan, view: View) -> None:
+    def __init__(self, target: Target, plan: DemoPlan, view: View) -> None:
         self._target = target
         self._plan = plan
         self._view = view
@@ -103,7 +158,7 @@ class Demonstration:
         self._written: dict[int, Written] = {}
         self._outage = _Outage()
 
-    async def run(self) -> tuple[Report, list[str]]:
+    async def run(self) -> tuple[DemoReport, list[str]]:
         """The report, and what is wrong, in words."""
         began = time.perf_counter()
         before = await count_transactions(self._target)
@@ -116,9 +171,9 @@ class Demonstration:
                 quarantined = await store.quarantined() - quarantined
             transactions = await count_transactions(self._target) - before
             async with self._target.plain() as plain:
-                verdict = await verify(plain, self._expected())
-        report = self._report(writer, verdict, transactions, quarantined, writing_s, time.perf_counter() - began)
-        return report, verdict.problems
+                comparison = await compare(plain, self._expected())
+        report = self._report(writer, comparison, transactions, quarantined, writing_s, time.perf_counter() - began)
+        return report, comparison.problems
 
     async def _watched(self, store: BufferedThreadStore, writer: ConversationWriter) -> float:
         """Write and flush while the view is kept up to date; how long the writing took."""
@@ -206,19 +261,19 @@ class Demonstration:
     def _report(
         self,
         writer: ConversationWriter,
-        verdict: Verdict,
+        comparison: Comparison,
         transactions: int,
         quarantined: int,
         writing_s: float,
         seconds: float,
-    ) -> Report:
+    ) -> DemoReport:
         outage = self._outage
         refused = sum(written.refused is not None for written in self._written.values())
         catch_up = outage.caught_up_at - outage.up_at if outage.caught_up_at and outage.up_at else None
-        all_flushed = verdict.flushed == writer.acknowledged
-        return Report(
-            threads=verdict.threads,
-            messages=verdict.compared,
+        all_flushed = comparison.flushed == writer.acknowledged
+        return DemoReport(
+            threads=comparison.threads,
+            messages=comparison.compared,
             acknowledged=writer.acknowledged,
             refused=refused,
             appends_per_s=round(writer.acknowledged / writing_s, 1),
@@ -229,11 +284,11 @@ class Demonstration:
             lag_max=outage.lag_max,
             catch_up_s=round(catch_up, 2) if catch_up is not None else None,
             postgres_transactions=transactions if transactions > 0 else None,
-            checkpoints_per_transaction=round(verdict.flushed / transactions, 1) if transactions > 0 else None,
-            flushed=verdict.flushed,
+            checkpoints_per_transaction=round(comparison.flushed / transactions, 1) if transactions > 0 else None,
+            flushed=comparison.flushed,
             quarantined=quarantined,
-            lost=verdict.lost,
-            mismatched=verdict.mismatched,
+            lost=comparison.lost,
+            mismatched=comparison.mismatched,
             seconds=round(seconds, 1),
-            verified=verdict.ok and all_flushed and not refused and not quarantined,
+            verified=comparison.ok and all_flushed and not refused and not quarantined,
         )

@@ -1,0 +1,1 @@
+"""`bufstore demo`: many writers, an outage of Postgres, a verified report."""

@@ -1,0 +1,1 @@
+"""`bufstore doctor`: looks at the servers and says what to mend."""

@@ -1,0 +1,1 @@
+"""`bufstore import`: conversations from a file."""

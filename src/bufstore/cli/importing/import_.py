@@ -1,0 +1,290 @@
+"""`bufstore import`: conversations from a file, one checkpoint after every message, then a comparison of all of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import click
+import msgspec
+from psycopg import sql
+from rich.console import Console
+from rich.status import Status
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
+from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.conversations.comparison import Comparison, Expected, compare
+from bufstore.cli.conversations.concurrency import MemoryBudget, each, read_ahead
+from bufstore.cli.conversations.transactions import count_transactions
+from bufstore.cli.conversations.writer import ConversationWriter, flush_all
+from bufstore.cli.importing.journal import Journal
+from bufstore.cli.importing.lines import BadLine, Input, Line
+from bufstore.cli.output import show
+from bufstore.cli.running import EXIT_WRONG, Failure, run
+from bufstore.errors import FlushTimeout, StoreUnavailable
+from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.postgres.store import PostgresThreadStore
+
+_log = logging.getLogger(__name__)
+
+_REPORTED = 20
+#: Threads that are written at the same time.
+_AT_ONCE = 64
+#: Lines, and their bytes, that are in memory at the same time.
+_LINES_HELD = 256
+_BYTES_HELD = 64 << 20
+#: Threads that are looked up in Postgres with one statement.
+_LOOKED_UP = 128
+_LOOK_UP_S = 5.0
+#: How long a Postgres that is away is waited for.
+_PATIENCE_S = 60.0
+
+
+class ImportReport(msgspec.Struct, kw_only=True):
+    """What an import did; the fields of ``--json``."""
+
+    #: Threads of which at least one checkpoint was acknowledged.
+    threads: int
+    #: Checkpoints that were tried.
+    checkpoints: int
+    #: Checkpoints whose call returned.
+    acknowledged: int
+    #: Acknowledged checkpoints that the last flush has moved into Postgres, by its watermark.
+    flushed: int
+    lost: int
+    mismatched: int
+    #: Entries that went to quarantine meanwhile.
+    quarantined: int
+    bad_lines: int
+    #: By the server's count; None if it lost count, which it does when it crashes.
+    postgres_transactions: int | None
+    append_p50_ms: float
+    append_p99_ms: float
+    #: From the start to the end of the last flush.
+    seconds: float
+
+
+class _Outcome(NamedTuple):
+    report: ImportReport
+    comparison: Comparison
+    incomplete: bool
+
+
+@click.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, readable=True, allow_dash=True))
+@click.option("--overwrite", is_flag=True, help="Replace threads that exist, also earlier ones of the same file.")
+@connects()
+def import_(options: Options, file: str, overwrite: bool) -> None:
+    """Import conversations from FILE ("-": standard input), JSON Lines, gzipped or not.
+
+    Each line is one thread: an object with "thread_id" and "messages", a list of any JSON values; other fields are
+    ignored. Every thread is written as an agent would: one checkpoint after every message (a thread without messages:
+    one), each of which returns when the log has it durably. Then everything is flushed, Postgres is read back without
+    the buffer, and every message of every acknowledged checkpoint is compared with the input.
+
+    A bad line is reported by its number and skipped. So is one whose thread exists, in the store or earlier in the
+    file, unless --overwrite; then, or when the input is damaged, the exit code is 1.
+
+    "lost" counts acknowledged checkpoints whose message Postgres does not have; "mismatched" counts messages that
+    Postgres has and that are not exactly the input's (also any beyond its end); one of either makes the exit code 1.
+    "postgres_transactions" is the server's own count for the whole database, from before the store is opened until
+    after the last flush. Do not write to the same threads meanwhile.
+    """
+    with closing(Input(file)) as source, options.target() as target:
+        report, comparison, incomplete = run(_import(target, source, overwrite))
+    show(report, as_json=options.as_json, title="import")
+    for problem in comparison.problems:
+        click.echo(problem, err=True)
+    if incomplete or not comparison.ok:
+        raise click.exceptions.Exit(EXIT_WRONG)
+
+
+async def _import(target: Target, source: Input, overwrite: bool) -> _Outcome:
+    began = time.perf_counter()
+    before = await count_transactions(target)
+    with _Progress() as progress:
+        async with target.plain() as plain, target.buffered() as store:
+            quarantined = await store.quarantined()
+            importer = Importer(store, plain, overwrite=overwrite, report=progress.bad_line)
+            progress.follow(importer)
+            await importer.run(source.read())
+            progress.say("flushing")
+            try:
+                await flush_all(store)
+            except FlushTimeout as e:
+                safe = f"{importer.writer.acknowledged} checkpoints are acknowledged and stay in the log"
+                raise Failure(f"{safe}, but Postgres does not accept them: {e}") from None
+            seconds = time.perf_counter() - began
+            quarantined = await store.quarantined() - quarantined
+        # All our sessions are closed now, which makes the server's count complete.
+        transactions = await count_transactions(target) - before
+        progress.say("comparing")
+        async with target.plain() as plain:
+            comparison = await compare(plain, _expected(source, importer))
+    writer = importer.writer
+    report = ImportReport(
+        threads=comparison.threads,
+        checkpoints=writer.tried,
+        acknowledged=writer.acknowledged,
+        flushed=comparison.flushed,
+        lost=comparison.lost,
+        mismatched=comparison.mismatched,
+        quarantined=quarantined,
+        bad_lines=progress.bad_lines,
+        postgres_transactions=transactions if transactions > 0 else None,
+        append_p50_ms=writer.latencies.percentile_ms(50),
+        append_p99_ms=writer.latencies.percentile_ms(99),
+        seconds=round(seconds, 3),
+    )
+    return _Outcome(report, comparison, importer.incomplete)
+
+
+async def _expected(source: Input, importer: Importer) -> AsyncIterator[Expected]:
+    for line in source.read_again():
+        if isinstance(line, Line) and (expected := importer.journal.find(line)) is not None:
+            yield expected
+
+
+class _Progress:
+    """What is seen meanwhile, on standard error: the bad lines, and a status line if that is a terminal."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        self._status = Status(self, console=self._console)
+        self._phase = "starting"
+        self._importer: Importer | None = None
+        self.bad_lines = 0
+
+    def __enter__(self) -> _Progress:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+        if self.bad_lines > _REPORTED:
+            self._console.print(f"... and {self.bad_lines - _REPORTED} more lines that were not imported")
+
+    def __rich__(self) -> str:
+        if self._importer is None:
+            return self._phase
+        return (
+            f"{self._phase}: {self._importer.writer.acknowledged:,} checkpoints of {self._importer.threads:,} threads"
+        )
+
+    def follow(self, importer: Importer) -> None:
+        """Show how far it is."""
+        self._phase, self._importer = "importing", importer
+
+    def say(self, phase: str) -> None:
+        """Show what is going on now."""
+        self._phase = phase
+
+    def bad_line(self, number: int, reason: str) -> None:
+        """Report a line that was not imported."""
+        self.bad_lines += 1
+        if self.bad_lines <= _REPORTED:
+            self._console.print(f"line {number}: {reason}")
+
+
+class Importer:
+    """Writes the threads of an input. `report` is told of each line that is not imported, and why."""
+
+    def __init__(
+        self,
+        store: BufferedThreadStore,
+        plain: PostgresThreadStore,
+        *,
+        overwrite: bool,
+        report: Callable[[int, str], None],
+    ) -> None:
+        self._store = store
+        self._plain = plain
+        self._overwrite = overwrite
+        self._report = report
+        self._memory = MemoryBudget(_LINES_HELD, _BYTES_HELD)
+        #: Lines of a thread that is being written, to follow in order.
+        self._following: dict[str, deque[Line]] = {}
+        self.writer = ConversationWriter(store)
+        self.journal = Journal()
+        self.threads = 0
+        #: True when something that should have been imported was not, for another reason than a bad line.
+        self.incomplete = False
+
+    async def run(self, lines: Iterable[Line | BadLine]) -> None:
+        """Write all threads. Returns when every checkpoint is acknowledged or reported."""
+        if not self._overwrite:
+            # From here on Postgres alone can tell which threads there were before.
+            await self._store.force_flush_all()
+        await each(self._admitted(lines), self._write, at_once=_AT_ONCE)
+
+    async def _admitted(self, lines: Iterable[Line | BadLine]) -> AsyncIterator[Line]:
+        """The lines to be written, each the first one of its thread that is not done yet."""
+        async for batch in read_ahead(lines, self._memory, lambda line: line.size, _LOOKED_UP):
+            taken = await self._taken(batch)
+            for line in batch:
+                reason = self._why_not(line, taken)
+                if isinstance(line, BadLine) or reason:
+                    self._report(line.number, reason)
+                    await self._memory.give_back(line.size)
+                elif line.thread_id in self._following:
+                    self._following[line.thread_id].append(line)
+                else:
+                    self._following[line.thread_id] = deque()
+                    yield line
+
+    async def _taken(self, batch: Iterable[Line | BadLine]) -> set[str]:
+        ids = [line.thread_id for line in batch if isinstance(line, Line)]
+        return await _existing(self._plain, ids) if ids and not self._overwrite else set()
+
+    def _why_not(self, line: Line | BadLine, taken: set[str]) -> str:
+        if isinstance(line, BadLine):
+            self.incomplete |= line.end
+            return line.reason
+        first = self.journal.begin(line.thread_id)
+        if self._overwrite or (first and line.thread_id not in taken):
+            return ""
+        self.incomplete = True
+        where = "exists" if first else "stands in an earlier line"
+        return f"thread {line.thread_id!r} {where} (--overwrite replaces it)"
+
+    async def _write(self, line: Line) -> None:
+        """Write a line, and what follows it on the same thread."""
+        following = self._following[line.thread_id]
+        while True:
+            written = await self.writer.write(line.thread_id, line.messages)
+            self.journal.end(line, written)
+            self.threads += 1
+            if written.refused is not None:
+                self.incomplete = True
+                self._report(line.number, f"refused after {written.acknowledged} checkpoints: {written.refused}")
+            _log.info(
+                "line %d: thread %r, %d checkpoints acknowledged", line.number, line.thread_id, written.acknowledged,
+                extra={"action": "thread_imported"},
+            )  # fmt: skip
+            await self._memory.give_back(line.size)
+            if not following:
+                break
+            line = following.popleft()
+        del self._following[line.thread_id]
+
+
+async def _existing(store: PostgresThreadStore, thread_ids: Sequence[str]) -> set[str]:
+    """Those of `thread_ids` that Postgres has, in one statement. Waits for a Postgres that is away for a while."""
+    query = sql.SQL("SELECT thread_id FROM {}.threads WHERE thread_id = ANY (%s)").format(sql.Identifier(store.schema))
+
+    async def look() -> set[str]:
+        async with store.pool.lend(_LOOK_UP_S) as connection:
+            cursor = await connection.execute(query, [list(thread_ids)])
+            return {row[0] for row in await cursor.fetchall()}
+
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(StoreUnavailable),
+        wait=wait_random_exponential(multiplier=0.1, max=2),
+        stop=stop_after_delay(_PATIENCE_S),
+        reraise=True,
+    )
+    return await retrying(look)

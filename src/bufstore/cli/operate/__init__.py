@@ -1,0 +1,1 @@
+"""Looking after a deployment: a file for each command."""
