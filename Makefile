@@ -1,11 +1,15 @@
-# Everything a developer does here. `make setup` needs Python >= 3.11 and the internet, the rest only what it installs.
+# Everything a developer does here. `make setup`, and `make demo` at first, need Python >= 3.11 and the internet.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-READY  := $(VENV)/.ready
+# What is installed: everything, or what the demo needs.
+READY      := $(VENV)/.ready
+DEMO_READY := $(VENV)/.ready-demo
 
 .DEFAULT_GOAL := help
+# Two targets may want to install into the same .venv.
+.NOTPARALLEL:
 
 # Tests and benchmarks start hundreds of Python processes: they would compile everything anew each time.
 unexport PYTHONDONTWRITEBYTECODE
@@ -17,14 +21,19 @@ help: ## Show what there is
 .PHONY: setup
 setup: $(READY) ## Make .venv with everything that is needed, servers included
 
-$(READY): pyproject.toml constraints.txt
+# Everything includes what the demo needs; the demo's part leaves what else is there alone.
+$(READY): EXTRAS := dev
+$(READY): STAMPS := $(READY) $(DEMO_READY)
+$(DEMO_READY): EXTRAS := embedded,cli
+$(DEMO_READY): STAMPS := $(DEMO_READY)
+$(READY) $(DEMO_READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "bufstore needs Python 3.11 or later; set PYTHON=…"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@touch $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $(STAMPS)
 
 .PHONY: demo
-demo: $(READY) ## Run the demo: real servers, many writers, an outage of Postgres, a verified report
+demo: $(DEMO_READY) ## Run the demo: real servers, many writers, an outage of Postgres, a verified report
 	$(BIN)/bufstore demo
 
 # Most tests wait for servers, so several files run at a time, each process with servers of its own. What measures time or
