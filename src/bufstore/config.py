@@ -126,20 +126,21 @@ class LogConfig:
     bucket: str = "thread-hot"
     #: First word of the log's subjects.
     subject: str = "thread"
-    #: How many shares the threads are split into; fixed for the life of a stream.
+    #: How many partitions the threads are split into; fixed for the life of a stream.
     partitions: int = 8
     replicas: int = 1
     #: Server tags that the stream and bucket must be placed on.
     placement_tags: Sequence[str] = ()
     placement_cluster: str | None = None
-    #: Limit of the log on disk, which the server reserves; what is flushed makes room, what is not raises LogFull.
+    #: Limit of the log on disk, which the server reserves. Flushed entries give way; unflushed ones raise LogFull.
     max_bytes: int = 2 << 30
     #: Largest entry; one over the server's max_payload is stored in several messages.
     max_entry_bytes: int = 64 << 20
     #: How much of its last commits Postgres may lose in a failover: entries stay at least this long after their flush,
-    #: and no operation takes longer than half of it. Said by the log; changed on a running one with `change_log`.
+    #: and no operation takes longer than half of it. The log says it; `change_log` changes it on a running log.
     failover_window_s: float = 60.0
-    #: Nothing leaves the log before `bufstore.spark.archive` has it; without archiving, it fills (LogFull). Like it.
+    #: Nothing leaves the log before `bufstore.spark.archive` has it; without archiving it fills (LogFull). Said by the
+    #: log and changed like `failover_window_s`.
     archive: bool = False
 
     def __post_init__(self) -> None:
@@ -160,7 +161,7 @@ class LogConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConfig:
-    """How the buffer works. Defaults are meant to fit; each field says who has a reason to change it."""
+    """How the buffer works. The defaults fit most apps; each field names who has a reason to change it."""
 
     log: LogConfig = field(default_factory=LogConfig)
     #: Developer: how long a write may take before OutcomeUnknown, LogUnavailable or LogFull is raised.
@@ -171,19 +172,19 @@ class BufferConfig:
     flush_timeout_s: float = 30.0
     #: Developer: False in processes that only write and read, while others flush.
     flusher: bool = True
-    #: Operator: time that entries are gathered before one transaction.
+    #: Operator: how long entries are gathered for one transaction.
     flush_interval_s: float = 0.5
     #: Operator: a transaction starts early at this many entries or payload bytes; also the memory bound of the flusher.
     flush_max_entries: int = 10_000
     flush_max_bytes: int = 64 << 20
-    #: Operator: within this long after an owner's end others flush its partitions.
+    #: Operator: others flush an owner's partitions within this time after its end.
     lease_s: int = 6
     #: Operator: how long flushed entries stay in the log, for readers of the log, as far as `outage_reserve` allows.
     retain_after_flush_s: float = 24 * 3600.0
-    #: Operator: the part of max_bytes that flushed entries are not retained in, so that it is free when an outage of
-    #: Postgres begins. Less of it: longer retention. More: longer outages, also of several processes at once.
+    #: Operator: the fraction of max_bytes that is kept free of retained entries for an outage of Postgres. Less of it:
+    #: longer retention. More: longer outages, even when several processes restart.
     outage_reserve: float = 0.75
-    #: Operator: with this many entries in quarantine no more is parked: poison waits in the log, `trouble` says so.
+    #: Operator: with this many entries in quarantine no more are parked: poison waits in the log, `trouble` says so.
     quarantine_max: int = 10_000
     #: Developer: threads (and runs) whose last state is remembered for one-round-trip writes.
     cached_threads: int = 20_000
@@ -215,7 +216,7 @@ class BufferConfig:
 
     @classmethod
     def fitting(cls, log: LogConfig, **options: Any) -> Self:
-        """A configuration for a log that others have set up: defaults that do not fit its window are brought to fit."""
+        """A configuration for a log that others have set up: defaults that do not fit its window are adapted."""
         longest = log.failover_window_s / 2
         fitted: dict[str, Any] = {
             "append_timeout_s": min(cls.append_timeout_s, longest),
@@ -226,7 +227,7 @@ class BufferConfig:
 
 
 def as_nats_config(value: str | Sequence[str] | NatsConfig | Mapping[str, Any]) -> NatsConfig:
-    """A NatsConfig of what a user may give: one URL, several, keyword fields, or the config itself."""
+    """A NatsConfig from a URL, several URLs, keyword fields, or the config itself."""
     if isinstance(value, NatsConfig):
         return value
     if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""JetStream: messages, streams, group commit, and the adapter to nats-py. Below all that talks to NATS."""
+"""JetStream: messages, streams, group commit, and the adapter to nats-py. All that talks to NATS builds on it."""

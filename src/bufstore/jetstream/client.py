@@ -1,4 +1,4 @@
-"""The client of one TCP connection: nats-py's, with what it does to messages and logins replaced where it harms."""
+"""The client of one TCP connection: nats-py's, with harmful handling of messages and logins replaced."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bufstore.jetstream import frames, hooks
 
 _log = logging.getLogger(__name__)
 
-#: Called with subject, reply subject, payload and headers as they came; what it returns is awaited.
+#: Called with subject, reply subject, payload and raw headers; its result is awaited.
 Listener = Callable[[str, str, bytes, bytes], Awaitable[None] | None]
 
 
 class ListeningClient(Client):
-    """Reads on whatever others have published: headers that are none would end nats-py's reading task."""
+    """Keeps reading whatever others publish: invalid headers would end nats-py's reading task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ListeningClient(Client):
 
         nats-py makes a message of it first, with its headers parsed as those of an email, and hands it to a task of
         its own: half of what reading the log costs. For this a private method is replaced, so only with a version
-        that was looked at; with any other the messages come that way.
+        that was checked; with any other, messages come through nats-py.
         """
 
         async def on_message(msg: Msg) -> None:
@@ -63,16 +63,16 @@ class ListeningClient(Client):
             if more is not None:
                 await more
         except Exception as e:
-            # Anybody may send anything to an inbox: it must not end the task that reads. What was ours is missed, and
-            # whoever waits for it notices.
+            # Anybody may send anything to an inbox: it must not end the task that reads. If the message was ours it is
+            # missed, and its waiter notices.
             _log.warning("ignoring an invalid message: %s", type(e).__name__, extra={"action": "nats_message"})
 
     def heard(self) -> None:
-        """What was sent is on its way: an answer to a PING behind it need not be here yet."""
+        """What was sent is on its way; the answer to a PING behind it need not be here yet."""
         self._pings_outstanding = 0
 
     def _remove_sub(self, sid: int, *limit: int) -> None:
-        # Unsubscribed. What is on its way still comes, and is dropped like that of any unknown subscription.
+        # Unsubscribed. Messages on their way still come, and are dropped like those of any unknown subscription.
         self._listeners.pop(sid, None)
         super()._remove_sub(sid, *limit)
 

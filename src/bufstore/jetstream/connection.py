@@ -32,14 +32,14 @@ from bufstore.jetstream.pace import Pace, Watch
 
 _log = logging.getLogger(__name__)
 
-#: What the server says when a user may not publish or subscribe; nats-py gives it in lower case.
+#: What the server says when a user may not publish or subscribe; nats-py passes it on in lower case.
 _FORBIDDEN = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"')
 _ERRORS_KEPT = 100
-#: So many subjects are named in the log, once each.
+#: At most this many forbidden subjects are named in the log, once each.
 _FORBIDDEN_NAMED = 20
 #: A dead server is noticed after at most two of these.
 _PING_INTERVAL_S = 5
-#: After so long a request that got no answer is sent once more, then after twice as long, and so on.
+#: A request without an answer is sent again after this time, then after twice as long, and so on.
 AGAIN_S = 0.5
 
 
@@ -94,7 +94,7 @@ class Connection:
         return self._past[0] + stats["out_msgs"], self._past[1] + stats["in_msgs"]
 
     async def open(self) -> None:
-        """Connect. Raises ConfigError when the server refuses us, LogUnavailable when none can be reached."""
+        """Connect. Raises ConfigError when the server refuses us, LogUnavailable when no server can be reached."""
         for concern in hooks.concerns():
             _log.warning("%s: %s", hooks.installed(), concern, extra={"action": "nats_client"})
         try:
@@ -134,7 +134,7 @@ class Connection:
         return self.client()
 
     def _drop(self, client: Client, reason: str) -> None:
-        """Throw a client away, unless that has been done already."""
+        """Throw a client away, unless that was done already."""
         if self._client is client:
             self._reason = reason
             self._lost.set()
@@ -142,8 +142,8 @@ class Connection:
     async def request(self, subject: str, payload: bytes, timeout_s: float, *, again: bool = False) -> bytes:
         """Send a request and return the answer's payload.
 
-        `again`: it does the same when it is done twice, so it is repeated while no answer comes. What is asked while a
-        cluster elects a leader is heard by nobody, and answered by nobody once there is one.
+        `again`: the request is idempotent, so it is repeated while no answer comes. A request that is sent while a
+        cluster elects a leader is never answered, even once there is a leader.
 
         Raises LogUnavailable when it certainly had no effect, AppendUnknown when no answer came, ConfigError when we
         are not permitted to.
@@ -167,8 +167,8 @@ class Connection:
 
         `again`: as there.
 
-        Without an answer the connection is thrown away, so that nothing waiting in its buffers arrives after somebody
-        has looked; but not while bytes of a large write leave (`bufstore.jetstream.pace`). A batch that was begun on an
+        Without an answer the connection is thrown away, so that nothing in its buffers arrives after somebody has
+        looked; but not while bytes of a large write leave (`bufstore.jetstream.pace`). A batch that was begun on an
         earlier connection is lost with that: all of it is sent again.
         """
         client = self.client()
@@ -276,8 +276,8 @@ class Connection:
                 self._pace.end(token)
 
     def _ask(self, subjects: Sequence[str], end: Callable[[bytes | Exception], None]) -> str:
-        # Our own table of answers, because nats-py's does not know that a connection is lost: its requests then
-        # wait for their whole timeout.
+        # Our own table of answers: nats-py's does not notice a lost connection, so its requests then wait for their
+        # whole timeout.
         token = str(next(self._tokens))
         self._answers[token] = _Question(subjects, end)
         return token
@@ -295,7 +295,7 @@ class Connection:
             self._end(token, data)
 
     def _on_violation(self, verb: str, subject: str) -> None:
-        """NATS did not take what we sent on `subject`: who waits for an answer to it is told at once."""
+        """NATS refused what we sent on `subject`: tell the waiter at once."""
         if subject not in self._forbidden and len(self._forbidden) < _FORBIDDEN_NAMED:
             self._forbidden.add(subject)
             _log.error("NATS does not permit %s on %r", verb, subject, extra={"action": "nats_forbidden"})
@@ -329,7 +329,7 @@ class Connection:
                 for hook in self._hooks:
                     await hook(client)
             except (TimeoutError, OSError, nats.errors.Error, ValueError) as e:
-                # nats-py says "no servers" when it has given up; why, it has told before.
+                # nats-py says "no servers" when it has given up; it gave the reason before.
                 error = errors[-1] if isinstance(e, nats.errors.NoServersError) and errors else e
                 await close_client(client)
                 if isinstance(e, ValueError) and not isinstance(e, OSError):  # an SSLError is both

@@ -1,4 +1,4 @@
-"""Credentials files (.creds) for NATS, looked at before nats-py uses them."""
+"""Credentials files (.creds) for NATS, checked before nats-py uses them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SEED = "BEGIN USER NKEY SEED"
 def read_credentials(credentials: str | Path) -> RawCredentials:
     """The contents for nats-py, of a file (read anew at each call, for it may be renewed) or as given.
 
-    Raises ConfigError when they cannot be used. The error shows nothing of them, nor the path: what was meant to be the
-    contents may have been taken for one.
+    Raises ConfigError when they cannot be used. The error shows neither them nor the path: contents may have been taken
+    for a path.
     """
     if find_spec("nkeys") is None:
         raise ConfigError("NatsConfig.credentials need nkeys, which is not installed: pip install 'bufstore[nkeys]'")

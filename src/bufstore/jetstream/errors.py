@@ -34,7 +34,7 @@ class ConsumerMissing(LogUnavailable):
 
 
 class TooManyResults(LogUnavailable):
-    """A direct get matches more subjects than the server answers for at once."""
+    """A direct get matches more subjects than the server answers in one go."""
 
 
 class SubjectFull(LogFull):
@@ -46,7 +46,7 @@ class MessageMissing(LogUnavailable):
 
 
 def _store_failed(e: ApiError) -> Exception:
-    # One code for all that the store refuses: a limit of ours, a full disk, or a fault.
+    # One code for everything that the store refuses: a limit of ours, a full disk, or a fault.
     text = e.description.lower()
     if "per subject exceeded" in text:
         return SubjectFull(f"the subject is full: {e.description}")

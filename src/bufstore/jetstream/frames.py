@@ -1,8 +1,8 @@
 """A whole batch as the bytes that go over the wire, written at once.
 
 nats-py's publish costs about 20 µs of Python per message with headers, most of the price of an append; framing it here
-costs about 2. For that private parts of its client are used, so only for the version they were checked with;
-with any other the public path does the same, slower (tests run both).
+costs about 2. That uses private parts of its client, so it is done only with checked versions; with
+any other the public path does the same, slower (tests run both).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from bufstore.jetstream.messages import HEADER, Outgoing
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _EXPECTED_OF = "Nats-Expected-Last-Subject-Sequence-Subject"
-#: How the versions begin whose private parts were looked at.
+#: Prefixes of the versions whose private parts were checked.
 CHECKED_VERSIONS = ("2.16.",)
 _ALL = slice(None)
 #: What encloses the lines of the headers.
 _FRAME = len("NATS/1.0\r\n" + "\r\n")
 
-#: More than this is sent in parts, as far as it is of several messages.
+#: A batch of more bytes than this is sent in parts.
 _PART_BYTES = 1 << 20
 _LOOK_S = 0.5
 
@@ -41,7 +41,7 @@ supported = version("nats-py").startswith(CHECKED_VERSIONS)
 
 
 def prepare(client: Client) -> None:
-    """Have a new client send at once: uvloop keeps small writes back until all that is ready has had its turn."""
+    """Have a new client send at once: uvloop keeps small writes back until all ready callbacks have had their turn."""
     if supported and type(client._transport) is TcpTransport and client._transport._io_writer is not None:
         client._transport._io_writer.transport.set_write_buffer_limits(0)
 
@@ -66,7 +66,7 @@ async def send(
         if not client.is_connected:
             raise nats.errors.OutboundBufferLimitError
         if last > 1 and failpoints.active is not None:
-            # Only where a crash test listens.
+            # Only while a crash test listens.
             half = max(last // 2, 1)
             await _write(client, framed(messages, batch, reply, slice(int(begun), half)), half - begun, flushed=True)
             failpoints.reach(failpoints.Failpoint.BATCH_HALF_SENT)
@@ -141,9 +141,9 @@ def _parts(messages: Sequence[Outgoing], start: int) -> Iterator[slice]:
 
 
 async def _write_parts(client: Client, parts: Iterable[tuple[bytes, int]], moved: Callable[[int], None]) -> None:
-    """Send one part after another, each when the one before has left: what others send meanwhile goes in between.
+    """Send one part after another, each when the previous one has left; what others send meanwhile goes in between.
 
-    `moved` is called with a number of bytes that had to wait for the socket, and have left.
+    `moved` is called with the number of bytes that had to wait for the socket and have left.
     """
     for data, messages in parts:
         if not client.is_connected:

@@ -2,25 +2,25 @@
 
 A single server with ``sync_interval: always`` syncs once per message, pipelined or not; an atomic batch costs about
 four syncs whatever its size. So while one group is being stored the next one fills: a lone write goes out at once as
-a plain message, several as parallel plain messages or as one atomic batch, whichever is faster here (`shape`).
+a plain message, several as parallel plain messages or as one atomic batch, whichever is faster here (`publish_mode`).
 
 One group is on its way at a time: a server stores batches one after another and answers when it has nothing left to
-do, so a second one would only delay the answer to the first. What fills meanwhile is sent the moment the answer is
-there, before the writers of the first learn of it: so they prepare their next entries while the server works. For that
-to be so from the start, of many that wait only half go with the first group.
+do, so a second group would only delay the answer to the first. The group that fills meanwhile is sent the moment the
+answer is there, before the writers of the first group learn of it, so they prepare their next entries while the server
+works. To reach this rhythm from the start, only half of many waiting units go with the first group.
 
 Writers that read before they write again come too late for that, and would end up in two crowds that take turns,
-half a group each. For them a group may *linger* (as Postgres' ``commit_delay`` has it): until as many wait as there are
-writers, for a share of the time that the last group took at most.
+half a group each. For them a group may *linger* (like Postgres' ``commit_delay``): until as many wait as there are
+writers, but at most for a fraction of the last group's time.
 
-What is large goes beside all that, by itself (`_LARGE_BYTES`).
+Large units go beside the groups, one by one (`_LARGE_BYTES`).
 
 A *unit* is what must be stored as neighbours or not at all (one thread's entries, the chunks of an entry). Units of
 different writers share a batch; when the server rejects it, it names no culprit: the units whose subject has moved
 are found with one read and fail with Conflict, the others go out again, in a batch of their own. A unit is never split.
 
-After a lost answer every unit of the group fails with AppendUnknown: whether it is stored is for its writer to
-find out, who knows what it expected.
+After a lost answer every unit of the group fails with AppendUnknown: its writer, which knows what it expected, must
+find out whether it is stored.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from bufstore.jetstream.publish_mode import PublishModes
 _log = logging.getLogger(__name__)
 
 _BATCH_BYTES_MAX = 16 << 20
-#: A unit of more than this goes alone, beside the groups: on a slow link they would wait for it.
+#: A unit of more bytes than this goes alone, beside the groups, which would wait for it on a slow link.
 _LARGE_BYTES = 4 << 20
-#: From this many waiting units on, two groups are made of them.
+#: From this many waiting units on, they go out in two groups.
 _SPLIT_FROM = 96
-#: So much smaller than the last group, what waits goes together with what its writers write next.
+#: If the waiting units are smaller than the last group by this factor, they wait for what its writers write next.
 _SMALL = 4
-#: With so many waiting it may be a batch, also when no more come in this turn of the loop.
+#: With this many waiting it may be a batch, even if no more come in this turn of the loop.
 _BEGIN_AT = 8
 #: How long the server may take for one group, at most.
 _GROUP_TIMEOUT_S = 5.0
@@ -70,7 +70,7 @@ class Unit:
 
     @property
     def given_up(self) -> bool:
-        """Nobody waits for it any more: it need not be sent."""
+        """Nobody waits for the unit any more: it need not be sent."""
         return False
 
     def ended(self, outcome: int | Exception) -> None:
@@ -96,14 +96,14 @@ class _Awaited(Unit):
             self.stored.set_result(outcome)
         else:
             self.stored.set_exception(outcome)
-            self.stored.exception()  # a writer that is gone will not look at it
+            self.stored.exception()  # a writer that is gone will not retrieve it
 
 
 class GroupCommit:
     """Writes units to one stream, one group at a time."""
 
     def __init__(self, stream: Stream, *, timeout_s: float = _GROUP_TIMEOUT_S, linger: float = 0.0) -> None:
-        """`timeout_s`: how long an answer is waited for, at most. `linger`: share of a group's time, 0 to 1."""
+        """`timeout_s`: the longest wait for an answer. `linger`: a fraction of a group's time, 0 to 1."""
         self._stream = stream
         self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
         self._shapes = PublishModes()
@@ -111,7 +111,7 @@ class GroupCommit:
         #: Large ones, one at a time.
         self._large: deque[Unit] = deque()
         self._large_task: asyncio.Task[None] | None = None
-        #: On their way; more than one only while what is left of a group goes out again.
+        #: Groups on their way; more than one only while the rest of a group goes out again.
         self._tasks: set[asyncio.Task[None]] = set()
         #: The group that the next one waits for.
         self._ahead: list[Unit] | None = None
@@ -121,11 +121,11 @@ class GroupCommit:
         #: A batch of which the first message was sent, and the unit that waits at the head of the queue with it.
         self._begun: tuple[Unit, BegunBatch] | None = None
         self._linger = linger
-        #: How many units were on their way or waiting when the last group ended, and until when those are waited for.
+        #: How many units were on their way or waiting when the last group ended, and until when to wait for them.
         self._writers = 0
         self._linger_until = self._sent_at = 0.0
         self._lingering: asyncio.TimerHandle | None = None
-        #: A look at what waits is due one turn of the loop later.
+        #: Whether a look at the queue is due one turn of the loop later.
         self._due = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -151,7 +151,7 @@ class GroupCommit:
         _end(waiting, Closed("the store was closed before the entry was sent"))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
-        """Queue a unit; the future gives the sequence of its last message, once it is durable.
+        """Queue a unit. The future gives the sequence of its last message once it is durable.
 
         It fails with Conflict, LogFull, LogUnavailable (nothing stored), or AppendUnknown. Cancelling the future
         takes the unit back if it was not sent yet.
@@ -161,7 +161,7 @@ class GroupCommit:
         return unit.stored
 
     def add(self, unit: Unit) -> None:
-        """Queue a unit, which is told how it ended, later: see `submit`."""
+        """Queue a unit, whose `ended` is called later: see `submit`."""
         if self._closed:
             asyncio.get_running_loop().call_soon(_end, [unit], Closed("the store is closed"))
             return
@@ -177,7 +177,7 @@ class GroupCommit:
                 self._begin()
 
     def _lingers(self) -> bool:
-        """Whether more are waited for; if so, a look is due when their time is over."""
+        """Whether to wait for more units; if so, a look is due when their time is over."""
         if self._loop is None or not 0 < len(self._waiting) < self._writers:
             self._stop_lingering()
             return False
@@ -195,7 +195,7 @@ class GroupCommit:
             self._lingering = None
 
     def _begin(self) -> None:
-        """So many that it may be a batch: if it will, let the server make room for it while the rest is prepared."""
+        """If so many units will be a batch, let the server prepare for it while the rest is built."""
         if self._choice is None:
             self._choice = self._shapes.batched(max(self._last, _BEGIN_AT))
             if self._choice:

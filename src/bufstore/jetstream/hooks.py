@@ -1,6 +1,6 @@
-"""The private methods of nats-py that are replaced here, and whether the installed version still calls them.
+"""The private methods of nats-py that we replace, and whether the installed version still calls them.
 
-A method that it has renamed is no error anywhere: ours would never be called, and what it is for would be gone.
+If nats-py renames such a method, nothing fails: ours would just never be called, and its effect would be lost.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ GUARD = "_connect_command"
 
 
 def changed(client: type = Client, callers: Iterable[type] = (Client, Parser)) -> list[str]:
-    """Names of the methods that this version has no more, has with other parameters, or calls no more."""
+    """Names of the methods that this version lacks, has with other parameters, or no longer calls."""
     called = {name for owner in callers for method in _functions(owner) for name in method.__code__.co_names}
     return [name for name, wanted in _HOOKS.items() if name not in called or _parameters(client, name) != wanted]
 
 
 def concerns() -> list[str]:
-    """What is slower or weaker with the installed nats-py than with one that was looked at; empty with such a one."""
+    """What is slower or weaker with the installed nats-py than with a checked version; empty with a checked one."""
     found = []
     if not frames.supported:
         found.append("bufstore was not checked with it: every message takes a slower way")

@@ -1,4 +1,4 @@
-"""What the buffer writes to and reads from: one JetStream stream, seen as subjects."""
+"""One JetStream stream, seen as subjects to write to and read from."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import msgspec
 
 #: The one header that is written and read on fast paths.
 HEADER = "Bufstore-Entry"
-#: Headers of one message never exceed this many bytes: ring (16 x 12 bytes in base64), sources (8 x 16), numbers,
-#: batch headers.
+#: Headers of one message never exceed this many bytes: recent keys (16 x 12 bytes in base64), producers (8 x 16),
+#: numbers, batch headers.
 HEADER_BYTES_MAX = 1024
 #: The server's limit for an atomic batch.
 BATCH_MESSAGES_MAX = 1000
@@ -48,7 +48,7 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     header: str | None = None
     #: The subject's last sequence that the write requires; None requires nothing.
     expected: int | None = None
-    #: The subject that `expected` is about, if it is not its own.
+    #: The subject that `expected` is about, if not this message's own.
     expected_of: str | None = None
     #: Seconds after which the server removes it; 0 keeps it.
     ttl_s: int = 0
@@ -59,11 +59,11 @@ class Conflict(Exception):
 
 
 class BatchRefused(Exception):
-    """The server takes no (such) batch now. Nothing was stored; single messages may still go through."""
+    """The server accepts no (such) batch now. Nothing was stored; single messages may still go through."""
 
 
 class AppendUnknown(Exception):
-    """Sent, and no answer: it may be stored or not."""
+    """Sent without an answer: the message may or may not be stored."""
 
 
 class BegunBatch(NamedTuple):
@@ -86,7 +86,7 @@ class Stream(Protocol):
         ...
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        """Store one message durably; its sequence."""
+        """Store one message durably. Returns its sequence."""
         ...
 
     async def publish_each(
@@ -94,22 +94,22 @@ class Stream(Protocol):
     ) -> None:
         """Store the messages one by one, side by side; returns when all have ended.
 
-        `ended` is called with the number and the sequence, or the error that `publish` would raise, of each. Raises
-        nothing else than a BufstoreError, when nothing was sent.
+        `ended` is called for each with its number and its sequence, or the error that `publish` would raise. Raises
+        only a BufstoreError, when nothing was sent.
         """
         ...
 
     def begin_batch(self, first: Outgoing) -> BegunBatch | None:
         """Send the first message of a batch already, if that is possible now; the rest must follow soon.
 
-        The server makes room for a batch when its first message arrives. Never followed by a rest, it is forgotten.
+        The server prepares for a batch when its first message arrives. If no rest follows, it forgets the batch.
         """
         ...
 
     async def publish_batch(
         self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
     ) -> int:
-        """Store all messages or none, as neighbours; the sequence of the last. `begun`: with the first of them."""
+        """Store all messages or none, as neighbours. Returns the last sequence. `begun`: the first is sent already."""
         ...
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:

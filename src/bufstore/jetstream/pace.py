@@ -1,8 +1,8 @@
-"""How long answers are waited for while a large write is on its way.
+"""How long to wait for answers while a large write is on its way.
 
-A write that gets no answer in time costs the connection: with it goes what may still wait in its buffers. On a slow
-link that time may be over before the bytes have left. So as long as bytes of a large write leave, the connection is
-alive, and whoever waits for the answer to a write on it waits anew; callers have deadlines of their own.
+A write that gets no answer in time costs the connection, together with what may still wait in its buffers. On a slow
+network that time may be over before the bytes have left. So as long as bytes of a large write leave, the connection is
+alive, and everybody who waits for the answer to a write on it waits anew; callers have deadlines of their own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-#: So much may be on its way where nobody sees it, with a margin: in buffers of the system, here and at the other end.
+#: How many bytes may be on their way unseen, with a margin: in buffers of the system, here and at the other end.
 _UNSEEN_BYTES = 16 << 20
-#: Buffers on the way make room in steps: for so long nothing may move although all is well.
+#: Buffers on the way free space in steps: for this long nothing may move although all is well.
 _STEP_S = 8.0
 _LOOK_S = 1.0
 
@@ -22,10 +22,10 @@ class _Client(Protocol):
 
 
 class Pace:
-    """Of the writes on one connection."""
+    """The pace of the writes on one connection."""
 
     def __init__(self) -> None:
-        #: By token: who waits for an answer, until when, and how long without anything that moves.
+        #: By token: each waiter for an answer, its deadline, and how long it waits while nothing moves.
         self._limits: dict[str, tuple[asyncio.Timeout, float]] = {}
         self._alive_until = 0.0
         self._keeper: asyncio.TimerHandle | None = None
@@ -38,11 +38,11 @@ class Pace:
             limit.reschedule(until)
 
     def end(self, token: str) -> None:
-        """He waits no more."""
+        """The waiter is gone."""
         self._limits.pop(token, None)
 
     def moved(self, client: _Client, patience_s: float = _STEP_S) -> None:
-        """Bytes of a large write have left: wait anew, and so much longer."""
+        """Bytes of a large write have left: wait anew, and that much longer."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._alive_until = max(self._alive_until, now + patience_s)
@@ -54,7 +54,7 @@ class Pace:
                 limit.reschedule(until)
 
     def arrived(self) -> None:
-        """A large write was answered, and so has arrived, with all that went before it."""
+        """A large write was answered: it has arrived, and so has everything before it."""
         now = asyncio.get_running_loop().time()
         self.lost()
         for limit, timeout_s in self._limits.values():
@@ -62,7 +62,7 @@ class Pace:
                 limit.reschedule(now + timeout_s)
 
     def _keep(self, client: _Client, loop: asyncio.AbstractEventLoop) -> None:
-        """Until then a client that hears nothing is not taken for dead."""
+        """The time until which a silent client counts as alive."""
         client.heard()
         again = loop.time() < self._alive_until
         self._keeper = loop.call_later(_LOOK_S, self._keep, client, loop) if again else None
@@ -84,7 +84,7 @@ class Watch:
         self._began = 0.0
 
     def moved(self, size: int) -> None:
-        """So many bytes of a large write have left that had to wait for it."""
+        """This many waiting bytes of a large write have left."""
         now = asyncio.get_running_loop().time()
         self._began = self._began or now
         self._size += size

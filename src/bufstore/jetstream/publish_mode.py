@@ -1,21 +1,21 @@
 """Plain messages or an atomic batch: which stores a group sooner, found by measuring both, without I/O.
 
-On a server that syncs every message a batch of a few dozen wins by far; on one that syncs now and then plain messages
-do, and where the two cross depends on disk, server and processor. So both are timed for each size of group, and the
-one that lost is tried again now and then, ever more rarely as long as it keeps losing.
+On a server that syncs every message, a batch of a few dozen wins by far; on a server that syncs now and then, plain
+messages win. Where the two cross depends on disk, server and processor. So both are timed for each size of group, and
+the slower mode is tried again now and then, ever more rarely as long as it keeps losing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Below it a batch has never won, from it on plain messages have never: nothing to try out there.
+#: Below the first a batch has never won, from the second on plain messages have never: nothing to try there.
 BATCH_FROM, PLAIN_TO = 4, 65
 #: What is believed before anything was measured: right for a server that syncs every message.
 _BATCH_AT_FIRST = 8
-#: After so many groups the other shape is tried, at first and at most.
+#: After how many groups the other mode is tried, at first and at most.
 _TRY_FIRST, _TRY_MAX = 16, 4096
-#: What the newest time counts for in the mean.
+#: The weight of the newest time in the mean.
 _SHARE = 0.25
 
 

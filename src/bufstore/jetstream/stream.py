@@ -22,7 +22,7 @@ from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch,
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
-#: Requests that change nothing when they are done twice: every consumer here has a name.
+#: Idempotent requests: every consumer here has a name.
 _REPEATABLE = ("STREAM.INFO.", "CONSUMER.INFO.", "CONSUMER.CREATE.", "CONSUMER.DELETE.")
 
 
@@ -46,7 +46,7 @@ class NatsStream:
         self._connection = connection
         self._api = api
         self._name = name
-        # Direct gets are answered by any replica, which may lag: on a replicated stream only the leader is asked.
+        # Any replica may answer a direct get, and may lag: on a replicated stream only the leader is asked.
         self._leader_only = replicas > 1
         self._gets: dict[str, _Get] = {}
         self._inbox = ""
@@ -146,11 +146,11 @@ class NatsStream:
     async def prove(self, unused: str, timeout_s: float) -> None:
         """Return once the leader has proved that it leads. Raises AppendUnknown, LogUnavailable.
 
-        A leader that the others have left answers reads for seconds. Removing needs their votes, as writing does; but
-        this, on a subject that nothing has, stores nothing: it leaves no hole behind, and a full stream takes it.
+        A leader that the others have left answers reads for seconds. A purge needs their votes, as a write does;
+        but a purge of a subject without messages stores nothing, leaves no hole, and works on a full stream.
         """
         asked = Outgoing(f"{self._api}.STREAM.PURGE.{self._name}", json.dumps({"filter": unused}).encode())
-        # As a write: who leads nobody does not answer, and then the connection to it is given up.
+        # As a write: a leader without followers does not answer, and then its connection is given up.
         self._result(await self._connection.write([asked], None, timeout_s, again=True))
 
     async def held_above(self, positions: Mapping[str, int], timeout_s: float) -> Held:
@@ -244,7 +244,7 @@ class _Get:
         self._messages: list[StoredMessage] = []
 
     def add(self, data: bytes, headers: bytes) -> None:
-        # What was stored may have a status of its own: anybody may publish. Only the server adds a sequence.
+        # A stored message may have a status of its own, because anybody may publish. Only the server adds a sequence.
         seq = added(headers, b"Nats-Sequence")
         if seq is not None:
             subject = added(headers, b"Nats-Subject") or ""
@@ -261,7 +261,7 @@ class _Get:
     def fail(self, error: Exception) -> None:
         if not self.done.done():
             self.done.set_exception(error)
-            self.done.exception()  # a reader that was cancelled will not look at it
+            self.done.exception()  # a cancelled reader will not retrieve it
 
 
 class _LeaderMessage(msgspec.Struct):

@@ -31,7 +31,7 @@ from bufstore.jetstream.messages import (
 
 
 class MemoryStream:
-    """The messages of one stream, for all who write and read it."""
+    """The messages of one stream, for all its writers and readers."""
 
     def __init__(self, config: LogConfig, epoch: int = 0, target: Target | None = None) -> None:
         self.config = config
@@ -225,7 +225,7 @@ class MemoryLog:
         return stream.store(messages)
 
     async def _turn(self) -> MemoryStream:
-        """The stream, a turn of the event loop later: whoever calls a log must not count on being alone."""
+        """The stream, a turn of the event loop later: callers of a log must not count on being alone."""
         self.calls += 1
         await asyncio.sleep(0)
         stream = self._stream

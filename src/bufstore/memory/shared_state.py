@@ -1,4 +1,4 @@
-"""The hot state in memory: a bucket as the server keeps it, and one instance's view of it."""
+"""The shared state in memory: a bucket as the server keeps it, and one instance's view of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Value:
 
 
 class MemoryBucket:
-    """Keys with a time to live, and who wants to hear of what."""
+    """Keys with a time to live, and their listeners."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[str, Any], _Value] = {}
@@ -51,7 +51,7 @@ class MemoryBucket:
         self._values.pop((kind, key), None)
 
     def tell(self, kind: str, *what: Any) -> None:
-        """Call everybody back who listens to this, in a turn of the event loop of its own."""
+        """Call back every listener of this subject, each in a turn of the event loop of its own."""
         for wanted, _, callback in self.listeners:
             if wanted == kind:
                 asyncio.get_running_loop().call_soon(callback, *what)

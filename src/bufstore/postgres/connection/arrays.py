@@ -26,7 +26,7 @@ _NULL = _LENGTH(-1)
 def unstorable() -> Iterator[None]:
     """Raise what Postgres says of data it cannot read, for values of which no columns can be made.
 
-    No writer of ours makes such an entry; somebody else's is its own fault, not that of the store.
+    No writer of ours makes such an entry; a foreign one is at fault itself, not the store.
     """
     try:
         yield
@@ -54,7 +54,7 @@ class ArrayCursor(AsyncRawCursor[tuple[Any, ...]]):
         self.adapters.register_dumper(Array, _ArrayDumper)
 
     async def rows(self) -> list[tuple[Any, ...]]:
-        """All rows; none of a statement that gives none."""
+        """All rows; empty for a statement without a result."""
         result = self.pgresult
         # Not `description`, which makes an object of each column.
         return await self.fetchall() if result is not None and result.status == ExecStatus.TUPLES_OK else []

@@ -1,6 +1,6 @@
 """Postgres' errors, as bufstore's: one table, applied at the edge.
 
-What the table does not name (class 22 and 23 above all: the entry's own fault) passes as it is.
+Errors that the table does not name (above all classes 22 and 23, the entry's own fault) pass unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bufstore.errors import BufstoreError, Closed, StoreMisconfigured, StoreUnav
 class NoAnswer(StoreUnavailable):
     """The connection ended, or the time ran out, before Postgres answered.
 
-    A read may be repeated. A write may have taken effect: its caller says which with an idempotency key.
+    A read may be repeated. A write may have taken effect: an idempotency key tells.
     """
 
 

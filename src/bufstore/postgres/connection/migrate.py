@@ -28,12 +28,12 @@ _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
 _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
 #: The functions' bodies stand between these, so the schema's name must not hold it.
 _BODY_QUOTE = "$body$"
-#: Postgres cuts longer identifiers short, in silence.
+#: Postgres silently truncates longer identifiers.
 _MAX_IDENTIFIER_BYTES = 63
 #: Any fixed number: one migration at a time in a database.
 _MIGRATION_LOCK = 0x6275_6673_746F_7265
-#: How long a migration waits for a lock on a table, how long it leaves the tables alone then, at least, and for how
-#: long it tries again.
+#: How long a migration waits for a lock on a table, how long it then leaves the tables alone at least, and how long it
+#: keeps trying.
 _LOCK_S = 1.0
 _LOCK_PAUSE_S = 0.5
 _LOCKS_S = 6.0
@@ -161,7 +161,7 @@ def works_with(applied: Mapping[int, int], newest_known: int) -> bool:
 async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> dict[str, dict[int, int]]:
     """Per part, the versions that were applied, each with the oldest release that works after it."""
     table = sql.SQL("{}.bufstore_migrations").format(sql.Identifier(schema))
-    # Not by to_regclass: a session that found nothing may still say so after it has waited for who makes the table.
+    # Not by to_regclass: a session that found nothing may still say so after it has waited for the table's creator.
     there = "SELECT FROM pg_tables WHERE schemaname = %s AND tablename = 'bufstore_migrations'"
     if not (await connection.execute(there, [schema])).rowcount:
         return {}
@@ -178,7 +178,7 @@ async def applied_migrations(connection: AsyncConnection[Any], schema: str) -> d
 
 
 async def _prepare(connection: AsyncConnection[Any], schema: str) -> None:
-    # Not IF NOT EXISTS alone: that asks for the right to create schemas even when this one is there.
+    # Not IF NOT EXISTS alone: that requires the right to create schemas even when this one exists.
     cursor = await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])
     if not cursor.rowcount:
         await connection.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(schema)))
@@ -190,7 +190,7 @@ def waiting() -> list[sql.Composed]:
     """What a transaction that migrates begins with: one at a time, and short waits for locks."""
     return [
         sql.SQL("SELECT pg_advisory_xact_lock({})").format(_MIGRATION_LOCK),
-        # While a change of a table waits for whoever reads it, everybody else waits behind the change.
+        # While a change of a table waits for a reader, everybody else waits behind the change.
         sql.SQL("SET LOCAL lock_timeout = {}").format(f"{round(_LOCK_S * 1000)}ms"),
     ]
 

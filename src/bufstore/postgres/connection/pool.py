@@ -110,16 +110,16 @@ def _end(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
 class Pool(AsyncConnectionPool[_Connection]):
     """An `AsyncConnectionPool` with one more way to borrow: `lend`.
 
-    While all of its connections are lent, one that comes back goes to the next caller at once, past the pool, whose
-    locks and tasks cost more than a small statement. Not while anybody waits in the pool itself: he came earlier.
+    While all connections are lent, a returned one goes to the next caller at once, past the pool, whose locks and tasks
+    cost more than a small statement. But not while a caller waits in the pool itself, because it came earlier.
     """
 
     def __init__(self, conninfo: str, *, size: int, connect_timeout_s: float) -> None:
         self._failure = _Failure()
         self._returning: set[asyncio.Future[None]] = set()
-        #: Callers of `lend` who have a connection or wait for the pool to give one, and how many of them wait.
+        #: How many callers of `lend` have a connection or wait for the pool to give one, and how many of them wait.
         self._lent = self._asking = 0
-        #: Those who wait for one of them. None: the place is free, the connection is not there any more.
+        #: Callers that wait for one of them. None: the place is free, the connection is gone.
         self._next: deque[asyncio.Future[_Connection | None]] = deque()
         defaults: dict[str, Any] = {
             "connect_timeout": max(2, round(connect_timeout_s)),
@@ -199,7 +199,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                handed = turn.result()  # his turn had come
+                handed = turn.result()  # its turn had come
                 if handed is not None:
                     await self._end_loan(handed)
                 else:
@@ -213,7 +213,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             turn.set_exception(self._not_in_time())
 
     def _refuse_all(self, reason: str) -> None:
-        """Those who wait need not each find out for themselves."""
+        """Tell all waiting callers, so that each need not find out alone."""
         while self._next:
             turn = self._next.popleft()
             if not turn.done():
