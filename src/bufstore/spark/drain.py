@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import context_of, described
-from bufstore.spark.process_loop import in_task, loop
+from bufstore.spark.process_loop import loop
+from bufstore.spark.task import in_task, outcome
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
 
@@ -110,19 +112,15 @@ async def _store(deployment: Deployment, *, flusher: bool) -> BufferedThreadStor
 def _task(
     deployment: Deployment, timeout_s: float, batches: Iterator[pyarrow.RecordBatch]
 ) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-
-    async def flush() -> tuple[int, ...]:
+    async def flush() -> FlusherState:
         async with await _store(deployment, flusher=True) as store:
             await store.force_flush_all(timeout_s=timeout_s)
-            state = (await store.statistics()).flusher
-            return state.entries, state.changes, state.transactions, state.parked
+            return (await store.statistics()).flusher
 
     for batch in batches:
         if batch.num_rows:
             with in_task():
-                found = asyncio.run(flush())
-            yield pyarrow.RecordBatch.from_arrays(
-                [pyarrow.array([value], pyarrow.int64()) for value in found],
-                names=["entries", "changes", "transactions", "parked"],
+                state = asyncio.run(flush())
+            yield outcome(
+                entries=state.entries, changes=state.changes, transactions=state.transactions, parked=state.parked
             )

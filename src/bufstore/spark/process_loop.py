@@ -8,19 +8,21 @@ loss.
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
 
 class Loop:
-    """An event loop in a thread of its own, and what was opened on it."""
+    """An event loop in a thread of its own, and what was opened on it.
+
+    Not shared with `bufstore.blocking`: most of the code there ends a loop and the calls that still run on it, and this
+    loop never ends. All that both would share is one call of `asyncio.run_coroutine_threadsafe`.
+    """
 
     def __init__(self) -> None:
         self._loop = _new_loop()
@@ -50,21 +52,6 @@ class Loop:
 
             task = self._opened[key] = asyncio.create_task(opening())
         return cast(T, await asyncio.shield(task))
-
-
-#: Python's own 700 lets a third of a task's time go into looking through rows on their way, which are no garbage.
-_OBJECTS_BETWEEN_COLLECTIONS = 20_000
-
-
-@contextmanager
-def in_task() -> Iterator[None]:
-    """Around what a task does, in a Python worker of Spark, which has one task at a time."""
-    before = gc.get_threshold()
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 _lock = threading.Lock()

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -28,7 +29,8 @@ from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.spark.log_archive.into_log import IntoLog
 from bufstore.spark.log_archive.into_postgres import IntoPostgres
 from bufstore.spark.log_archive.manifests import Manifest, check_range, manifests_of, overlap, whole
-from bufstore.spark.process_loop import in_task, loop
+from bufstore.spark.process_loop import loop
+from bufstore.spark.task import in_task, outcome
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 
@@ -139,40 +141,22 @@ def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) 
 def _task(
     deployment: Deployment, subjects: Subjects, into: Into, dry_run: bool, batches: Iterator[pyarrow.RecordBatch]
 ) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-
     with in_task():
-        report = loop().run(_restore(deployment, into, _threads(subjects, batches), dry_run=dry_run))
-    schema = pyarrow.schema(
-        [(name, pyarrow.int64()) for name in ("threads", "applied", "present", "refused")]
-        + [("reasons", pyarrow.list_(pyarrow.string()))]
-    )
-    row = {name: getattr(report, name) for name in schema.names}
-    yield pyarrow.RecordBatch.from_pylist([row], schema)
+        counts = loop().run(_restore(deployment, into, _threads(subjects, batches), dry_run=dry_run))
+    yield outcome(**msgspec.structs.asdict(counts))
 
 
 def _threads(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, list[Item]]]:
-    """The entries of one thread after the other; what belongs to none is left out."""
-    subject: str | None = None
-    messages: list[StoredMessage] = []
-    for batch in batches:
-        for row in batch.to_pylist():
-            if row["subject"] != subject:
-                if messages:
-                    yield from _entries(subjects, messages)
-                subject, messages = row["subject"], []
-            messages.append(StoredMessage(row["subject"], row["position"], row["header"], row["body"] or b""))
-    if messages:
-        yield from _entries(subjects, messages)
-
-
-def _entries(subjects: Subjects, messages: Sequence[StoredMessage]) -> Iterator[tuple[str, list[Item]]]:
-    try:
-        thread_id = subjects.thread_id(messages[0].subject)
-    except MalformedEntry:
-        return  # of no thread, or a barrier: a flush parks it or passes it
-    if items := assemble(messages, thread_id):
-        yield thread_id, list(items)
+    """The entries of one thread after the other; what belongs to no thread is left out."""
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for subject, found in groupby(rows, key=itemgetter("subject")):
+        try:
+            thread_id = subjects.thread_id(subject)
+        except MalformedEntry:
+            continue  # a barrier, or garbage: a flush passes it or parks it
+        messages = [StoredMessage(subject, row["position"], row["header"], row["body"] or b"") for row in found]
+        if items := assemble(messages, thread_id):
+            yield thread_id, list(items)
 
 
 async def _restore(

@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.job_description import context_of, described
-from bufstore.spark.process_loop import in_task
 from bufstore.spark.sink.app_id import begin, end, was_done
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
 from bufstore.spark.sink.row_writer import RowCounts, write_rows
+from bufstore.spark.task import in_task, outcome
 
 if TYPE_CHECKING:
     import pyarrow
@@ -73,9 +75,8 @@ class CheckpointSink:
         owned = df.repartition(tasks, "thread_id").sortWithinPartitions(*order)
         summed = owned.withColumn(_FINGERPRINT, F.xxhash64(*order))
         whole, fingerprint = RowCounts(), 0
-        for found in summed.mapInArrow(partial(_task, config, batch_id), _OUTCOME).collect():
-            written, repeated, bad, behind, reasons, part = found
-            whole.add(RowCounts(written, repeated, bad, behind, reasons))
+        for *counts, part in summed.mapInArrow(partial(_task, config, batch_id), _OUTCOME).collect():
+            whole.add(RowCounts(*counts))
             fingerprint = (fingerprint + part) & _MASK
         return whole, fingerprint
 
@@ -102,8 +103,6 @@ def _query_id(df: DataFrame) -> str:
 
 
 def _task(config: SinkConfig, batch_id: int, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
-    import pyarrow
-
     fingerprint = 0
 
     def parts() -> Iterator[list[dict[str, Any]]]:
@@ -114,9 +113,4 @@ def _task(config: SinkConfig, batch_id: int, batches: Iterator[pyarrow.RecordBat
 
     with in_task():
         found = write_rows(config, batch_id, parts())
-    values = [found.written, found.repeated, found.bad, found.behind, found.reasons, fingerprint]
-    schema = pyarrow.schema(
-        [(name, pyarrow.int64()) for name in ("written", "repeated", "bad", "behind")]
-        + [("reasons", pyarrow.list_(pyarrow.string())), ("fingerprint", pyarrow.int64())]
-    )
-    yield pyarrow.RecordBatch.from_pylist([dict(zip(schema.names, values, strict=True))], schema)
+    yield outcome(**msgspec.structs.asdict(found), fingerprint=fingerprint)
