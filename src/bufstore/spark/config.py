@@ -18,7 +18,7 @@ from bufstore.types import check_id
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Deployment(Secretive):
-    """The log and the database of one deployment. Set by the data engineer who writes the job.
+    """The log and the database of one deployment. The author of a job sets it.
 
     Goes to the executors as it is; its repr shows no secret. What the log is like (partitions, replicas) is read from
     the server.
@@ -34,7 +34,9 @@ class Deployment(Secretive):
     def __post_init__(self) -> None:
         object.__setattr__(self, "nats", as_nats_config(self.nats))
         if self.server.tls is not None:
-            raise ConfigError("an SSLContext cannot go to Spark's executors: use a tls:// URL and their system's CAs")
+            raise ConfigError(
+                "an SSLContext cannot be sent to Spark's executors: use a tls:// URL, which trusts their systems' CAs"
+            )
         LogConfig(stream=self.stream, bucket=self.bucket)
         check_schema(self.schema)
 
@@ -47,7 +49,7 @@ class Deployment(Secretive):
     async def find_log(self) -> LogConfig:
         """The log as it stands on the server, to write into it or a PostgresThreadStore behind it.
 
-        Raises NoLog when there is none, ConfigDrift when it is flushed into another kind of store, LogUnavailable.
+        Raises NoLog when there is no log, ConfigDrift when it is flushed into another kind of store, LogUnavailable.
         """
         found = await self.look()
         check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
@@ -63,12 +65,12 @@ class Deployment(Secretive):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class SinkConfig(Deployment):
-    """A sink of one streaming query (or backfill). Set by the data engineer who writes the job."""
+    """A sink of one streaming query (or backfill). The author of a job sets it."""
 
     #: Names the source in every thread that it writes to. One query, for as long as its checkpoint folder lives.
     app_id: str
-    #: "log": through the log, as any writer. "postgres": past it, for backfills: threads that nobody writes to at the
-    #: same time (what the log must judge goes through it all the same).
+    #: "log": through the log, as any writer. "postgres": past the log, for backfills of threads that have no other
+    #: writer meanwhile (rows that need the log's checks go through it all the same).
     mode: Literal["log", "postgres"] = "log"
     #: What a row that cannot become a checkpoint does: "fail" ends the batch (when all other threads are written),
     #: "quarantine" puts it into the table ``spark_quarantine`` and goes on.
@@ -84,8 +86,8 @@ class SinkConfig(Deployment):
         super().__post_init__()
         check_id(self.app_id, "app_id")
         if self.mode not in ("log", "postgres"):
-            raise ConfigError("SinkConfig.mode is 'log' or 'postgres'")
+            raise ConfigError("SinkConfig.mode must be 'log' or 'postgres'")
         if self.bad_rows not in ("fail", "quarantine"):
-            raise ConfigError("SinkConfig.bad_rows is 'fail' or 'quarantine'")
+            raise ConfigError("SinkConfig.bad_rows must be 'fail' or 'quarantine'")
         if self.in_flight < 1 or (self.tasks is not None and self.tasks < 1):
             raise ConfigError("SinkConfig.in_flight and tasks must be positive")

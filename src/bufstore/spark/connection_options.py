@@ -22,11 +22,11 @@ _SPARKS = ("path", "checkpointLocation")
 
 
 def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """The options by our spelling. Raises ConfigError for one that is neither of `names` nor of CONNECTION."""
+    """The options, spelled as in `names` and CONNECTION. Raises ConfigError for an option that is in neither."""
     known = {name.lower(): name for name in (*CONNECTION, *names, *_SPARKS)}
     for name in given:
         if name.lower() not in known:
-            raise ConfigError(f"there is no option {name}: {', '.join((*CONNECTION, *names))}")
+            raise ConfigError(f"there is no option {name}; the options are {', '.join((*CONNECTION, *names))}")
     return {known[name.lower()]: value for name, value in given.items() if known[name.lower()] not in _SPARKS}
 
 

@@ -35,7 +35,7 @@ exec "{java}" "$@"
 def ensure_java() -> Path:
     """The home of a Java that Spark can use, of at least 17; JAVA_HOME names it afterwards.
 
-    A working JAVA_HOME is left as it is. Raises ConfigError, with the ways out, when there is none.
+    A working JAVA_HOME is left as it is. Raises ConfigError, which says what to do, when no Java is found.
     """
     seen = []
     home = os.environ.get("JAVA_HOME")

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from pyspark.sql.streaming.listener import StreamingQueryListener
 
+__all__ = ["ProgressListener", "QueryProgress"]
+
 _log = logging.getLogger(__name__)
 
 
@@ -58,7 +60,7 @@ class ProgressListener(StreamingQueryListener):
 
 
 def lag_of(offsets: list[tuple[str | None, str | None]]) -> int | None:
-    """How far the sources' offsets (as text: read, newest) are behind; None when none of them is a log."""
+    """How far the sources' offsets (as text: read, newest) are behind; None if no source is a log."""
     total = None
     for read, newest in offsets:
         try:

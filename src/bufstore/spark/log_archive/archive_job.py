@@ -96,8 +96,8 @@ def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
     last = max(manifests, key=lambda m: m.end)
     if last.created != log.created:
         raise DataLoss(
-            f"the archive ends with {last.name} of a stream that is no more: whether all of that was archived nobody "
-            f"can tell. Give start={log.first} to go on with the one that there is"
+            f"the archive ends with {last.name} of a stream that no longer exists, so its last entries may be "
+            f"missing. Give start={log.first} to continue with the stream that exists now"
         )
     return last.end
 
@@ -110,8 +110,8 @@ def _read(
         "nats": ",".join(server.servers),
         "stream": deployment.stream,
         "form": "messages",
-        # Where an archive begins, messages may be missing that were purged before; later none may, unless who says
-        # where to go on takes it as it is.
+        # Messages may have been purged before an archive begins. Later none may be missing, unless the caller names
+        # the position to continue at, and so accepts the gap.
         "startingPosition": "earliest" if earliest and not given else m.start,
         "endingPosition": m.end,
         "failOnDataLoss": not given,
@@ -127,7 +127,7 @@ def _read(
 
 
 async def log_of(deployment: Deployment) -> LogState | None:
-    """The deployment's log as it is now; None if there is none."""
+    """The deployment's log as it is now; None if it does not exist."""
     reader = LogReader(deployment.server, deployment.stream, deployment.bucket)
     await reader.open()
     try:

@@ -5,7 +5,7 @@
 written last: a range without a manifest does not count.
 
 Each attempt has names of its own, and nothing is ever overwritten or removed: what a manifest says is in the archive
-stays there, whoever archives at the same time, and whatever dies half-way. Where ranges overlap, each is whole.
+stays there, even if several runs archive at once or one dies half-way. Where ranges overlap, each is whole.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
     """The manifests of an archive, in order; none for a folder that is not there.
 
-    Raises ConfigError for one that cannot be read, or was written by a newer release.
+    Raises ConfigError for a manifest that cannot be read or that a newer release wrote.
     """
     from pyspark.errors import AnalysisException
 
@@ -95,7 +95,7 @@ def overlap(one: Manifest, other: Manifest) -> bool:
 
 
 def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manifest) -> None:
-    """Raise ArchiveOvertaken when a range was archived by somebody else since this run began.
+    """Raise ArchiveOvertaken when another run has archived a part of this range since this run began.
 
     Two that look at the same moment may both go on. Then each has read all of its range before anything of it was
     purged, because that waits for a manifest; so both are whole, and a restore takes each message once.
@@ -104,8 +104,8 @@ def check_alone(before: Sequence[Manifest], now: Sequence[Manifest], mine: Manif
     for manifest in now:
         if manifest.name not in known and overlap(manifest, mine):
             raise ArchiveOvertaken(
-                f"another run has archived {manifest.name} meanwhile; this one's files (ranges/{mine.name}) do not "
-                "count and may be removed. Nothing is lost: the next run goes on where that one ended"
+                f"another run has archived {manifest.name} meanwhile. This run's files (ranges/{mine.name}) do "
+                "not count and may be removed. Nothing is lost: the next run continues where that run ended"
             )
 
 

@@ -70,9 +70,9 @@ def restore(
     "log": behind what the deployment's log or Postgres has of each thread, for its flushers to move on; see
     `bufstore.spark.log_archive.into_log`. `dry_run`: say what would be done, and do nothing (the tables are made).
 
-    Raises DataLoss when the archive has a gap or was changed, ConfigError when there is none, NoLog when there is none
-    to write into, ConfigError when Postgres and log do not go together (or, for Postgres, when the log has positions
-    that the archive has too), Unavailable errors.
+    Raises DataLoss when the archive has a gap or was changed, NoLog when there is no log to write into, ConfigError
+    when there is no archive, when Postgres and log do not go together, or when the log has positions that the archive
+    has too and the restore is into Postgres, Unavailable errors.
     """
     from pyspark.sql import DataFrame
 
@@ -132,8 +132,8 @@ def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) 
         return newest.epoch + 1
     if created != newest.created and first_position(epoch) < newest.end:
         raise ConfigError(
-            f"the deployment has a log (epoch {epoch}) whose positions the archive has too (epoch {newest.epoch}): its "
-            "entries would be taken for applied. Restore where there is no log yet, or its generation is a later one"
+            f"the deployment has a log (epoch {epoch}) whose positions the archive (epoch {newest.epoch}) has too: its "
+            "entries would be taken for applied. Restore where there is no log yet, or one of a later epoch"
         )
     return epoch
 

@@ -33,9 +33,9 @@ def begin(config: SinkConfig, query_id: str, batch_id: int) -> Holder:
     if holder.query_id != query_id or batch_id < holder.batch_id:
         raise ConfigError(
             f"app id {config.app_id!r} has written batch {holder.batch_id} of query "
-            f"{holder.query_id or '(unknown)'}, and this is batch {batch_id} of query {query_id or '(unknown)'}: its "
-            "rows would be taken for repeats. Either go on with the checkpoint folder of that query, or give this one "
-            "an app id of its own."
+            f"{holder.query_id or '(unknown)'}, and this is batch {batch_id} of query {query_id or '(unknown)'}. Its "
+            "rows would be taken for repeats. Either continue with the checkpoint folder of that query, or give this "
+            "query an app id of its own."
         )
     return holder
 

@@ -80,7 +80,7 @@ class BufstoreSink(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         found = named(self.options, NAMES)
         if "appId" not in found or "batchId" in found:
-            raise ConfigError("option appId is needed for a stream, and Spark gives the number of the batch")
+            raise ConfigError("a stream needs option appId, and takes no batchId: Spark numbers its batches")
         return _StreamWriter(_sink(found, ""), schema)
 
 

@@ -56,7 +56,7 @@ class CheckpointRow(msgspec.Struct, frozen=True):
 
 
 def checkpoint_of(row: Mapping[str, Any]) -> CheckpointRow:
-    """The checkpoint of a row. Raises InvalidRecord, which says why there is none; ids are checked by the store."""
+    """The checkpoint of a row. Raises InvalidRecord for a row that has none, and says why; the store checks ids."""
     whole, delta = row.get("messages"), row.get("delta")
     if (whole is None) == (delta is None):
         raise InvalidRecord("a row needs either messages or delta, not both")

@@ -7,7 +7,7 @@ among its thread's rows in it), and the store knows for each thread how far this
 the batch is the same rows (Spark's part, with a source that can be replayed; a sum over the rows tells when it is not),
 and they are sorted by what they hold.
 
-One task owns a thread in a batch, so its rows go in order and nobody competes for it.
+One task owns a thread in a batch, so its rows go in order and no other task competes for it.
 """
 
 from __future__ import annotations

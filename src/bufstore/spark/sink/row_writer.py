@@ -23,7 +23,7 @@ from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.types import ProducerSequence, check_id
 
 _POOL = 4
-#: Patience of a writer that nobody waits for, as far as the log's failover window allows.
+#: No user waits for a task, so its writes may take long, within the log's failover window.
 _APPEND_TIMEOUT_S = 30.0
 _SHOWN = 10
 
@@ -78,7 +78,7 @@ class _Task:
         self.outcome = RowCounts()
         self._config = config
         self._batch_id = batch_id
-        self._room = _Room(config.in_flight)
+        self._in_flight = _InFlight(config.in_flight)
         #: How many rows of the last thread there were: its rows may go on in the next part.
         self._ranks: dict[str, int] = {}
         #: Threads of which a row is bad, when that fails the batch.
@@ -115,20 +115,19 @@ class _Task:
             raise e.exceptions[0] from None  # one says enough, and Spark shows it
 
     async def _write_thread(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> None:
-        # In order: a row that is refused must not be passed by those behind it, or a repeat of the batch would take it
-        # for one that is there.
+        # In order: if rows behind a refused row were written, a repeat of the batch would take that row for written.
         todo = lines
         while todo:
             if thread_id in self._failed:
                 self.outcome.behind += len(todo)
                 return
-            some = todo[: self._room.share]
-            async with self._room.taken(len(some)):
+            some = todo[: self._in_flight.share]
+            async with self._in_flight.taken(len(some)):
                 done = await self._write_series(opened, thread_id, some)
             todo = todo[done:]
 
     async def _write_series(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> int:
-        """Write rows up to one that is bad, that one included: how many."""
+        """Write rows up to and including the first bad one. Returns how many that are."""
         steps: list[Step] = []
         error: BufstoreError | None = None
         for line in lines:
@@ -212,18 +211,18 @@ def _line(rank: int, row: Row) -> _Line:
         return _Line(rank, row, e)
 
 
-class _Room:
-    """So many rows may be on their way at once; those of a thread in shares, so that one alone does not fill it."""
+class _InFlight:
+    """Bounds the rows on their way. A thread takes them in shares, so that no thread takes them all."""
 
     def __init__(self, rows: int) -> None:
         self.share = max(rows // 4, 1)
         self._free = asyncio.Semaphore(rows)
-        # Two that had each a part of what they need would wait for each other.
+        # Two threads that each hold a part of what they need would wait for each other.
         self._taking = asyncio.Lock()
 
     @asynccontextmanager
     async def taken(self, rows: int) -> AsyncIterator[None]:
-        """Room for so many rows, at most a share."""
+        """Hold so many rows, at most a share, during the block."""
         held = 0
         try:
             async with self._taking:

@@ -47,7 +47,7 @@ class SparkLedger:
             await migrate(connection, self._schema, _FOLDER, "spark")
 
     async def begin(self, app_id: str, query_id: str, batch_id: int) -> Holder:
-        """Take the app id for the batch of a query, unless another query has it; who has it now."""
+        """Take the app id for the batch of a query, unless another query has it. Returns its holder."""
         return Holder(*(await self._fetch("begin", app_id, query_id, batch_id))[0])
 
     async def done(self, app_id: str, batch_id: int, fingerprint: int, rows: int, repeated: int, bad: int) -> None:

@@ -66,7 +66,7 @@ def schema_of(columns: Sequence[str]) -> str:
 
 
 class LogItem(msgspec.Struct, frozen=True):
-    """An entry or what is none, and when its last message was stored."""
+    """An entry, or a message that is not an entry, and when its last message was stored."""
 
     what: StoredEntry | Malformed
     stored_at_ns: int
@@ -101,7 +101,7 @@ def _batch(
 
 
 def _payload(what: StoredEntry | Malformed) -> AnyPayload | str:
-    """The payload, or why there is none."""
+    """The payload, or why it cannot be decoded."""
     if isinstance(what, Malformed):
         return what.cause
     try:

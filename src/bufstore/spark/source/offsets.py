@@ -26,11 +26,11 @@ class Offset(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def offset_of(found: Mapping[str, Any]) -> Offset:
-    """The offset that Spark gives back. Raises ConfigError for what is none."""
+    """The offset that Spark gives back. Raises ConfigError for anything else."""
     try:
         return msgspec.convert(found, Offset)
     except msgspec.ValidationError:
-        raise ConfigError(f"the checkpoint folder holds no offset of a log: {found!r}") from None
+        raise ConfigError(f"the checkpoint folder holds {found!r}, which is not an offset of a log") from None
 
 
 class Range(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ def check(start: Offset, created: str, end: int) -> None:
             "unread entries may be gone with the old one"
         )
     if start.position > end:
-        raise DataLoss(f"the log ends before position {end}, the reader has come to {start.position}: it went back")
+        raise DataLoss(f"the log ends before position {end}, but the reader was at {start.position}: the log went back")
 
 
 def split(start: int, end: int, parts: int, created: str, whole_from: int) -> list[Range]:
@@ -94,10 +94,10 @@ class Holes:
             self._at = max(self._at, position + 1)
 
     def lost(self, erased: Collection[int], barrier: int, whole_from: int) -> int | None:
-        """The first position whose message is gone unasked; None when there is none, as far as can be told.
+        """The first position whose message was lost, as far as can be told; None if nothing was.
 
-        A log has no other holes than those of what was purged and of what was `erased`. Where earlier versions wrote
-        barriers, it has holes of those, too, below the last one, which is at `barrier` (0: there is none).
+        A log has holes only where messages were purged or `erased`. Where earlier versions wrote barriers, it has holes
+        of those, too, below the last barrier, which is at `barrier` (0: there is no barrier).
         `whole_from`: from where on nothing was purged; it may lie too high, never too low.
         """
         for start, end in self.found:

@@ -19,7 +19,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ReadOptions(Secretive):
-    """What a job wants to read. Set by the data engineer who writes the job; its repr shows no secret."""
+    """What a job wants to read. The author of a job sets it; its repr shows no secret."""
 
     nats: NatsConfig = field(metadata={"secret": True})
     stream: str = LogConfig.stream
