@@ -1,0 +1,61 @@
+"""What an archive holds: gaps, overlaps, and the log that it goes with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore import ConfigError
+from bufstore.buffer.subjects import first_position
+from bufstore.spark import ArchiveOvertaken, DataLoss
+from bufstore.spark.log_archive.manifests import Manifest, check_alone, whole
+from bufstore.spark.log_archive.restore_job import epoch_after
+
+
+def manifest(start: int, end: int, *, created: str = "then", epoch: int = 0) -> Manifest:
+    return Manifest(
+        version=1, stream="s", created=created, epoch=epoch, subject="t", partitions=8, start=start, end=end,
+        count=1, checksum="",
+    )  # fmt: skip
+
+
+def test_an_archive_is_whole_and_goes_with_one_generation() -> None:
+    whole([manifest(1, 5), manifest(5, 9), manifest(1 << 40, 1 << 41, created="later", epoch=1)])
+    with pytest.raises(DataLoss):
+        whole([manifest(1, 5), manifest(6, 9)])
+    whole([manifest(1, 9), manifest(3, 5), manifest(7, 12), manifest(9, 11)])
+    whole([manifest(1, 9), manifest(2, 3, created="later"), manifest(3, 4, created="later"), manifest(9, 11)])
+    with pytest.raises(DataLoss, match="gap"):
+        whole([manifest(1, 9), manifest(3, 5), manifest(10, 12)])
+    ranges = [manifest(1, 5), manifest(5, 9)]
+    assert epoch_after(ranges, None, 0) == 1, "a log that is made later begins above"
+    assert epoch_after(ranges, "then", 0) == 0, "it is the one that was archived"
+    assert epoch_after(ranges, "later", 1) == 1
+    with pytest.raises(ConfigError):
+        epoch_after(ranges, "later", 0)
+    assert first_position(1) > 9
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)), min_size=1, max_size=6), st.randoms())
+def test_a_gap_is_found_however_ranges_overlap(ranges: list[tuple[int, int]], random: Any) -> None:
+    found = [manifest(start, start + length) for start, length in ranges]
+    covered = {p for m in found for p in range(m.start, m.end)}
+    random.shuffle(found)
+    if covered == set(range(min(covered), max(covered) + 1)):
+        whole(found)
+    else:
+        with pytest.raises(DataLoss, match="gap"):
+            whole(found)
+
+
+def test_a_run_is_overtaken_by_what_was_not_there_when_it_began() -> None:
+    mine = manifest(5, 9)
+    for other in (manifest(5, 9), manifest(1, 6), manifest(8, 20), manifest(6, 7)):
+        check_alone([other], [other], mine)
+        with pytest.raises(ArchiveOvertaken):
+            check_alone([], [other], mine)
+    for other in (manifest(1, 5), manifest(9, 20), manifest(5, 9, created="later")):
+        check_alone([], [other], mine)
