@@ -22,6 +22,7 @@ from bufstore.errors import LogUnavailable, SubmitUnknown, TokenLost
 from bufstore.tokens import ExclusiveWork, Task, TokensConfig
 from bufstore.tokens.setup import names
 from helpers import eventually, query
+from integration.test_tokens import stall, took, working
 
 #: They measure time or let it run out.
 pytestmark = pytest.mark.alone
@@ -55,21 +56,6 @@ def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
     server.stop()
 
 
-async def _took(work: ExclusiveWork, wait_s: float = 10) -> Task:
-    task = await work.take(wait_s)
-    assert task is not None
-    return task
-
-
-def _stall(task: Task) -> None:
-    """The holder shows no sign of life any more, as if its process were paused."""
-    task._keeping.cancel()
-
-
-async def _true(value: object) -> bool:
-    return bool(value)
-
-
 async def test_a_paused_process_does_not_pass_the_fence(opened: Open, servers: Servers, name: str) -> None:
     await token_sink.create(servers.postgres.dsn, name)
     work = await opened(ttl_s=1)
@@ -86,7 +72,7 @@ async def test_a_paused_process_does_not_pass_the_fence(opened: Open, servers: S
             word, token = (await process.stdout.readline()).split()
         assert word == b"took"
         process.send_signal(signal.SIGSTOP)
-        async with await _took(work) as task:
+        async with await took(work) as task:
             assert task.token > int(token)
             assert await token_sink.write(servers.postgres.dsn, name, "a", task.token, "the other")
             process.stdin.write(b"\n")
@@ -117,14 +103,14 @@ async def test_a_killed_process_loses_its_key_after_its_time(opened: Open, serve
         await process.stdout.readline()
     process.kill()
     await process.wait()
-    async with await _took(work) as task:
+    async with await took(work) as task:
         assert task.payload == b"1"
         await task.done()
 
 
 async def test_the_server_is_killed_and_nothing_is_lost_or_done_twice(opened: Open, nats_server: NatsServer) -> None:
     instances = [await opened(nats_server.url, ttl_s=2) for _ in range(2)]
-    stopping, submitted = asyncio.Event(), set[tuple[str, int]]()
+    submitted = set[tuple[str, int]]()
     handled, completed = set[tuple[str, int]](), defaultdict[str, list[int]](list)
 
     async def handler(task: Task) -> None:
@@ -158,16 +144,15 @@ async def test_the_server_is_killed_and_nothing_is_lost_or_done_twice(opened: Op
             return bool(state["messages"] == 0)
         return False
 
-    running = asyncio.gather(*(instance.run(handler, stopping, concurrency=2) for instance in instances))
-    submitting = asyncio.gather(*(submit(n) for n in range(4)))
-    for _ in range(2):
-        await asyncio.sleep(0.15)
-        await asyncio.to_thread(nats_server.kill)
-        await asyncio.to_thread(nats_server.start)
-    await submitting
-    await eventually(is_all_done, 60)
-    stopping.set()
-    await running
+    async with working(handler, *instances, concurrency=2):
+        async with asyncio.TaskGroup() as submitting:
+            for n in range(4):
+                submitting.create_task(submit(n))
+            for _ in range(2):
+                await asyncio.sleep(0.15)
+                await asyncio.to_thread(nats_server.kill)
+                await asyncio.to_thread(nats_server.start)
+        await eventually(is_all_done, 60)
     assert submitted <= handled
     for items in completed.values():
         assert items == sorted(set(items))  # in order, and none twice
@@ -189,7 +174,7 @@ async def test_holders_that_stall_at_random_never_pass_the_fence(opened: Open) -
             if task is None:
                 continue
             if rng.random() < 0.25:
-                _stall(task)
+                stall(task)
                 await asyncio.sleep(1.2)
             if task.token < sink[task.key]:
                 refused += 1  # by the sink; this holder goes on all the same

@@ -7,7 +7,7 @@ import contextlib
 import random
 import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -39,15 +39,28 @@ async def opened(servers: Servers, name: str) -> AsyncIterator[Open]:
         yield open_
 
 
-async def _took(work: ExclusiveWork, wait_s: float = 10) -> Task:
+async def took(work: ExclusiveWork, wait_s: float = 10) -> Task:
     task = await work.take(wait_s)
     assert task is not None
     return task
 
 
-def _stall(task: Task) -> None:
+def stall(task: Task) -> None:
     """The holder shows no sign of life any more, as if its process were paused."""
     task._keeping.cancel()
+
+
+@contextlib.asynccontextmanager
+async def working(
+    handler: Callable[[Task], Awaitable[None]], *instances: ExclusiveWork, concurrency: int
+) -> AsyncIterator[None]:
+    """The instances work until the block ends, and have stopped before they are closed, also when it fails."""
+    stopping = asyncio.Event()
+    async with asyncio.TaskGroup() as runs:
+        for instance in instances:
+            runs.create_task(instance.run(handler, stopping, concurrency=concurrency))
+        yield
+        stopping.set()
 
 
 # Order and exclusion.
@@ -55,29 +68,27 @@ def _stall(task: Task) -> None:
 
 async def test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time(opened: Open) -> None:
     instances = [await opened() for _ in range(3)]
-    stopping, working, worked = asyncio.Event(), set[str](), defaultdict[str, list[int]](list)
+    busy, worked = set[str](), defaultdict[str, list[int]](list)
 
     async def handler(task: Task) -> None:
-        assert task.key not in working
-        working.add(task.key)
+        assert task.key not in busy
+        busy.add(task.key)
         await asyncio.sleep(random.random() * 0.005)
         worked[task.key].append(int(task.payload))
-        working.discard(task.key)
+        busy.discard(task.key)
 
     async def submit(key: str) -> None:
         for i in range(25):
             await random.choice(instances).submit(key, str(i).encode())
 
-    running = asyncio.gather(*(instance.run(handler, stopping, concurrency=4) for instance in instances))
     keys = [f"key {i}" for i in range(5)]
-    await asyncio.gather(*(submit(key) for key in keys))
-    await eventually(lambda: _true(sum(map(len, worked.values())) >= 125), 30)
-    stopping.set()
-    await running
+    async with working(handler, *instances, concurrency=4):
+        await asyncio.gather(*(submit(key) for key in keys))
+        await eventually(lambda: true(sum(map(len, worked.values())) >= 125), 30)
     assert worked == {key: list(range(25)) for key in keys}
 
 
-async def _true(value: object) -> bool:
+async def true(value: object) -> bool:
     return bool(value)
 
 
@@ -85,13 +96,12 @@ async def test_no_item_is_left_lying(opened: Open) -> None:
     """Items that come in the very moment in which a holder finds nothing more: with a TTL of 30 s, one would show."""
     work = await opened(ttl_s=30)
     other = await opened(ttl_s=30)
-    stopping, worked = asyncio.Event(), 0
+    worked = 0
 
     async def handler(task: Task) -> None:
         nonlocal worked
         worked += 1
 
-    running = asyncio.gather(work.run(handler, stopping, concurrency=3), other.run(handler, stopping, concurrency=3))
     rng = random.Random(11)
 
     async def submitter(n: int) -> None:
@@ -99,11 +109,9 @@ async def test_no_item_is_left_lying(opened: Open) -> None:
             await (work, other)[n % 2].submit(f"key {n % 2}")
             await asyncio.sleep(rng.random() * 0.006)
 
-    async with asyncio.timeout(25):
+    async with working(handler, work, other, concurrency=3), asyncio.timeout(25):
         await asyncio.gather(*(submitter(n) for n in range(4)))
-        await eventually(lambda: _true(worked >= 240))
-    stopping.set()
-    await running
+        await eventually(lambda: true(worked >= 240))
     assert worked == 240
 
 
@@ -111,12 +119,12 @@ async def test_a_busy_key_holds_up_no_other(opened: Open) -> None:
     work = await opened()
     for key in ("a", "a", "b", "a", "c"):
         await work.submit(key)
-    tasks = [await _took(work) for _ in range(3)]
+    tasks = [await took(work) for _ in range(3)]
     assert [task.key for task in tasks] == ["a", "b", "c"]
     assert await work.take(0.2) is None
     for task in tasks:
         await task.done()
-    assert (await _took(work)).key == "a"
+    assert (await took(work)).key == "a"
 
 
 async def test_any_text_is_a_key_and_any_bytes_a_payload(opened: Open) -> None:
@@ -125,7 +133,7 @@ async def test_any_text_is_a_key_and_any_bytes_a_payload(opened: Open) -> None:
     for key in keys:
         await work.submit(key, key.encode() + b"\0\xff")
     for key in keys:
-        async with await _took(work) as task:
+        async with await took(work) as task:
             assert (task.key, task.payload) == (key, key.encode() + b"\0\xff")
             await task.done()
     for bad in ("", "\0", "\ud800"):
@@ -145,12 +153,12 @@ async def test_refused_while_the_key_is_busy(opened: Open, form: Form) -> None:
     await work.submit("a")
     with pytest.raises(TokenBusy):
         await work.submit("a")
-    task = await _took(work)
+    task = await took(work)
     with pytest.raises(TokenBusy):
         await work.submit("a")
     await task.done()
     await work.submit("a")
-    async with await _took(work) as task:
+    async with await took(work) as task:
         await task.done()
 
 
@@ -161,7 +169,7 @@ async def test_a_queue_has_a_bound(opened: Open) -> None:
     with pytest.raises(TokenQueueFull):
         await work.submit("a")
     await work.submit("b")
-    await (await _took(work)).done()
+    await (await took(work)).done()
     loop = asyncio.get_running_loop()
     began = loop.time()
     await work.submit("a", b"\x03")
@@ -171,12 +179,12 @@ async def test_a_queue_has_a_bound(opened: Open) -> None:
 async def test_the_newest_replaces_what_waits(opened: Open) -> None:
     work = await opened(policy=Policy.REPLACE)
     await work.submit("a", b"1")
-    task = await _took(work)
+    task = await took(work)
     for payload in (b"2", b"3", b"4"):
         await work.submit("a", payload)
     assert task.payload == b"1"
     await task.done()
-    async with await _took(work) as task:
+    async with await took(work) as task:
         assert task.payload == b"4"
         await task.done()
     assert await work.take(0.1) is None
@@ -187,7 +195,7 @@ async def test_the_form_with_sources(opened: Open, policy: Policy) -> None:
     """The server moves the next item in, some two seconds after the key is free."""
     work = await opened(form=Form.SOURCED, policy=policy, waiting_max=2)
     await work.submit("a", b"1")
-    task = await _took(work)
+    task = await took(work)
     await work.submit("a", b"2")
     if policy is Policy.QUEUE:
         # What is on its way may still count, so the bound is not exact.
@@ -198,7 +206,7 @@ async def test_the_form_with_sources(opened: Open, policy: Policy) -> None:
         await work.submit("a", b"3")
     assert await work.take(0.1) is None
     await task.done()
-    async with await _took(work, 20) as task:
+    async with await took(work, 20) as task:
         assert task.payload in ((b"2",) if policy is Policy.QUEUE else (b"2", b"3"))
         await task.done()
 
@@ -211,10 +219,10 @@ async def test_the_tokens_of_a_key_grow_with_every_holder(opened: Open, servers:
     tokens = []
     for _ in range(3):
         await work.submit("a")
-        task = await _took(work)
+        task = await took(work)
         tokens.append(task.token)
         await task.retry()
-        async with await _took(work) as task:
+        async with await took(work) as task:
             tokens.append(task.token)
             await task.done()
     # Also when somebody removes all there is and it is made again.
@@ -222,14 +230,14 @@ async def test_the_tokens_of_a_key_grow_with_every_holder(opened: Open, servers:
         await work._work.api(f"STREAM.DELETE.{work._config.name}-{stream}")
     again = await opened()
     await again.submit("a")
-    tokens.append((await _took(again)).token)
+    tokens.append((await took(again)).token)
     assert tokens == sorted(set(tokens))
 
 
 async def test_a_long_task_stays_its_holders(opened: Open) -> None:
     work = await opened(ttl_s=1)
     await work.submit("a")
-    async with await _took(work) as task:
+    async with await took(work) as task:
         assert await work.take(2.5) is None
         task.check()
         assert not task.lost.is_set()
@@ -241,9 +249,9 @@ async def test_a_long_task_stays_its_holders(opened: Open) -> None:
 async def test_a_holder_that_stalled_finds_its_token_lost(opened: Open, form: Form) -> None:
     work, other = await opened(ttl_s=1, form=form), await opened(ttl_s=1, form=form)
     await work.submit("a", b"1")
-    stalled = await _took(work)
-    _stall(stalled)
-    second = await _took(other)
+    stalled = await took(work)
+    stall(stalled)
+    second = await took(other)
     assert (second.payload, second.attempt) == (b"1", 2)
     assert second.token > stalled.token
     with pytest.raises(TokenLost):
@@ -262,10 +270,10 @@ async def test_a_holder_that_stalled_finds_its_token_lost(opened: Open, form: Fo
 async def test_a_renewal_finds_that_another_has_the_key(opened: Open) -> None:
     work, other = await opened(ttl_s=1.5), await opened(ttl_s=1.5)
     await work.submit("a")
-    first = await _took(work)
+    first = await took(work)
     # The server takes it away (an operator, or a renewal that came too late).
     await work.give_back(first.delivery, 0)
-    second = await _took(other)
+    second = await took(other)
     async with asyncio.timeout(5):
         await first.lost.wait()
     with pytest.raises(TokenLost, match="another holder"):
@@ -281,7 +289,7 @@ async def test_a_late_delivery_does_not_steal_the_key(opened: Open) -> None:
     puller = work._new_puller()
     early = await puller.next(5)
     assert early is not None
-    holder = await _took(other)
+    holder = await took(other)
     assert await work._begin(early) is None
     holder.check()
     await holder.done()
@@ -290,7 +298,7 @@ async def test_a_late_delivery_does_not_steal_the_key(opened: Open) -> None:
 async def test_done_is_done_whatever_becomes_of_the_ack(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     work = await opened(ttl_s=1, timeout_s=1)
     await work.submit("a", b"1")
-    task = await _took(work)
+    task = await took(work)
 
     async def dies(task: Task, seq: int) -> None:
         """The process ends between the two."""
@@ -299,7 +307,7 @@ async def test_done_is_done_whatever_becomes_of_the_ack(opened: Open, monkeypatc
     await task.done()
     await task.done()  # its caller may repeat it
     await work.submit("a", b"2")
-    async with await _took(work) as task:
+    async with await took(work) as task:
         assert task.payload == b"2"
         await task.done()
     assert await work.take(1.5) is None
@@ -308,11 +316,11 @@ async def test_done_is_done_whatever_becomes_of_the_ack(opened: Open, monkeypatc
 async def test_leaving_without_a_word_gives_the_item_back_at_once(opened: Open) -> None:
     work = await opened()
     await work.submit("a")
-    async with await _took(work) as task:
+    async with await took(work) as task:
         pass
     with pytest.raises(TokenLost):
         await task.done()
-    async with await _took(work) as task:
+    async with await took(work) as task:
         assert task.attempt == 2
         await task.done()
 
@@ -321,11 +329,11 @@ async def test_a_retry_waits_and_keeps_the_key_busy(opened: Open) -> None:
     work = await opened(policy=Policy.REFUSE)
     await work.submit("a")
     loop = asyncio.get_running_loop()
-    await (await _took(work)).retry(0.5)
+    await (await took(work)).retry(0.5)
     began = loop.time()
     with pytest.raises(TokenBusy):
         await work.submit("a")
-    await (await _took(work)).done()
+    await (await took(work)).done()
     assert loop.time() - began > 0.4
 
 
@@ -338,7 +346,7 @@ async def test_a_cancelled_take_leaves_nothing_taken(opened: Open) -> None:
         await asyncio.sleep(pause)
         taking.cancel()
         outcome = (await asyncio.gather(taking, return_exceptions=True))[0]
-        task = outcome if isinstance(outcome, Task) else await _took(other, 5)
+        task = outcome if isinstance(outcome, Task) else await took(other, 5)
         await task.done()
 
 
@@ -373,12 +381,11 @@ async def test_a_handler_whose_token_is_lost_is_cancelled(opened: Open) -> None:
             raise
 
     await work.submit("a")
-    running = asyncio.ensure_future(work.run(handler, stopping))
-    await asyncio.sleep(0.1)
-    task = await _took(other)
-    async with asyncio.timeout(10):
+    async with asyncio.TaskGroup() as runs, asyncio.timeout(10):
+        runs.create_task(work.run(handler, stopping))
+        await asyncio.sleep(0.1)
+        task = await took(other)
         await cancelled.wait()
-        await running
     await task.done()
 
 
@@ -389,7 +396,7 @@ async def test_what_anybody_publishes_into_the_work_queue_is_removed(opened: Ope
     assert await work.take(0.3) is None
     assert (await work._work.api(f"STREAM.INFO.{name}-work"))["state"]["messages"] == 0
     await work.submit("a")
-    await (await _took(work)).done()
+    await (await took(work)).done()
 
 
 async def test_another_configuration_is_refused(opened: Open) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from nats.errors import ConnectionClosedError
 
-from bufstore import BufstoreError, ConfigError
-from bufstore.errors import LogFull, LogUnavailable
+from bufstore import BufstoreError, ConfigError, NatsConfig
+from bufstore.errors import Closed, LogFull, LogUnavailable
+from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import (
     ApiError,
     ConsumerMissing,
@@ -20,10 +22,12 @@ from bufstore.jetstream.errors import (
     to_error,
 )
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
-from bufstore.tokens import Form, Policy, TokensConfig
+from bufstore.tokens import ExclusiveWork, Form, Policy, Task, TokensConfig
 from bufstore.tokens.fence import Register
 from bufstore.tokens.model import Fence, decode, encode, first_token
+from bufstore.tokens.pull import Puller
 from bufstore.tokens.setup import check_server, inbox_config, work_config
+from unit.fake_log import run
 
 
 @pytest.mark.parametrize(
@@ -174,3 +178,44 @@ async def test_a_write_that_nobody_answers_says_so() -> None:
 def test_all_errors_are_ours() -> None:
     assert issubclass(SubjectFull, BufstoreError)
     assert issubclass(MessageMissing, BufstoreError)
+
+
+def test_when_one_worker_fails_none_works_on() -> None:
+    async def main() -> None:
+        work = ExclusiveWork(Connection(NatsConfig(), "not opened"), "$JS.API", TokensConfig())
+        taking = 0
+
+        async def take() -> None:
+            nonlocal taking
+            taking += 1
+            try:
+                await asyncio.sleep(1 if taking == 1 else 3600)
+                raise Closed("the store is closed")
+            finally:
+                taking -= 1
+
+        work.take = take  # type: ignore[method-assign, assignment]
+        with pytest.raises(Closed):
+            await work.run(nothing, asyncio.Event(), concurrency=3)
+        assert taking == 0
+
+    async def nothing(_: Task) -> None: ...
+
+    run(main())
+
+
+def test_a_connection_that_is_lost_while_work_is_asked_for_leaves_nothing_unlooked_at() -> None:
+    async def main() -> None:
+        class Lost:
+            def new_inbox(self) -> str:
+                return "inbox"
+
+            async def subscribe(self, *_: Any, **__: Any) -> None:
+                puller.lost()
+                raise ConnectionClosedError
+
+        puller = Puller(cast(Connection, SimpleNamespace(client=Lost)), "next")
+        with pytest.raises(LogUnavailable):
+            await puller.next(5)
+
+    run(main())

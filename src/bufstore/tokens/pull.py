@@ -68,6 +68,8 @@ class Puller:
             raise LogUnavailable(f"cannot ask for work: {type(e).__name__}") from None
         finally:
             self._waiting = None
+            if waiting.done():
+                waiting.exception()  # looked at, also when the request failed first
 
     async def _return(self, waiting: asyncio.Future[Delivery | None]) -> None:
         """Give back what came just when nobody wanted it any more."""

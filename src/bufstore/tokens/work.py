@@ -162,7 +162,13 @@ class ExclusiveWork:
 
         An item whose handler fails is tried again, later each time. A handler whose token is lost is cancelled.
         """
-        await asyncio.gather(*(self._work_on(handler, stopping) for _ in range(concurrency)))
+        workers = [asyncio.create_task(self._work_on(handler, stopping)) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:  # when one has failed, none works on after this has ended
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
     # Submitting.
 
