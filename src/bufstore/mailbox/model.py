@@ -1,4 +1,4 @@
-"""What a mailbox holds: dispatches, and per thread who works on it.
+"""What a mailbox holds: dispatches, and per thread its present claim.
 
 Times are milliseconds since 1970. Tokens and epochs are numbers of one sequence that grows with every write of the
 store, so that no two claims ever carry the same one, not even after everything about a thread was removed.
@@ -64,7 +64,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     claimed_by: str | None = None
     claimed_at_ms: int | None = None
     lease_until_ms: int | None = None
-    #: Who has begun to work on it, and what came of that, as recorded by the holder.
+    #: The worker that began, and the result, as recorded by the holder.
     instance_id: str | None = None
     run_status: str | None = None
     termination: str | None = None

@@ -182,7 +182,7 @@ class NatsBackend:
             self._forget(before.thread_id, before.priorities)
             if isinstance(e, Conflict):
                 if len(self._doubted) >= _THREADS_AHEAD:
-                    self._doubted.clear()  # who meets a refusal again doubts again
+                    self._doubted.clear()  # the next refusal raises the doubt again
                 self._doubted.add(before.thread_id)
             raise
         for move in step.moves:
@@ -393,7 +393,7 @@ class NatsBackend:
             if d.dedupe_key is not None:
                 holders[self._keys.of("k", t, token(d.dedupe_key))] = body
         found = await self._last(list(holders))
-        # Not the key of one that came later.
+        # Not the key of a later dispatch.
         await self._drop([m for s, m in found.items() if m.body == holders[s]])
 
     async def _drop_thread(self, thread_id: str) -> None:

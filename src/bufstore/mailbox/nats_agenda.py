@@ -49,7 +49,7 @@ class Agenda:
         await self._put_each([[message] for message in past])
 
     async def signal(self, now_ms: int, limit: int) -> int:
-        """Signal threads whose time has come; each entry once, whoever else looks at it."""
+        """Signal threads whose time has come; each entry once, even if others look at it too."""
         due = await self._due("d", now_ms, limit)
         units = []
         for thread_id, entries in due.items():

@@ -10,7 +10,7 @@
     s.<thread>                        a signal: look at the thread
     l.<slot>.<thread>                 look at the thread's lease in this slot of time
     d.<slot>.<thread>                 signal the thread in this slot of time
-    sweep                             who sweeps at present
+    sweep                             the present sweeper
 
 A key that is removed is replaced by an empty message, in the same batch as what it is about. nats-server 2.15 may
 bring the replaced message back when it is killed after the empty one is gone too (it keeps no record of a message
@@ -117,7 +117,7 @@ class Keys:
         return d, [*keys, announced, Outgoing(self.queued(d), _encode(d), expected=0)]
 
     def is_new_priority(self, d: Dispatch, state: ThreadState) -> bool:
-        """Whether claimers would not look for the dispatch: the thread has had none of its priority yet."""
+        """Whether claimers would not look for the dispatch: the thread has had no dispatch of its priority yet."""
         return not self.is_returned(d) and d.priority not in (DEFAULT_PRIORITY, *state.priorities)
 
     def new_priority(self, d: Dispatch, state: ThreadState) -> Outgoing:

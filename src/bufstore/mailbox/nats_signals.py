@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class NatsSignal:
-    """See `bufstore.mailbox.ports.Signal`. Answers are hints too: one that is lost makes the signal come again."""
+    """See `bufstore.mailbox.ports.Signal`. Answers are hints too: a lost one makes the signal come again."""
 
     def __init__(self, connection: Connection, reply: str, thread_id: str) -> None:
         self.thread_id = thread_id
@@ -178,7 +178,7 @@ class NatsLive:
             if listening in self._handlers:
                 self._handlers.remove(listening)
             await listening.stop()
-            # Else the server may still take us for somebody who listens, and a sender would wait for our answer.
+            # Otherwise the server may still count us as a listener, and a sender would wait for our answer.
             with contextlib.suppress(LogUnavailable):
                 await self._told()
 

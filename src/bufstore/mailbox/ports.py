@@ -26,7 +26,7 @@ class InSteps(Exception):
 
 
 class Signal(Protocol):
-    """A hint that a thread may have work. Whoever has it answers it, else it comes to another later."""
+    """A hint that a thread may have work. Its receiver must answer it, or it goes to another one later."""
 
     @property
     def thread_id(self) -> str:
@@ -35,7 +35,7 @@ class Signal(Protocol):
 
     @property
     def deliveries(self) -> int:
-        """The how-manieth time it comes, from 1."""
+        """How many times the signal has come, this time included."""
         ...
 
     async def ack(self) -> None:

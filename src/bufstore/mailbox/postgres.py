@@ -121,7 +121,7 @@ class PostgresBackend:
         return replace(d, position=position, epoch=epoch)
 
     async def _holder(self, d: Dispatch) -> str:
-        """Who has the dedupe key; if nobody has it any more, an id that nothing has."""
+        """The holder of the dedupe key; if it is free again, an id that does not exist."""
         rows = await self._run("holder", d.thread_id, d.dedupe_key)
         return str(rows[0][0]) if rows else d.dispatch_id
 
@@ -260,7 +260,7 @@ class PostgresBackend:
     async def _listen(self) -> bool:
         """Hear of news from elsewhere, for as long as there is nothing to do here; True when that is new.
 
-        Only then: a notifier wakes as many as there is work, and one that is busy is not to be among them.
+        Only then: a notifier wakes as many workers as there are items, and a busy one must not be among them.
         """
         async with self._listens:
             if self._notifier is None or self._listening is not None:
@@ -283,7 +283,7 @@ class PostgresBackend:
             await self._run(name, *parameters)
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
-        return Live.NO_SUBSCRIBER  # Postgres has no way to ask who listens
+        return Live.NO_SUBSCRIBER  # Postgres cannot tell whether anybody listens
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         async def stop() -> None:

@@ -86,7 +86,7 @@ class MailboxStore(Protocol):
         ...
 
     async def record_start(self, claim: Dispatch, instance_id: str, *, now_ms: int | None = None) -> Dispatch:
-        """Note who begins to work. Raises ClaimInterrupted when nobody shall."""
+        """Record the worker that begins. Raises ClaimInterrupted when none must begin."""
         ...
 
     async def record_result(
@@ -115,7 +115,7 @@ class MailboxStore(Protocol):
         ...
 
     async def load_dispatch(self, thread_id: str, dispatch_id: str) -> Dispatch | None:
-        """The dispatch as it is now; None if there is none of this id, or it was purged. Raises Unavailable."""
+        """The dispatch as it is now; None if the id is unknown or was purged. Raises Unavailable."""
         ...
 
     async def list_dispatches(
@@ -149,7 +149,7 @@ class MailboxStore(Protocol):
         ...
 
     async def deliver_live(self, thread_id: str, payload: bytes, *, timeout_s: float | None = None) -> Live:
-        """Hand something to whoever listens for the thread now; nothing is kept."""
+        """Hand something to the present listener of the thread; nothing is kept."""
         ...
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:

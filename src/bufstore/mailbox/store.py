@@ -328,7 +328,7 @@ class Mailbox:
             try:
                 await self._steps.write(thread, step, secrets.token_hex(8), now)
             except (Conflict, AppendUnknown):
-                continue  # its holder, or another who reclaims, was faster; what is unknown comes with the next pass
+                continue  # its holder or another sweeper was faster; what is unknown comes with the next pass
             after = step.moves[0].after
             assert after is not None
             reclaimed.append(after)

@@ -1,4 +1,4 @@
-"""What has to be done now and then: claims that ran out, dispatches that became due, finished ones that are old.
+"""Periodic work: takes back expired claims, signals due dispatches, purges old finished ones.
 
 Every instance runs one; of n instances one at a time does the work. A pass is bounded and costs what is due; what it
 leaves the next pass finds. Nothing ends it but `aclose`: an error is told once, waited out and tried again.
@@ -29,7 +29,7 @@ class Sweeper:
         self._task: asyncio.Task[None] | None = None
         #: Why the last pass failed; None when it did not.
         self.trouble: str | None = None
-        #: When a pass last succeeded here, whoever had the turn (monotonic seconds).
+        #: When a pass last succeeded here, even if another instance had the turn (monotonic seconds).
         self.last_pass: float | None = None
 
     async def __aenter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Telling workers that there is work, without waking more of them than needed. See docs/NOTIFY.md.
+"""Tells workers that there is work, without waking more of them than needed. See docs/NOTIFY.md.
 
 Adapters: `MemoryNotifier`, `NatsNotifier`, `RedisNotifier` (needs the `redis` extra), `PostgresNotifier`.
 """

@@ -12,13 +12,13 @@ Teardown = Callable[[], Awaitable[None]]
 
 
 class Broker(Protocol):
-    """Publishes, subscribes and keeps hints. What it cannot do raises Unavailable or ConfigError.
+    """Publishes, subscribes and keeps hints. Failures raise Unavailable or ConfigError.
 
-    Its caller cancels what takes too long; only `subscribe` it lets end by itself.
+    The caller cancels calls that take too long, except `subscribe`.
     """
 
     async def publish(self, event: Event, payload: str) -> None:
-        """Send a payload to all that are subscribed to the event now, in any process."""
+        """Send a payload to all present subscribers of the event, in any process."""
 
     async def publish_hinted(self, hint: str, count: int, payload: str) -> None:
         """Store a hint of `count` for 60 s, and then publish a scheduling that names it.
@@ -36,7 +36,7 @@ class Broker(Protocol):
         """Call `hook` whenever the connection was lost and subscriptions are in place again."""
 
     async def aclose(self) -> None:
-        """Let go of the connections that are its own."""
+        """Release the connections that it owns."""
 
 
 class HintUnavailable(Exception):

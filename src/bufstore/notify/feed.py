@@ -1,6 +1,6 @@
-"""A subscription that heals itself: what it is made of ends some day, and is then made again, for as long as wanted.
+"""A subscription that heals itself: whenever its connection ends, it makes a new one, for as long as wanted.
 
-Whoever is subscribed is not told that it was gone, only, once, that it is back: something may have been missed.
+Subscribers do not hear that it was gone, only, once, that it is back: they may have missed something.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Source(Protocol):
     """One connection that is subscribed to all three events."""
 
     async def next(self) -> Heard | None:
-        """The next payload; None when something may have been missed. Raises when the connection is of no more use."""
+        """The next payload; None when something may have been missed. Raises when the connection is unusable."""
 
     async def aclose(self) -> None:
-        """Let go of the connection."""
+        """Release the connection."""
 
 
 class Feed:

@@ -1,7 +1,7 @@
 """One subscription for any number of callbacks: made when the first comes, ended when the last has gone.
 
 The callbacks live in a table of their own, whatever state the subscription is in: a message that arrives while it
-starts or stops finds whoever is registered, and nobody is left in a table that is no longer looked at. Only the
+starts or stops finds everybody registered, and nobody stays in a table that is no longer used. Only the
 subscription's own steps take turns, in tasks that a cancelled caller does not take along.
 """
 
@@ -117,7 +117,7 @@ class SharedListener(Generic[P, C]):
             await self._move(self._stop())
 
     async def _move(self, step: Coroutine[Any, Any, None]) -> None:
-        """Let a step of the subscription run to its end, whatever becomes of who asked for it."""
+        """Let a step of the subscription run to its end, even if its caller is cancelled."""
         task = asyncio.ensure_future(step)
         self._moves.add(task)
         task.add_done_callback(self._moved)
@@ -126,11 +126,11 @@ class SharedListener(Generic[P, C]):
     def _moved(self, task: asyncio.Task[None]) -> None:
         self._moves.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked has it, or is gone
+            task.exception()  # the caller has it, or is gone
 
     async def _start(self) -> None:
         async with self._moving:
-            # Who has left while waiting here needs no subscription; who has come needs no second one.
+            # A callback that left meanwhile needs no subscription; one that came meanwhile needs no second one.
             if self._state is not State.IDLE or not self._members:
                 return
             self._state = after(self._state, Step.WANTED)

@@ -3,7 +3,7 @@
     IDLE ──wanted──> STARTING ──started──> RUNNING ──empty──> STOPPING ──stopped──> IDLE
                         └──────failed──────────────────────────────────────────────> IDLE
 
-Whoever moves it holds a lock, so that what is not in the table cannot happen; if it does, it is a bug and says so.
+A lock guards every step, so a step that is not in the table cannot happen; if it does, it is a bug and raises.
 """
 
 from __future__ import annotations

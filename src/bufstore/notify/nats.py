@@ -30,7 +30,7 @@ from bufstore.notify.protocol import Event
 
 _log = logging.getLogger(__name__)
 
-#: How often a client of the app's is looked at for having reconnected.
+#: How often the app's client is checked for a reconnection.
 _WATCH_S = 0.25
 
 _NO_LIMIT: Any = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
@@ -144,7 +144,7 @@ class NatsBroker:
         self._seen += 1
 
     async def _watch_client(self, client: Client) -> None:
-        # nats-py subscribes again by itself, and tells nobody but whoever made the client.
+        # nats-py subscribes again by itself, and tells only the client's creator.
         while True:
             await asyncio.sleep(_WATCH_S)
             if client.is_connected and client.stats["reconnects"] != self._seen:

@@ -1,8 +1,8 @@
 """Hints in JetStream: a counter per hint where the server has counters (2.12), else a KV value changed by CAS.
 
 A counter is exact however many ask at once, in one round trip each. It starts at `_BIAS` plus the count, so that the
-answer to a claim tells a hint that is used up from one that nobody knows (any more): only the second is below zero,
-since nobody can claim as much as the bias. What was taken below the bias need not be given back: the hint is used up.
+answer to a claim tells a used-up hint from one that is unknown (or forgotten): only the second is below zero, since
+nobody can claim as much as the bias. Claims below the bias need not be given back: the hint is used up.
 
 The KV value loses a race now and then; it is tried again, with growing random pauses, until the time is over, and
 then everybody is called. Five attempts and then nobody, as elsewhere, left 92 of 100 workers asleep.
@@ -28,7 +28,7 @@ from bufstore.notify.payload import HINT_TTL_S, hint_key
 _log = logging.getLogger(__name__)
 
 _BIAS = 1 << 40
-#: So long after JetStream could not be set up it is tried again.
+#: How long to wait after JetStream could not be set up before trying again.
 _AGAIN_S = 10.0
 
 
@@ -39,7 +39,7 @@ class Hints(enum.Enum):
     AUTO = "auto"
     COUNTERS = "counters"
     KV = "kv"
-    #: Everybody who listens is called.
+    #: All listeners are called.
     NONE = "none"
 
 
@@ -162,7 +162,7 @@ async def _ensure_counters(js: JetStreamContext, prefix: str) -> None:
 def granted(value: int, wanted: int) -> int:
     """What a claim of `wanted` got when the counter then showed `value`."""
     if value < 0:
-        return wanted  # nobody knows this hint
+        return wanted  # an unknown hint
     return max(0, min(wanted, value + wanted - _BIAS))
 
 

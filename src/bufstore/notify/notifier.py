@@ -22,7 +22,7 @@ from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
 
-#: So many hints may be asked about at once; who hears of more is called without asking.
+#: How many hints may be asked about at once; beyond that, listeners are called without asking.
 _CLAIMS_MAX = 256
 
 C = TypeVar("C", bound=Callable[..., None])
@@ -72,7 +72,7 @@ class BrokerNotifier:
             await self._fire(self._schedule(kind, count))
 
     async def _schedule(self, kind: str, count: int) -> None:
-        # Random, and long enough that two never meet: a hint is shared by all who use the server.
+        # Random, and long enough that two never collide: all users of the server see the same hints.
         hint = secrets.token_hex(16)
         try:
             await self._broker.publish_hinted(hint, count, pack(hint, kind))
@@ -122,7 +122,7 @@ class BrokerNotifier:
         await self._broker.aclose()
 
     async def _fire(self, sending: Awaitable[None]) -> None:
-        """Send, and forget what goes wrong: whoever waits for the event polls as well."""
+        """Send, and ignore what goes wrong: waiting workers poll as well."""
         task = asyncio.ensure_future(sending)
         if self._closed:
             task.cancel()
@@ -145,7 +145,7 @@ class BrokerNotifier:
         self._healthy = False
 
     def _on_restored(self) -> None:
-        """Nobody knows what was missed: everybody is called once."""
+        """Something may have been missed: call everybody once."""
         self._healthy = True
         self._restored += 1
         for kind, callback in self._scheduled.everyone():

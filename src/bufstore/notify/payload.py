@@ -1,7 +1,7 @@
 """What is sent: channel names, and the payload ``{hint id}:{kind}``. No I/O.
 
-The split is at the first colon, so a kind may have colons; a hint id has none. An empty one means "no hint": everybody
-who listens is called.
+The split is at the first colon, so a kind may have colons; a hint id has none. An empty one means "no hint": all
+listeners are called.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from bufstore.errors import ConfigError
 from bufstore.notify.protocol import Event
 
-#: How long a hint is remembered. Who hears of it later is called whatever the hint was.
+#: How long a hint is remembered. Later listeners are called whatever the hint was.
 HINT_TTL_S = 60
 #: Words of letters, digits, "_" and "-", joined by dots: good in a subject, a KV key and a channel alike.
 _PREFIX = re.compile(r"[A-Za-z0-9_-]{1,48}(\.[A-Za-z0-9_-]{1,48}){0,3}")
@@ -40,6 +40,6 @@ def pack(hint: str, kind: str) -> str:
 
 
 def unpack(payload: str) -> tuple[str, str] | None:
-    """Hint id and kind, or None for what is no such payload: anybody may publish on the channel."""
+    """Hint id and kind, or None for any other payload: anybody may publish on the channel."""
     hint, colon, kind = payload.partition(":")
     return (hint, kind) if colon else None

@@ -1,7 +1,7 @@
 """The notifier on Postgres: NOTIFY from the pool, LISTEN on one connection that is kept.
 
-No hints: in Postgres whoever is woken for nothing skips the locked rows in one query. A listening connection is asked
-now and then whether it still listens: behind a pooler in transaction mode, or after a failover, it may not.
+No hints: in Postgres a worker that is woken for nothing skips the locked rows in one query. A listening connection is
+asked now and then whether it still listens: behind a pooler in transaction mode, or after a failover, it may not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bufstore.notify.protocol import Event
 from bufstore.postgres.connection.errors import NoAnswer, map_errors
 from bufstore.postgres.connection.pool import Alarm, Pool, open_pool
 
-#: A listening connection that says nothing for so long is asked whether it listens.
+#: A listening connection that is silent for this long is asked whether it listens.
 _QUIET_S = 10.0
 #: A publish ends itself in time, and orderly; it is only cancelled when even that takes longer.
 _GRACE_S = 2.0
@@ -104,7 +104,7 @@ class PostgresBroker:
         if isinstance(self._pool, Pool):
             return await self._listen_on(await self._pool.take(self._timeout_s), self._pool)
         for _ in range(self._pool.max_size):
-            # What lay in the pool may be dead; it goes, and the next is tried, in the end a new one.
+            # A connection of the pool may be dead; drop it and try the next, in the end a new one.
             with suppress(NoAnswer), map_errors():
                 return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)
         return await self._listen_on(await self._pool.getconn(self._timeout_s), self._pool)

@@ -1,6 +1,6 @@
-"""What a notifier promises: three events, told to whoever listens, as hints and never as truth.
+"""What a notifier promises: three events, told to all listeners, as hints and never as truth.
 
-A notification says "go and look", not "it is so": it may be lost, doubled or late. Whoever listens also polls, less
+A notification says "go and look", not "it is so": it may be lost, doubled or late. Listeners also poll, less
 often. In return, notifying never fails and never takes long: when the server is away the event is dropped, counted and
 logged once, and when it is back every listener is called once, for all that it may have missed.
 
@@ -61,19 +61,19 @@ class Notifier(Protocol):
     """
 
     async def notify_scheduled(self, kind: str, count: int = 1) -> None:
-        """Tell that `count` items of a kind are ready: wakes about as many of those who listen for it."""
+        """Tell that `count` items of a kind are ready: wakes about as many of its listeners."""
 
     async def listen_scheduled(self, kinds: Iterable[str], callback: Callable[[str], None]) -> Unlisten:
         """Call back with the kind when work of one of `kinds` is ready, until the result is called."""
 
     async def notify_completed(self, work_id: str) -> None:
-        """Tell everybody who listens for this id that its work is done."""
+        """Tell all listeners for this id that its work is done."""
 
     async def listen_completed(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
         """Call back when this work is said to be done."""
 
     async def notify_ownership_lost(self, work_id: str) -> None:
-        """Tell whoever works on this id that it is not theirs any more."""
+        """Tell the worker on this id that it may have lost it."""
 
     async def listen_ownership_lost(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
         """Call back when this work is said to be somebody else's: look, then stop."""

@@ -1,4 +1,4 @@
-"""Compare-and-set on one subject of a stream, with outcomes that are always known in the end."""
+"""Compare-and-set on one subject of a stream, whose outcome is always known in the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bufstore.jetstream.stream import NatsStream
 
 
 class Register:
-    """The last record of a subject, and the sequence of the write that made it so."""
+    """The last record of a subject, and the sequence of the write that stored it."""
 
     def __init__(self, stream: NatsStream, timeout_s: float) -> None:
         self._stream = stream
@@ -27,10 +27,10 @@ class Register:
     async def write(
         self, subject: str, body: bytes, expected: int, *, mine: Callable[[bytes], bool], ttl_s: int = 0
     ) -> int:
-        """Replace the record of sequence `expected` (0: none); the new sequence. Raises Conflict, LogUnavailable.
+        """Replace the record of sequence `expected` (0: none). Returns the new one. Raises Conflict, LogUnavailable.
 
-        Without an answer it is read whether it was stored (`mine` knows our own record), and if not, tried again:
-        an expectation lets only one of all attempts through.
+        Without an answer, read whether it was stored (`mine` recognizes our own record), and if not, try again: the
+        expectation lets only one of all attempts through.
         """
         message = Outgoing(subject, body, expected=expected, ttl_s=ttl_s)
         try:

@@ -1,7 +1,7 @@
 """A plain lock with a time to live: one message per held key, which the server removes when its time is over.
 
-Taking it, extending it and giving it up are each compare-and-set on that message: a holder that comes too late is
-told so, and harms nobody. The sequence of the first is the fencing token.
+Acquiring, extending and releasing it are each compare-and-set on that message: a holder that comes too late is told
+so, and does no harm. The sequence of the first write is the fencing token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bufstore.tokens.fence import Register
 from bufstore.tokens.model import check_name, first_token
 from bufstore.types import check_id
 
-#: So much of its time before the end a holder takes the lock for lost.
+#: The fraction of its time before the end at which a holder counts the lock as lost.
 _MARGIN = 0.1
 
 
@@ -66,7 +66,7 @@ class Locks:
         replicas: int = 1,
         timeout_s: float = 5.0,
     ) -> Self:
-        """Connect, and make the stream or check it. Raises ConfigError, ConfigDrift, LogUnavailable."""
+        """Connect, and create or check the stream. Raises ConfigError, ConfigDrift, LogUnavailable."""
         check_name(name)
         if not timeout_s > 0:
             raise ConfigError("timeout_s must be positive")
@@ -90,7 +90,7 @@ class Locks:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Disconnect. What is held stays held until its time is over."""
+        """Disconnect. Held locks stay held until their time is over."""
         await self._connection.aclose()
 
     async def acquire(self, key: str, *, ttl_s: int = 10, wait_s: float = 0.0) -> Lock:
@@ -131,7 +131,7 @@ class Locks:
 
 
 class Lock:
-    """A lock that is held. As a context manager it is kept by renewals, and given up in the end."""
+    """A held lock. As a context manager it is renewed, and released at the end."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Lock:
         stream_name: str,
     ) -> None:
         self.key = key
-        #: Larger than that of every earlier holder. Give it to whatever is written under the lock.
+        #: Larger than that of every earlier holder. Pass it to everything that is written under the lock.
         self.token = seq
         #: Set when the lock was found lost.
         self.lost = asyncio.Event()
@@ -173,7 +173,7 @@ class Lock:
             await self.release()
         except (TokenLost, LogUnavailable):
             if error is None and self.lost.is_set():
-                raise  # the block believed until now that it had the lock
+                raise  # until now the block believed that it held the lock
 
     def check(self) -> None:
         """Raise TokenLost if the lock is lost, or may be: before each step that cannot be undone."""
@@ -189,7 +189,7 @@ class Lock:
             if self._released:
                 raise TokenLost(self.key, "released")
             began = asyncio.get_running_loop().time()
-            # Another body each time: else an answer that was lost could be taken from the renewal before.
+            # A new body each time: otherwise the previous renewal could be mistaken for one whose answer was lost.
             body = self._holder + secrets.token_bytes(4)
             try:
                 self._seq = await self._register.write(
@@ -202,7 +202,7 @@ class Lock:
 
     async def release(self) -> None:
         """Give it up. Raises TokenLost when it was lost before, and LogUnavailable when that is not known."""
-        # The renewals end first: one that came after would take the lock again.
+        # End the renewals first: a later one would take the lock again.
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)

@@ -1,9 +1,9 @@
 """Exclusive work: its options and the record that decides who holds a key. No I/O.
 
-JetStream says who should hold a key, by delivering its message; it does not fence: the acknowledgement of a holder
-that was given up long ago is taken like any other. So whoever gets a delivery writes its name into the key's *fence*,
-by compare-and-set. The sequence of that write is the **fencing token**: it grows with every holder. The item is done
-when the last holder has written so, by compare-and-set on its own token; acknowledging only cleans up.
+JetStream proposes a holder for a key by delivering its message. But it does not fence: it accepts the acknowledgement
+of a holder that was given up long ago like any other. So the receiver of a delivery writes itself into the key's
+*fence*, by compare-and-set. The sequence of that write is the **fencing token**: it grows with every holder. The item
+is done when the last holder has written so, by compare-and-set on its own token; acknowledging only cleans up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_name(name: str) -> None:
 
 
 class Policy(enum.Enum):
-    """What becomes of an item that is submitted while the key has one."""
+    """What happens to an item that is submitted while the key has one."""
 
     #: It waits, up to `TokensConfig.waiting_max`; then TokenQueueFull.
     QUEUE = "queue"
@@ -37,7 +37,7 @@ class Policy(enum.Enum):
 
 
 class Form(enum.Enum):
-    """How waiting items come to their turn."""
+    """How waiting items get their turn."""
 
     #: A message per key says that it has work, and its holder reads the items. Fast on a hot key.
     DIRECT = "direct"
@@ -47,15 +47,15 @@ class Form(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig:
-    """One kind of exclusive work; the same for all who submit and work. Set by the developer but for `replicas`."""
+    """One kind of exclusive work; the same for all submitters and workers. Set by the developer except `replicas`."""
 
     #: First word of the subjects, and of the names of the streams.
     name: str = "tokens"
     policy: Policy = Policy.QUEUE
     form: Form = Form.DIRECT
-    #: QUEUE: so many items of one key may be there, the one in work included.
+    #: QUEUE: the limit of items of one key, the one in work included.
     waiting_max: int = 1000
-    #: A holder that shows no sign of life for so long loses the key.
+    #: A holder that shows no sign of life for this long loses the key.
     ttl_s: float = 30.0
     #: How long a call may take.
     timeout_s: float = 5.0
@@ -80,9 +80,9 @@ class TokensConfig:
 
 
 class Fence(msgspec.Struct, frozen=True, array_like=True):
-    """A key's record: who was given it last, for what, and whether that is done."""
+    """A key's record: its last holder, the item, and whether that is done."""
 
-    #: Random, of one taking.
+    #: Random, drawn for each holder.
     holder: str
     #: The delivered message and which delivery of it: together they order the holders of one message.
     message: int
@@ -92,7 +92,7 @@ class Fence(msgspec.Struct, frozen=True, array_like=True):
     done: bool = False
 
     def outranks(self, message: int, delivery: int) -> bool:
-        """Whether somebody got the key by a later delivery than this one, or by a later message."""
+        """Whether another holder got the key by a later delivery than this one, or by a later message."""
         return (self.message, self.delivery) > (message, delivery)
 
 
@@ -105,7 +105,7 @@ def encode(fence: Fence) -> bytes:
 
 
 def decode(body: bytes) -> Fence | None:
-    """The record, or None for bytes that are none."""
+    """The record, or None for bytes that are not a record."""
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError:
@@ -113,8 +113,8 @@ def decode(body: bytes) -> Fence | None:
 
 
 def first_token(unix_ms: int) -> int:
-    """Where the tokens of a stream made at this time begin: above all that an earlier one can have given.
+    """Where the tokens of a stream created at this time begin: above all that an earlier stream can have given.
 
-    A stream that was removed and made again would begin at 1, and a sink that had seen more would refuse everybody.
+    A stream that was removed and created again would begin at 1, and a sink that had seen more would refuse everybody.
     """
     return unix_ms << 10

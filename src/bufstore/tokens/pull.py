@@ -1,6 +1,6 @@
-"""Asking the work queue for one message at a time, on a connection that may be made anew at any time.
+"""Asks the work queue for one message at a time, on a connection that may be replaced at any time.
 
-What arrives for a request that nobody waits for any more is given back at once.
+If nobody waits for a request any more, its message is handed back at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Delivery:
     body: bytes
     seq: int
     count: int
-    #: Where to say what became of it.
+    #: Where to answer the delivery.
     reply: str
 
 
@@ -72,7 +72,7 @@ class Puller:
                 waiting.exception()  # looked at, also when the request failed first
 
     async def _return(self, waiting: asyncio.Future[Delivery | None]) -> None:
-        """Give back what came just when nobody wanted it any more."""
+        """Hand back a message that came just when nobody wanted it any more."""
         if waiting.done() and waiting.exception() is None and (delivery := waiting.result()) is not None:
             await self._give_back(delivery.reply)
 

@@ -13,9 +13,9 @@ from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.tokens.model import Form, Policy, TokensConfig, first_token
 
-#: Who works shares one durable consumer of this name.
+#: All workers use one durable consumer of this name.
 WORKERS = "workers"
-#: A fence that nobody has touched for so long is forgotten; its next token is larger all the same.
+#: A fence that nobody has touched for this long is forgotten; its next token is larger all the same.
 _FENCE_AGE_S = 7 * 24 * 3600
 _S = 1_000_000_000
 _SOURCED_SINCE = (2, 12, 6)
@@ -38,7 +38,7 @@ def names(config: TokensConfig) -> tuple[str, str, str]:
 
 
 def inbox_config(config: TokensConfig) -> dict[str, Any]:
-    """What was submitted and is not done (DIRECT), or not yet moved to the work queue (SOURCED)."""
+    """Items that are not done (DIRECT), or not yet moved to the work queue (SOURCED)."""
     return {
         **_common(config, f"{config.name}-inbox", [f"{config.name}.inbox.*"]),
         "retention": "limits" if config.form is Form.DIRECT else "workqueue",
@@ -76,7 +76,7 @@ def fence_config(config: TokensConfig) -> dict[str, Any]:
 
 
 def consumer_config(config: TokensConfig) -> dict[str, Any]:
-    """The group that all who work belong to: pulled from, so that only who is idle is given anything."""
+    """The consumer of all workers: a pull consumer, so that only an idle worker gets anything."""
     return {
         "name": WORKERS,
         "durable_name": WORKERS,
@@ -104,7 +104,7 @@ def _common(config: TokensConfig, name: str, subjects: list[str]) -> dict[str, A
 
 
 async def ensure(config: TokensConfig, inbox: NatsStream, work: NatsStream, fence: NatsStream) -> None:
-    """Make what is missing, and check the rest. Raises ConfigDrift, ConfigError, LogUnavailable."""
+    """Create what is missing, and check the rest. Raises ConfigDrift, ConfigError, LogUnavailable."""
     await _stream(inbox, inbox_config(config))
     await _stream(work, work_config(config))
     await _stream(fence, fence_config(config), first_seq=first_token(time.time_ns() // 1_000_000))

@@ -1,9 +1,9 @@
 """One item in the hands of one holder: kept alive, found lost, completed once.
 
-Three guards, each for what the one before cannot see. A clock of our own: without a confirmed renewal the holder
-stops before the server may give the key away. The fence, read with every renewal: somebody else was given the key.
-And the completion itself, a compare-and-set on the holder's own token: a holder that slept through all of that finds
-here that it is too late.
+Three guards, each for what the previous one cannot see. A clock of our own: without a confirmed renewal the holder
+stops before the server may give the key away. The fence, read with every renewal, shows whether another holder got the
+key. And the completion is a compare-and-set on the holder's own token: a holder that slept through the other guards
+finds here that it is too late.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from bufstore.tokens.pull import Delivery
 
 _log = logging.getLogger(__name__)
 
-#: So much of its time before the end a holder that could not renew stops.
+#: The fraction of its time before the end at which a holder that could not renew stops.
 _MARGIN = 0.1
 
 
 class Acks(Protocol):
-    """How a delivery is answered. Each raises LogUnavailable when it is not known to have arrived."""
+    """How to answer a delivery. Each raises LogUnavailable when it is not known to have arrived."""
 
     async def extend(self, delivery: Delivery) -> None:
         """Not done yet: keep it ours."""
 
     async def give_back(self, delivery: Delivery, delay_s: float) -> None:
-        """To be delivered again, to anybody, after a while."""
+        """Have it delivered again, to any worker, after a while."""
 
 
 class Task:
@@ -58,9 +58,10 @@ class Task:
     ) -> None:
         self.key = key
         self.payload = payload
-        #: Larger than that of every earlier holder of any item of this key. Give it to whatever the work writes to.
+        #: Larger than that of every earlier holder of any item of this key. Pass it to everything that the work writes
+        #: to.
         self.token = token
-        #: Which delivery this is: above 1 somebody had it before.
+        #: Which delivery this is: above 1 another holder had it before.
         self.attempt = delivery.count
         #: Set when the token was found lost.
         self.lost = asyncio.Event()
@@ -97,9 +98,9 @@ class Task:
             raise TokenLost(self.key, self._reason)
 
     async def done(self) -> None:
-        """The item is done, for good: it is given to nobody again.
+        """The item is done for good, and never handed out again.
 
-        Raises TokenLost when somebody else has the key: whatever this holder did, the other does it again (unless the
+        Raises TokenLost when another holder has the key: whatever this holder did, the other does it again (unless the
         answer to an earlier try was lost: then the item may be done). Raises LogUnavailable when that could not be
         found out; call it again.
         """
@@ -112,9 +113,9 @@ class Task:
         await self._finish(self, seq)
 
     async def retry(self, delay_s: float = 0.0) -> None:
-        """Not done: to be worked on again, by anybody, after `delay_s`. The key stays busy. Raises like `done`."""
+        """Not done: have any worker try it again after `delay_s`. The key stays busy. Raises like `done`."""
         await self._stop_keeping()
-        # Another token, which nobody holds: from here on this holder cannot complete it.
+        # A new token that nobody holds: from here on this holder cannot complete the item.
         await self._write(Fence("", self.fence.message, self.fence.delivery, self.fence.item))
         self._over = True
         await self._acks.give_back(self.delivery, delay_s)

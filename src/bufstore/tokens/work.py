@@ -1,13 +1,13 @@
-"""Exclusive work: items per key, in order, one at a time, whoever works and however many do.
+"""Exclusive work: items per key, in order, one at a time, however many workers there are.
 
-DIRECT, the default. Items wait in the inbox until they are done. A message per key in the work queue, refused while
-there is one, says that the key has items; whoever is given it works on the first one. With the last item done it is
-acknowledged. That an item submitted in this very moment is not left lying is the submitter's business: it saw its
-message refused, so it looks at the fence. Work in progress: its holder looks into the inbox again, afterwards. All
-done: its holder may have looked already, so the submitter tries again until its message is taken or is not needed.
+DIRECT, the default. Items wait in the inbox until they are done. A message per key in the work queue (a second one is
+refused) says that the key has items; its receiver works on the first one. When the last item is done, the message is
+acknowledged. The submitter makes sure that an item submitted in this very moment is not left behind: its message was
+refused, so it looks at the fence. If work is in progress, the holder looks into the inbox again afterwards. If all is
+done, the holder may have looked already, so the submitter tries again until its message is accepted or not needed.
 
 SOURCED. The server itself moves an item from the inbox to the work queue when the key is free. It looks every two
-seconds, and what it cannot move holds up the items of other keys behind it.
+seconds, and an item that it cannot move holds up the items of other keys behind it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from bufstore.types import check_id
 
 _log = logging.getLogger(__name__)
 
-#: Left of max_payload for headers.
+#: The part of max_payload kept for headers.
 _HEADERS_BYTES = 1024
 #: After an error a worker waits this long, and up to twice that, before it asks again.
 _PAUSE_S = 0.5
@@ -84,7 +84,7 @@ class ExclusiveWork:
     async def open(
         cls, nats: str | Sequence[str] | NatsConfig | Mapping[str, Any], config: TokensConfig | None = None
     ) -> Self:
-        """Connect, and make the streams or check them. Raises ConfigError, ConfigDrift, LogUnavailable."""
+        """Connect, and create or check the streams. Raises ConfigError, ConfigDrift, LogUnavailable."""
         config = config or TokensConfig()
         nats_config = as_nats_config(nats)
         connection = Connection(nats_config, "bufstore-tokens")
@@ -107,7 +107,7 @@ class ExclusiveWork:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Disconnect. What is held comes back to the others when its time is over."""
+        """Disconnect. Held items go to other workers when their time is over."""
         for puller in self._pullers:
             await puller.aclose()
         await asyncio.gather(*self._returning, return_exceptions=True)
@@ -145,7 +145,7 @@ class ExclusiveWork:
                 delivery = await puller.next(max(deadline - loop.time(), 0.001))
                 if delivery is None:
                     return None
-                # To its end: a key half taken would be nobody's until its time is over.
+                # To the end: a key that is taken by half would have no holder until its time is over.
                 beginning = asyncio.ensure_future(self._begin_or_return(delivery))
                 try:
                     task = await asyncio.shield(beginning)
@@ -158,7 +158,7 @@ class ExclusiveWork:
             self._idle.append(puller)
 
     async def run(self, handler: Handler, stopping: asyncio.Event, *, concurrency: int = 1) -> None:
-        """Work until `stopping`: call `handler` with each item, and say `done` when it returns.
+        """Work until `stopping`: call `handler` with each item, and mark the item done when it returns.
 
         An item whose handler fails is tried again, later each time. A handler whose token is lost is cancelled.
         """
@@ -173,7 +173,7 @@ class ExclusiveWork:
     # Submitting.
 
     async def _announce(self, key: str, name: str) -> None:
-        """See that the item just stored is found by whoever holds the key, or by whoever gets it next."""
+        """Make sure that the key's holder, or its next one, finds the item just stored."""
         telling = AsyncRetrying(
             wait=wait_random_exponential(multiplier=0.002, max=0.1),
             stop=stop_after_delay(self._config.timeout_s),
@@ -204,7 +204,7 @@ class ExclusiveWork:
         if fence is None or not fence.done:
             return True  # its holder looks into the inbox again when it is done
         waiting = (await self._work.last([subject], c.timeout_s)).get(subject)
-        # Another message than the one that was done has not been looked at: whoever gets it finds the item.
+        # A message other than the finished one has not been looked at: its receiver finds the item.
         return waiting is not None and waiting.seq != fence.message
 
     # Taking.
@@ -219,7 +219,7 @@ class ExclusiveWork:
             puller.lost()
 
     def _abandon(self, beginning: asyncio.Future[Task | None]) -> None:
-        """The caller is gone: what was taken for it goes back."""
+        """The caller is gone: hand back what was taken for it."""
         if beginning.cancelled() or beginning.exception() is not None:
             return
         task = beginning.result()
@@ -254,7 +254,7 @@ class ExclusiveWork:
             )
             before = decode(body)
             if before is not None and before.outranks(delivery.seq, delivery.count):
-                return None  # somebody was given it after us
+                return None  # another holder got it after us
             if before is not None and before.done and before.message == delivery.seq:
                 if c.form is Form.SOURCED:
                     await self._ack(delivery)
@@ -306,9 +306,9 @@ class ExclusiveWork:
             if await self._first_item(delivery, name) is None:
                 await self._ack(delivery)
                 return
-            # Whoever gets the message looks: submitters need not wait until then.
+            # The message's receiver looks: submitters need not wait until then.
             record = encode(Fence("", delivery.seq, delivery.count, task.fence.item))
-            with contextlib.suppress(Conflict):  # somebody has got it
+            with contextlib.suppress(Conflict):  # another worker has it
                 subject = f"{self._config.name}.fence.{name}"
                 await self._register.write(subject, record, seq, mine=lambda body: body == record)
                 await self.give_back(delivery, 0)
