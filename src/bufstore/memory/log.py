@@ -55,9 +55,8 @@ class MemoryStream:
         """
         seen: set[str] = set()
         for message in messages:
-            if message.expected is not None and (
-                message.subject in seen or self.last_of(message.subject) != message.expected
-            ):
+            about = message.expected_of or message.subject
+            if message.expected is not None and (about in seen or self.last_of(about) != message.expected):
                 raise Conflict("wrong last sequence")
             seen.add(message.subject)
         size = sum(_size(m.subject, m.header, m.body) for m in messages)
@@ -366,9 +365,11 @@ class MemoryLog:
 
     async def erase(self, subject: str, below: int) -> int:
         stream = await self._turn()
-        before = len(stream.messages)
-        stream.purge(subject, below)
-        return before - len(stream.messages)
+        old = [str(m.seq) for m in stream.after(subject, 0) if m.seq < below]
+        if old:
+            stream.store([Outgoing(self._subjects.erased, ",".join(old).encode())])
+            stream.purge(subject, below)
+        return len(old)
 
     async def subjects(self, filter_: str, offset: int) -> list[str]:
         return (await self._turn()).names(filter_)[offset:]

@@ -29,17 +29,18 @@ needs more is refused there with ConfigError. With columns that hold JSON only, 
 entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
 columns keeps to what JSON has.
 
-`LEDGER_CHECKS` are for a backend of your own for the buffer's ledger: each takes a `Ledgers`.
+`LEDGER_CHECKS` and `LOG_CHECKS` are for a backend of the buffer itself: each takes a `Ledgers`, or a `Logs`.
 
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
 """
 
-from bufstore.testing import applying, checkpoints, edits, ledger, lineage, lists, parked
+from bufstore.testing import applying, checkpoints, edits, ledger, lineage, lists, log, parked
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
 from bufstore.testing.ledger import Ledgers
+from bufstore.testing.log import Logs
 
 #: What a store does that is written to and read: each takes a `ThreadRunStore`.
 CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lists.CHECKS]
@@ -48,14 +49,18 @@ APPLY_CHECKS: list[Check] = applying.CHECKS
 
 #: What a ledger does, where watermarks, cursors, terms and quarantine live: each takes a `Ledgers` of its own.
 LEDGER_CHECKS: list[Check] = [*ledger.CHECKS, *parked.CHECKS]
+#: What a log does, where entries are acknowledged: each takes a `Logs` of its own.
+LOG_CHECKS: list[Check] = [*log.CHECKS]
 
 __all__ = [
     "APPLY_CHECKS",
     "CHECKS",
     "EVERYTHING",
     "LEDGER_CHECKS",
+    "LOG_CHECKS",
     "Applier",
     "Capability",
     "Check",
     "Ledgers",
+    "Logs",
 ]

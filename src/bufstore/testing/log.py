@@ -1,0 +1,380 @@
+"""The conformance suite of logs: one check per promise of `bufstore.buffer.ports.log.Log`, but for its feeds.
+
+Each takes a `Logs` of its own: names on a server that nothing else uses. What only a replicated log does (a leader that
+is old) is not asked here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.shared_state import Session
+from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.target import Target
+from bufstore.buffer.windows import Windows
+from bufstore.config import BufferConfig
+from bufstore.errors import LogFull, LogRolledBack, LogUnavailable, Unavailable
+from bufstore.jetstream.messages import Conflict, Outgoing, StoredMessage
+from bufstore.testing.basics import Check, raises, registrar
+
+CHECKS: list[Check] = []
+_check = registrar(CHECKS)
+
+_EPOCH = 2
+_HERE, _ELSEWHERE = Target("counters", "table", "a"), Target("counters", "table", "b")
+#: The first position of the logs that are made here.
+FIRST = first_position(_EPOCH)
+#: How long a call or an event may take.
+PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Logs:
+    """What the checks are run against."""
+
+    #: How the log is configured: four partitions, and ``max_bytes`` of a few MiB, which the checks fill.
+    config: BufferConfig
+    #: Opens one more instance's way to the server. Whoever calls the check closes them.
+    open: Callable[[], Awaitable[Session]]
+
+    @property
+    def subjects(self) -> Subjects:
+        """The log's subjects."""
+        return Subjects(self.config.log.subject, self.config.log.partitions)
+
+    async def made(self) -> Log:
+        """The log of one more instance, which exists and has been looked at."""
+        log = (await self.open()).log
+        if await log.epoch(checked=False) is None:
+            await log.create(_EPOCH, _HERE)
+        assert await log.epoch() == _EPOCH
+        return log
+
+    def threads(self, partition: int, count: int = 1) -> list[str]:
+        """Subjects of so many threads of a partition."""
+        found = (f"thread {i}" for i in range(1000))
+        return [self.subjects.of(t) for t in found if self.subjects.partition(t) == partition][:count]
+
+
+async def put(log: Log, *subjects: str, body: bytes = b"x") -> list[int]:
+    """Publish one message on each of the subjects; the positions."""
+    return [await log.publish(Outgoing(subject, body), PATIENCE_S) for subject in subjects]
+
+
+# Generations
+
+
+@_check()
+async def a_log_is_made_once(logs: Logs) -> None:
+    here, there = (await logs.open()).log, (await logs.open()).log
+    assert await here.epoch() is None
+    await here.create(_EPOCH, _HERE)
+    await there.create(_EPOCH + 1, _ELSEWHERE)
+    for log in (here, there):
+        assert await log.epoch() == _EPOCH
+        assert log.target == _HERE
+        assert log.generation_start == FIRST
+
+
+@_check()
+async def positions_begin_with_the_generation_and_grow_by_one(logs: Logs) -> None:
+    log = await logs.made()
+    assert await log.bounds() == (FIRST, FIRST - 1)
+    assert await log.end(PATIENCE_S) == FIRST - 1
+    (a,) = logs.threads(0)
+    assert await put(log, a, *logs.threads(1), a) == [FIRST, FIRST + 1, FIRST + 2]
+    assert await log.bounds() == (FIRST, FIRST + 2)
+    assert await log.end(PATIENCE_S) == FIRST + 2
+
+
+@_check()
+async def a_log_out_of_service_can_be_read_and_not_written(logs: Logs) -> None:
+    log, other = await logs.made(), await logs.made()
+    (a,) = logs.threads(0)
+    await put(log, a)
+    assert list(await log.withdraw([FIRST, 0, 0, 0])) == [FIRST, 0, 0, 0]
+    # What was said first stands.
+    assert list(await other.withdraw([0, 0, 0, 0])) == [FIRST, 0, 0, 0]
+    with raises(LogUnavailable):
+        await put(other, a)
+    with raises(LogRolledBack):
+        await other.epoch()
+    assert await other.epoch(checked=False) == _EPOCH
+    assert [m.seq for m in await log.after(a, 0, PATIENCE_S)] == [FIRST]
+
+
+@_check()
+async def a_log_is_removed_with_all_that_is_in_it(logs: Logs) -> None:
+    log = await logs.made()
+    (a,) = logs.threads(0)
+    await put(log, a)
+    await log.remove()
+    await log.remove()
+    assert await log.epoch() is None
+    with raises(LogUnavailable):
+        await put(log, a)
+
+
+@_check()
+async def the_first_target_of_a_log_stands(logs: Logs) -> None:
+    here, there = await logs.made(), await logs.made()
+    await there.set_target(_ELSEWHERE)
+    await here.epoch()
+    assert here.target == _HERE
+
+
+@_check()
+async def windows_that_one_sets_another_reads(logs: Logs) -> None:
+    here, there = await logs.made(), await logs.made()
+    assert here.windows == Windows.of(logs.config.log)
+    changed = here.windows.changed(failover_window_s=here.windows.failover_window_s + 1)
+    await here.set_windows(changed)
+    await there.epoch()
+    assert there.windows == changed
+    await there.set_windows(changed.settled())
+    await here.end(PATIENCE_S)
+    assert here.windows == changed.settled()
+
+
+@_check()
+async def a_log_that_is_refused_is_written_no_more(logs: Logs) -> None:
+    log, other = await logs.made(), await logs.made()
+    (a,) = logs.threads(0)
+    before = log.refused
+    log.refuse("it is another one")
+    assert (before, log.refused) == (None, "it is another one")
+    message = Outgoing(a, b"x")
+    for call in (
+        log.publish(message, PATIENCE_S),
+        log.publish_batch([message, message], PATIENCE_S),
+        log.end(PATIENCE_S),
+        log.purge(0, FIRST),
+    ):
+        with raises(LogRolledBack):
+            await call
+    # That is a matter of the instance that refused it.
+    assert await put(other, a) == [FIRST]
+
+
+@_check()
+async def a_session_that_is_closed_says_so(logs: Logs) -> None:
+    await logs.made()
+    session = await logs.open()
+    assert await session.log.epoch() == _EPOCH
+    await session.aclose()
+    for call in (put(session.log, *logs.threads(0)), session.log.last(logs.threads(0), PATIENCE_S)):
+        with raises(Unavailable):
+            await call
+
+
+# Writing
+
+
+@_check()
+async def what_is_stored_comes_back_as_it_was(logs: Logs) -> None:
+    log, other = await logs.made(), await logs.made()
+    a, b = logs.threads(0, 2)
+    await log.publish(Outgoing(a, b"\0body", "1.header"), PATIENCE_S)
+    await log.publish(Outgoing(b, b""), PATIENCE_S)
+    stored = [StoredMessage(a, FIRST, "1.header", b"\0body"), StoredMessage(b, FIRST + 1, None, b"")]
+    assert await other.last([a, b], PATIENCE_S) == {a: stored[0], b: stored[1]}
+    assert await other.after(logs.subjects.of_partition(0), 0, PATIENCE_S) == stored
+    assert [await other.identity(seq) for seq in (FIRST, FIRST + 1, FIRST + 2)] == [*stored, None]
+
+
+@_check()
+async def a_write_that_expects_something_else_stores_nothing(logs: Logs) -> None:
+    log = await logs.made()
+    a, b = logs.threads(0, 2)
+    for expected, stands in ((0, FIRST), (FIRST, FIRST + 1)):
+        assert await log.publish(Outgoing(a, b"x", expected=expected), PATIENCE_S) == stands
+    await put(log, b)
+    # It is about the subject's last message, not the log's.
+    for wrong in (0, FIRST, FIRST + 2):
+        with raises(Conflict):
+            await log.publish(Outgoing(a, b"x", expected=wrong), PATIENCE_S)
+    assert await log.publish(Outgoing(a, b"x", expected=FIRST + 1), PATIENCE_S) == FIRST + 3
+
+
+@_check()
+async def a_write_may_expect_something_of_another_subject(logs: Logs) -> None:
+    log = await logs.made()
+    a, b = logs.threads(0, 2)
+    await put(log, a)
+    with raises(Conflict):
+        await log.publish_batch([Outgoing(b, b"x", expected=0, expected_of=a)], PATIENCE_S)
+    batch = [Outgoing(b, b"x", expected=FIRST, expected_of=a), Outgoing(b, b"y")]
+    assert await log.publish_batch(batch, PATIENCE_S) == FIRST + 2
+
+
+@_check()
+async def of_writes_that_expect_the_same_one_is_stored(logs: Logs) -> None:
+    instances = [await logs.made() for _ in range(3)]
+    (a,) = logs.threads(0)
+    writes = (log.publish(Outgoing(a, b"x", expected=0), PATIENCE_S) for log in instances)
+    outcomes = await asyncio.gather(*writes, return_exceptions=True)
+    assert sorted(type(o).__name__ for o in outcomes) == ["Conflict", "Conflict", "int"]
+
+
+@_check()
+async def a_batch_is_stored_whole_and_as_neighbours(logs: Logs) -> None:
+    log, other = await logs.made(), await logs.made()
+    a, b = logs.threads(0, 2)
+    batch = [Outgoing(a, b"1", expected=0), Outgoing(b, b"2", "h", expected=0), Outgoing(b, b"3")]
+    begun = log.begin_batch(batch[0])
+    (end, *_) = await asyncio.gather(log.publish_batch(batch, PATIENCE_S, begun), put(other, *logs.threads(1, 5)))
+    stored = await log.after(logs.subjects.of_partition(0), 0, PATIENCE_S)
+    assert [(m.subject, m.seq, m.header, m.body) for m in stored] == [
+        (a, end - 2, None, b"1"), (b, end - 1, "h", b"2"), (b, end, None, b"3"),
+    ]  # fmt: skip
+
+
+@_check()
+async def a_batch_with_one_conflict_stores_nothing(logs: Logs) -> None:
+    log = await logs.made()
+    a, b = logs.threads(0, 2)
+    await put(log, b)
+    with raises(Conflict):
+        await log.publish_batch([Outgoing(a, b"1", expected=0), Outgoing(b, b"2", expected=0)], PATIENCE_S)
+    assert await log.end(PATIENCE_S) == FIRST
+    assert await log.last([a], PATIENCE_S) == {}
+
+
+@_check()
+async def of_messages_side_by_side_each_ends_by_itself(logs: Logs) -> None:
+    log = await logs.made()
+    a, b, c = logs.threads(0, 3)
+    await put(log, b)
+    ended: dict[int, int | Exception] = {}
+    messages = [Outgoing(a, b"1", expected=0), Outgoing(b, b"2", expected=0), Outgoing(c, b"3")]
+    await log.publish_each(messages, PATIENCE_S, lambda number, outcome: ended.update({number: outcome}))
+    assert ended.keys() == {0, 1, 2}
+    assert isinstance(ended[1], Conflict)
+    last = await log.last([a, c], PATIENCE_S)
+    assert (last[a].seq, last[c].seq) == (ended[0], ended[2])
+
+
+@_check()
+async def a_full_log_takes_nothing_until_there_is_room(logs: Logs) -> None:
+    log = await logs.made()
+    (a,), size = logs.threads(0), 100_000
+    used, limit = await log.fill()
+    assert limit == logs.config.log.max_bytes
+    for _ in range(limit // size):
+        if (await log.fill())[0] + 2 * size > limit:
+            break
+        await put(log, a, body=bytes(size))
+    end = await log.end(PATIENCE_S)
+    with raises(LogFull):
+        await log.publish_batch([Outgoing(a, bytes(size))] * 3, PATIENCE_S)
+    with raises(LogFull):
+        await put(log, a, body=bytes(3 * size))
+    assert await log.end(PATIENCE_S) == end
+    assert used < (await log.fill())[0] <= limit
+    await log.purge(0, end)
+    assert await put(log, a, body=bytes(3 * size)) == [end + 1]
+
+
+# Reading
+
+
+@_check()
+async def the_last_message_of_each_subject_is_found(logs: Logs) -> None:
+    log = await logs.made()
+    (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
+    await put(log, a, b, a, c)
+    assert {s: m.seq for s, m in (await log.last([a, "nothing"], PATIENCE_S)).items()} == {a: FIRST + 2}
+    of_partition = await log.last([logs.subjects.of_partition(0)], PATIENCE_S)
+    assert {s: m.seq for s, m in of_partition.items()} == {a: FIRST + 2, b: FIRST + 1}
+    filters = [logs.subjects.of_partition(0), b, logs.subjects.all, *logs.threads(2)]
+    assert await log.ends(filters, PATIENCE_S) == [FIRST + 2, FIRST + 1, FIRST + 3, 0]
+    assert [await log.latest(s, PATIENCE_S) for s in (a, *logs.threads(2))] == [FIRST + 2, 0]
+
+
+@_check()
+async def messages_above_a_position_come_in_order(logs: Logs) -> None:
+    log = await logs.made()
+    (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
+    await put(log, a, b, a, c, a)
+    for filter_, seq, limit, found in (
+        (a, 0, 0, [0, 2, 4]),
+        (a, FIRST, 0, [2, 4]),
+        (a, FIRST, 1, [2]),
+        (a, FIRST + 4, 0, []),
+        (logs.subjects.of_partition(0), FIRST, 2, [1, 2]),
+        (logs.subjects.all, FIRST, 0, [1, 2, 3, 4]),
+    ):
+        messages = await log.after(filter_, seq, PATIENCE_S, limit)
+        assert [m.seq - FIRST for m in messages] == found
+
+
+@_check()
+async def subjects_are_listed_a_page_at_a_time(logs: Logs) -> None:
+    log = await logs.made()
+    threads = logs.threads(0, 3)
+    await put(log, *threads, threads[0], *logs.threads(1))
+    filter_, found = logs.subjects.of_partition(0), list[str]()
+    while page := await log.subjects(filter_, len(found)):
+        found += page
+    assert sorted(found) == sorted(threads)
+
+
+@_check()
+async def what_a_log_holds_is_counted_by_partition(logs: Logs) -> None:
+    log = await logs.made()
+    (a,), (b,) = logs.threads(0), logs.threads(1)
+    await put(log, a, b, a, b, b)
+    held = await log.held({0: FIRST, 1: FIRST + 3})
+    assert (held.messages, held.above, held.end) == (5, 2, FIRST + 4)
+    assert (held.bytes, held.limit) == await log.fill()
+    assert (await log.held({})).above == 5
+
+
+# Removing
+
+
+@_check()
+async def a_purge_removes_a_partition_below_a_position(logs: Logs) -> None:
+    log = await logs.made()
+    (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
+    await put(log, a, b, c, b)
+    await log.purge(0, FIRST + 3)
+    assert await log.bounds() == (FIRST + 2, FIRST + 3)
+    assert set(await log.last([logs.subjects.all], PATIENCE_S)) == {b, c}
+    assert await log.identity(FIRST) is None
+    # A subject of which everything was purged is as if nothing had been written.
+    assert await log.publish(Outgoing(a, b"x", expected=0), PATIENCE_S) == FIRST + 4
+
+
+@_check()
+async def positions_go_on_when_everything_was_purged(logs: Logs) -> None:
+    log = await logs.made()
+    (a,) = logs.threads(0)
+    await put(log, a, a)
+    await log.purge(0, FIRST + 2)
+    assert await log.bounds() == (FIRST + 2, FIRST + 1)
+    assert await put(log, a) == [FIRST + 2]
+
+
+@_check()
+async def an_erasure_removes_one_subject_below_a_position(logs: Logs) -> None:
+    log = await logs.made()
+    a, b = logs.threads(0, 2)
+    await put(log, *[a, b] * 20)
+    assert await log.erase(a, FIRST + 38) == 19
+    assert [m.seq for m in await log.after(a, 0, PATIENCE_S)] == [FIRST + 38]
+    assert len(await log.after(b, 0, PATIENCE_S)) == 20
+    assert await log.erase(a, FIRST) == 0
+
+
+@_check()
+async def an_erasure_says_which_positions_are_gone(logs: Logs) -> None:
+    log = await logs.made()
+    a, b = logs.threads(0, 2)
+    await put(log, a, b, a)
+    await log.erase(a, FIRST + 3)
+    told = await log.after(logs.subjects.erased, 0, PATIENCE_S)
+    assert {int(p) for m in told for p in m.body.split(b",")} == {FIRST, FIRST + 2}
