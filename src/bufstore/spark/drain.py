@@ -1,4 +1,4 @@
-"""Draining a huge backlog: the executors of a Spark job are flushers until what is in the log now is in Postgres.
+"""Drains a huge backlog: the executors of a Spark job are flushers until what is in the log now is in Postgres.
 
 A flusher takes whole partitions, and a thread never leaves its partition; so nothing needs to be shuffled, and what a
 flusher promises (watermarks, cursors, quarantine, fencing) holds as it is: beside the app's flushers, which hand over

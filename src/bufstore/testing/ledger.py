@@ -45,7 +45,7 @@ class Ledgers:
 
     #: Opens one more instance on the same tables, set up, with ``quarantine_max=QUARANTINE_MAX``. It flushes into a
     #: store whose `apply` writes the value of each `Change` in the flush's transaction, and refuses the value
-    #: `REFUSED` for good, as what cannot be stored; at `RAISES` it raises. Whoever calls the check closes them.
+    #: `REFUSED` for good, as what cannot be stored; at `RAISES` it raises. The check's caller closes them.
     open: Callable[[], Awaitable[Ledger]]
     #: What that store has: values by thread.
     stored: Callable[[], Awaitable[dict[str, str]]]

@@ -41,7 +41,7 @@ class Comparison:
     flushed: int = 0
     #: Acknowledged checkpoints whose message is not in Postgres.
     lost: int = 0
-    #: Messages in Postgres that are not the ones that were written at their place.
+    #: Messages in Postgres that differ from those written in their place.
     mismatched: int = 0
     #: The first few of what is wrong, in words.
     problems: list[str] = field(default_factory=list)

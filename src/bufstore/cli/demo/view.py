@@ -35,7 +35,7 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class View(Protocol):
-    """Who is told of the samples."""
+    """Receives the samples."""
 
     def __enter__(self) -> Self: ...
 

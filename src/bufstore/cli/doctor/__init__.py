@@ -1,1 +1,1 @@
-"""`bufstore doctor`: looks at the servers and says what to mend."""
+"""`bufstore doctor`: checks the servers and says what to change."""

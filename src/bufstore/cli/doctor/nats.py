@@ -38,7 +38,7 @@ _PRESSED = 0.7
 
 
 async def check_nats(target: Target, role: Role) -> tuple[list[CheckResult], int | None]:
-    """The checks, and the epoch of the log, if there is one. `role`: what the user is to be permitted."""
+    """The checks, and the epoch of the log, if there is one. `role`: what the user must be permitted."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
     # Made before the connection is: they subscribe to their answers when it opens.
@@ -120,7 +120,7 @@ def _drift(notes: Notes, what: str, compare: Any) -> None:
 
 
 def _agreed(notes: Notes, config: LogConfig, metadata: dict[str, Any]) -> None:
-    """What the log says of itself, that all who open it must agree on."""
+    """What the log says of itself, on which all its processes must agree."""
     target, windows = target_of(metadata), windows_of(config, metadata)
     found = f"{target.store}, database {target.id}" if target is not None else "it does not say"
     advice = "made by an earlier release: start an app of this one first, or see `bufstore log adopt`"

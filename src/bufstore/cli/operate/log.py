@@ -62,7 +62,7 @@ def show_(options: Options) -> None:
 @click.option("--archive/--no-archive", default=None, help="Whether nothing leaves the log before it is archived.")
 @connects()
 def set_(options: Options, failover_window: float | None, archive: bool | None) -> None:
-    """Begin a change, or take back one that is under way by setting what is.
+    """Begin a change, or undo one that is under way by setting the present values.
 
     From now on flushers keep the larger window, and processes that start rely on the smaller.
     """

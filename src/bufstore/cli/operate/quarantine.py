@@ -217,7 +217,7 @@ def _nothing(thread_id: str) -> list[Replayed]:
 
 
 async def _nameless(it: Quarantine) -> list[Replayed]:
-    """Entries that no thread is known of: none of them can be replayed, which has to be said too."""
+    """Entries whose thread is unknown. They cannot be replayed, and the command must say so."""
     found: list[Replayed] = []
     after = 0
     while page := await it.page(after=after, limit=_PAGE):

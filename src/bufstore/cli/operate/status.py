@@ -17,7 +17,7 @@ from bufstore.cli.running import EXIT_UNUSABLE, run
 @click.command()
 @connects()
 def status(options: Options) -> None:
-    """Show how far the log is flushed, how full it is, who flushes, and what waits in quarantine.
+    """Show how far the log is flushed, how full it is, the live flushers, and what waits in quarantine.
 
     It only looks: it flushes nothing, and is not one of the flushers. Lag is counted in positions of the log, which
     number the entries of all partitions together. Exit code 2 when there is no log, or NATS or Postgres does not

@@ -19,7 +19,7 @@ from bufstore.cli.running import EXIT_WRONG, run
 @click.command()
 @connects()
 def verify(options: Options) -> None:
-    """Check log, hot state and Postgres against each other, while they work.
+    """Check log, shared state and Postgres against each other, while they work.
 
     Reads every thread that the log shows and changes nothing. What it finds is damage, or a bug of
     bufstore's: exit code 1.

@@ -91,7 +91,7 @@ class _Connection(AsyncConnection[TupleRow]):
         """As psycopg's, but without the request to flush that it sends behind the last sync.
 
         Postgres takes that for the next statement, which ends its `idle_in_transaction_session_timeout`: a process that
-        stops behind a pipeline would hold its locks for ever.
+        stops behind a pipeline would hold its locks forever.
         """
         async with super().pipeline() as pipeline:
             pipeline._exit_gen = partial(_end, pipeline)  # type: ignore[method-assign]
@@ -269,7 +269,7 @@ class Pool(AsyncConnectionPool[_Connection]):
             await self._give_back(connection)
 
     async def _give_back(self, connection: _Connection) -> None:
-        """Return a connection, also when the caller is cancelled meanwhile: else the pool would miss it for ever."""
+        """Return a connection, even if the caller is cancelled meanwhile: otherwise the pool would lose it forever."""
         returning = asyncio.ensure_future(self.putconn(connection))
         self._returning.add(returning)
         returning.add_done_callback(self._returning.discard)
@@ -339,7 +339,7 @@ class Alarm:
     """Ends the connection's statement when its time is over.
 
     Not by cancelling our task: psycopg would then wait for the server up to ten seconds. And a statement that the
-    server has cancelled is known to have done nothing, where one that was abandoned is not.
+    server has cancelled certainly did nothing, but an abandoned one may have done it.
     """
 
     def __init__(self, connection: AsyncConnection[Any], deadline: float) -> None:

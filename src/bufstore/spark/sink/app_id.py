@@ -1,8 +1,8 @@
-"""Before and after a batch: who may write under an app id, and whether a batch that comes again is the same one.
+"""Before and after a batch: which query may write under an app id, and whether a repeated batch is the same one.
 
 Marks tell a row's repeat by its number (docs/adr/0014). What they cannot tell is other rows under old numbers: a query
 with a new checkpoint folder begins at batch 0 again, and a source that cannot be replayed gives other rows for a batch.
-Both would be swallowed in silence; both are found here.
+Both would be swallowed silently; both are found here.
 """
 
 from __future__ import annotations

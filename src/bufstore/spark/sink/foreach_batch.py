@@ -43,7 +43,7 @@ def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
 
 
 class CheckpointSink:
-    """Holds the configuration and nothing else: it goes to wherever Spark runs it (on Connect, the server)."""
+    """Holds only the configuration: Spark runs it elsewhere (on Connect, on the server)."""
 
     def __init__(self, config: SinkConfig) -> None:
         self.config = config

@@ -1,4 +1,4 @@
-"""Writing a task's rows, in a Python worker, in order within a thread: as any writer does, or past the log."""
+"""Writes a task's rows, in a Python worker, in order within a thread: as any writer does, or past the log."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def _line(rank: int, row: Row) -> _Line:
 
 
 class _InFlight:
-    """Bounds the rows on their way. A thread takes them in shares, so that no thread takes them all."""
+    """Bounds the rows on their way. A thread takes them in portions, so that no thread takes them all."""
 
     def __init__(self, rows: int) -> None:
         self.share = max(rows // 4, 1)

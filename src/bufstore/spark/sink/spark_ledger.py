@@ -1,4 +1,4 @@
-"""What jobs keep in Postgres: who has an app id, how far it has come, rows that could not become checkpoints."""
+"""What jobs keep in Postgres: the query of each app id, its progress, rows that could not become checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S = 30.0
 
 
 class Holder(NamedTuple):
-    """Who has an app id."""
+    """The query that has an app id."""
 
     query_id: str
     batch_id: int

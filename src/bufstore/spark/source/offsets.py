@@ -13,7 +13,7 @@ from bufstore.errors import ConfigError, DataLoss
 class Offset(msgspec.Struct, frozen=True, kw_only=True):
     """A place in the log. Written to Spark's checkpoint folder; its fields keep their order and meaning."""
 
-    #: When the stream was made: a stream that was made anew is another one, whatever its name.
+    #: When the stream was created: a stream that was created again is another one, whatever its name.
     created: str
     #: The position that is read next.
     position: int
@@ -70,7 +70,7 @@ def check(start: Offset, created: str, end: int) -> None:
 
 
 def split(start: int, end: int, parts: int, created: str, whole_from: int) -> list[Range]:
-    """`start` to `end` in at most `parts` ranges of about the same length, none of them empty."""
+    """`start` to `end` in at most `parts` non-empty ranges of about the same length."""
     size = max(1, -(-(end - start) // max(parts, 1)))
     return [
         Range(start=at, end=min(at + size, end), created=created, whole_from=whole_from)

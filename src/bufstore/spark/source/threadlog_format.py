@@ -145,7 +145,7 @@ def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
 
 
 def _begin(log: LogState, start: Offset) -> int:
-    """The first position that there can be; of a stream that was made anew (and may be) its first."""
+    """The first position that there can be; if the stream was replaced (and may be), the new one's first."""
     return max(start.position, log.first) if start.created == log.created else log.first
 
 
