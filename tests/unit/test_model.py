@@ -21,10 +21,13 @@ from bufstore.threads.model import (
     Run,
     RunStatus,
     Thread,
+    ThreadMetadata,
     decode_message,
     decode_run,
     encode_messages,
     encode_run,
+    free_checker,
+    free_fields,
 )
 from bufstore.types import check_id
 from thorough import examples
@@ -170,6 +173,68 @@ def test_a_run_comes_back_exactly_or_is_refused(fields: dict[str, Any], status: 
             assert before == after, name  # a time given as an int is read as a float
         else:
             assert shape(after) == shape(before), name
+
+
+class LaterRun(Run, frozen=True, kw_only=True, omit_defaults=True):
+    """A run as a later release may declare it."""
+
+    verdict: Any = None
+    notes: dict[str, Any] = {}  # noqa: RUF012
+    maybe: list[Any] | None = None
+    pair: tuple[int, ...] | None = None
+    rating: float | None = None
+    raw: object = None
+    place: int = 0
+
+
+def test_every_field_that_lets_any_value_in_is_checked() -> None:
+    now = ("input", "output", "error", "waiting", "extensions")
+    assert free_fields(Run) == now
+    assert free_fields(ThreadMetadata) == ("custom",)
+    later = free_fields(LaterRun)
+    assert later == (*now, "verdict", "notes", "maybe", "pair", "raw")
+    check = free_checker(LaterRun, lambda run: f"the run {run.run_id}")
+    for name in later:
+        with pytest.raises(InvalidRecord, match=f"the run r: {name}"):  # it would come back as [[1, 2]]
+            check(LaterRun(run_id="r", thread_id="t", **{name: [(1, 2)]}))
+        check(LaterRun(run_id="r", thread_id="t", **{name: [[1, 2]]}))
+        check(LaterRun(run_id="r", thread_id="t", **{name: {}}))
+
+
+def test_a_run_of_a_wider_type_is_refused_where_it_would_lose_a_field() -> None:
+    assert decode_run(encode_run(LaterRun(run_id="r", thread_id="t"))) == Run(run_id="r", thread_id="t")
+    with pytest.raises(InvalidRecord, match="another type than Run declares"):
+        encode_run(LaterRun(run_id="r", thread_id="t", verdict="good"))
+
+
+@pytest.mark.parametrize("name", free_fields(Run))
+@pytest.mark.parametrize(
+    "value", [(), (1,), collections.OrderedDict(), MyDict(), MyStr(), frozenset(), Level.ONE], ids=repr
+)
+def test_what_looks_like_nothing_is_refused_in_every_free_field(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRecord, match=f"run 'r': {name}"):
+        encode_run(Run(run_id="r", thread_id="t", **{name: value}))
+
+
+STORABLE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
+BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    Any: VALUES,
+    dict[str, Any]: st.dictionaries(TEXT, VALUES, max_size=3),
+    str: STORABLE,
+    str | None: st.none() | STORABLE,
+    float | None: st.none() | st.floats(),
+    int: st.integers(-(2**63), 2**63 - 1),
+    RunStatus: st.sampled_from(RunStatus),
+}
+
+
+@given(st.fixed_dictionaries({f.name: BY_TYPE[f.type] for f in msgspec.structs.fields(Run)}))
+def test_a_run_with_a_value_in_every_field_comes_back_exactly(fields: dict[str, Any]) -> None:
+    run = Run(**fields)
+    run.check(run.thread_id)
+    back = decode_run(encode_run(run))
+    for name in Run.__struct_fields__:
+        assert shape(getattr(back, name)) == shape(getattr(run, name)), name
 
 
 @pytest.mark.parametrize(
