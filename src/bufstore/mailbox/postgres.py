@@ -1,7 +1,7 @@
 """A mailbox in Postgres: each step is one statement, whose compare-and-set is on the thread's row.
 
-Workers find threads with work by a query that skips the rows that others hold (``sql/pull.sql``); a notifier tells them
-when to ask, and without one they poll.
+Workers find threads with work by a query that skips the rows that others hold (``pull`` in sql/signals.sql); a notifier
+tells them when to ask, and without one they poll.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STATUSES = list(Status)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Dispatch).decode
 _decode_claiming = msgspec.msgpack.Decoder(Claiming).decode
-#: Outcomes of ``claim.sql``.
+#: Outcomes of ``claim``.
 _SUPERSEDED, _MOVED = 0, 2
 
 

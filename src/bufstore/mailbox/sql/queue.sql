@@ -1,2 +1,40 @@
+-- name: add
+-- Enqueue: the thread's row gives the epoch, and is told when to look.
+SELECT * FROM {schema}.mailbox_add_v1(
+    $1::text, $2::text, $3::int, $4::text, $5::bigint, $6::bytea, $7::text, $8::bigint
+);
+
+-- name: queue
 -- A thread and, when it is free, the first of its queue that may be claimed at $2.
-SELECT * FROM {schema}.mailbox_queue_v1($1::text, $2::bigint)
+SELECT * FROM {schema}.mailbox_queue_v1($1::text, $2::bigint);
+
+-- name: queued
+-- What is queued in a thread from before an epoch, in the order in which it would be claimed.
+SELECT record, position, epoch, status, token FROM {schema}.mailbox_dispatches
+WHERE thread_id = $1::text AND status = 0 AND epoch < $2::bigint ORDER BY priority, position LIMIT $3::int;
+
+-- name: holder
+-- Which dispatch of the thread holds a deduplication key.
+SELECT dispatch_id FROM {schema}.mailbox_dispatches
+WHERE thread_id = $1::text AND dedupe_key = $2::text AND status < 2;
+
+-- name: find
+-- A thread with its active dispatch, and a dispatch by its id: one row, whatever of it is there.
+SELECT t.version, t.epoch, t.step, a.record, a.position, a.epoch, a.status, a.token, a.claim,
+    h.record, h.position, h.epoch, h.status, h.token, h.claim
+FROM (VALUES ($1::text)) AS v (thread_id)
+LEFT JOIN {schema}.mailbox_threads t ON t.thread_id = v.thread_id
+LEFT JOIN {schema}.mailbox_dispatches a ON a.thread_id = t.thread_id AND a.dispatch_id = t.active_id
+LEFT JOIN {schema}.mailbox_dispatches h ON h.thread_id = v.thread_id AND h.dispatch_id = $2::text;
+
+-- name: thread
+-- A thread and its active dispatch.
+SELECT t.version, t.epoch, t.step, a.record, a.position, a.epoch, a.status, a.token, a.claim
+FROM {schema}.mailbox_threads t
+LEFT JOIN {schema}.mailbox_dispatches a ON a.thread_id = t.thread_id AND a.dispatch_id = t.active_id
+WHERE t.thread_id = $1::text;
+
+-- name: all_of
+-- All dispatches of a thread, finished ones too.
+SELECT t.version, t.epoch, t.step, NULL, d.record, d.position, d.epoch, d.status, d.token, d.claim
+FROM {schema}.mailbox_dispatches d LEFT JOIN {schema}.mailbox_threads t USING (thread_id) WHERE d.thread_id = $1::text;

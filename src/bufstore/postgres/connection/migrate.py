@@ -1,7 +1,13 @@
-"""SQL files: numbered migrations, and the named queries beside them.
+"""SQL files: numbered migrations, and the named statements beside them.
 
 A folder of SQL files belongs to one *part* of tables. ``NNNN_what.sql`` are its migrations, applied in order,
-once; each other ``name.sql`` is a query. In all of them ``{schema}`` stands for the (quoted) schema name.
+once. Each other file has the statements about one subject, each with a name and a sentence that says what it is for:
+
+    -- name: lock_thread
+    -- The thread's row, so that nobody changes it meanwhile.
+    SELECT …;
+
+In all of them ``{schema}`` stands for the (quoted) schema name.
 
 A rolling upgrade runs two releases on the same tables, and a rollback runs the older one on the newer tables. So a
 migration may begin with the line ``-- Works with: NNNN``: the release whose newest migration is NNNN, and every later
@@ -25,6 +31,8 @@ from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
 _NUMBERED = re.compile(r"(\d{4})_.+\.sql")
+#: What stands between blank lines in a file of statements.
+_STATEMENT = re.compile(r"-- name: ([a-z][a-z0-9_]*)\n((?:-- (?!name:).+\n)+)((?!--)(?:(?!-- name:)[^;])+);")
 _WORKS_WITH = re.compile(r"-- Works with: (\d{4})$", re.MULTILINE)
 #: The functions' bodies stand between these, so the schema's name must not hold it.
 _BODY_QUOTE = "$body$"
@@ -55,15 +63,24 @@ def check_schema(schema: str) -> str:
 
 
 def queries(folder: Traversable, schema: str) -> dict[str, LiteralString]:
-    """The folder's queries by file name (without ``.sql``), for `schema`.
+    """The statements of the folder's files by name, without their comments, for `schema`.
 
-    They have ``$1`` placeholders, for psycopg's raw cursors: ``%`` in a schema's name needs no care there.
+    They have ``$1`` placeholders, for psycopg's raw cursors: ``%`` in a schema's name needs no care there. Raises
+    ValueError when a file holds anything else than statements, or two have one name.
     """
-    return {
-        file.name.removesuffix(".sql"): _rendered(file, schema)
-        for file in folder.iterdir()
-        if file.name.endswith(".sql") and not _NUMBERED.fullmatch(file.name)
-    }
+    found: dict[str, LiteralString] = {}
+    for file in folder.iterdir():
+        if not file.name.endswith(".sql") or _NUMBERED.fullmatch(file.name):
+            continue
+        for block in re.split(r"\n{2,}", file.read_text(encoding="utf-8").strip()):
+            statement = _STATEMENT.fullmatch(block)
+            if statement is None:
+                raise ValueError(f"{file.name}: expected `-- name: …`, a comment and a statement, not {block[:80]!r}")
+            name = statement[1]
+            if name in found:
+                raise ValueError(f"{file.name}: {name!r} is the name of another statement, too")
+            found[name] = _rendered(statement[3], schema)
+    return found
 
 
 async def migrate(connection: AsyncConnection[Any], schema: str, folder: Traversable, part: str) -> list[int]:
@@ -135,7 +152,9 @@ async def _missing(
 def migrations_of(folder: Traversable, schema: str) -> dict[int, LiteralString]:
     """The folder's migrations by version, for `schema`."""
     return {
-        int(match[1]): _rendered(file, schema) for file in folder.iterdir() if (match := _NUMBERED.fullmatch(file.name))
+        int(match[1]): _rendered(file.read_text(encoding="utf-8"), schema)
+        for file in folder.iterdir()
+        if (match := _NUMBERED.fullmatch(file.name))
     }
 
 
@@ -213,6 +232,6 @@ def recording(schema: str, part: str, version: int, migration: str) -> sql.Compo
     )
 
 
-def _rendered(file: Traversable, schema: str) -> LiteralString:
-    # Our own file with a quoted identifier in it: as literal as a string can be that is read from a file.
-    return file.read_text(encoding="utf-8").replace("{schema}", sql.Identifier(schema).as_string())
+def _rendered(text: str, schema: str) -> LiteralString:
+    # Our own text with a quoted identifier in it: as literal as a string can be that is read from a file.
+    return text.replace("{schema}", sql.Identifier(schema).as_string())

@@ -135,7 +135,7 @@ class PostgresParked:
 
 
 def row_columns(rows: dict[str, Watermark]) -> tuple[arrays.Array, ...]:
-    """The parameters of ``advance_threads.sql``."""
+    """The parameters of ``advance_threads``."""
     return (
         arrays.texts(rows),
         arrays.longs(r.flushed_seq for r in rows.values()),

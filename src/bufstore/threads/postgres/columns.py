@@ -53,7 +53,7 @@ def hash_of_id(message_id: str) -> int:
 
 
 def thread_columns(changes: Sequence[ThreadChange]) -> tuple[Array, ...]:
-    """The parameters of ``apply_threads.sql``: `ThreadChange.project` for every thread, unread.
+    """The parameters of ``apply_threads``: `ThreadChange.project` for every thread, unread.
 
     The first saved run that is not done decides the active and the open run, whatever they were before. Only
     where all are done does the row matter: they are taken off it.
@@ -88,7 +88,7 @@ def _ranks(values: Sequence[int]) -> list[int]:
 
 
 def message_columns(changes: Iterable[ThreadChange]) -> Iterator[tuple[Array, ...]]:
-    """The parameters of ``apply_messages.sql`` for each statement of at most STATEMENT_BYTES (or one message)."""
+    """The parameters of ``apply_messages`` for each statement of at most STATEMENT_BYTES (or one message)."""
     rows = (
         (change.thread_id, change.keep + i, payload) for change in changes for i, payload in enumerate(change.messages)
     )
@@ -98,7 +98,7 @@ def message_columns(changes: Iterable[ThreadChange]) -> Iterator[tuple[Array, ..
 
 
 def run_columns(changes: Iterable[ThreadChange]) -> list[tuple[Array, ...]]:
-    """The parameters of ``apply_runs.sql``, likewise, in the order of their ids.
+    """The parameters of ``apply_runs``, likewise, in the order of their ids.
 
     Raises UniqueViolation when two threads of the batch have the same run id.
     """

@@ -24,7 +24,7 @@ _NO_HASH = struct.pack("!i", -1)
 
 
 def copied(changes: Iterable[ThreadChange]) -> Iterator[bytes]:
-    """The messages of `changes`, for ``copy_messages.sql``. Raises what
+    """The messages of `changes`, for ``copy_messages``. Raises what
     `bufstore.postgres.connection.arrays.unstorable` maps.
     """
     parts, size = [_BEGIN], 0

@@ -39,7 +39,7 @@ def thread_of(thread_id: str, row: Sequence[Any]) -> Thread:
 
 
 def thread_rows(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadRows | None:
-    """What ``load_rows.sql`` has read; None when Postgres knows nothing of the thread."""
+    """What ``load_rows`` has read; None when Postgres knows nothing of the thread."""
     first, *messages = sorted(rows, key=itemgetter(0))
     latest_run, version = first[1:3]
     watermark = Watermark(*[*first[9:14], False, first[14]]) if first[9] is not None else None

@@ -1,0 +1,44 @@
+-- name: sweeps
+-- Take the next sweep, if the last one is long enough ago: one row for whoever gets it.
+UPDATE {schema}.mailbox_sweep SET swept_at = clock_timestamp()
+WHERE swept_at < clock_timestamp() - make_interval(secs => $1::float8) RETURNING 1;
+
+-- name: expiring
+-- Threads whose lease is over, the longest first.
+SELECT t.version, t.epoch, t.step, a.record, a.position, a.epoch, a.status, a.token, a.claim, t.thread_id
+FROM {schema}.mailbox_threads t
+JOIN {schema}.mailbox_dispatches a ON a.thread_id = t.thread_id AND a.dispatch_id = t.active_id
+WHERE t.lease_until < $1::bigint ORDER BY t.lease_until LIMIT $2::int;
+
+-- name: finished
+-- Finished dispatches, the oldest first.
+SELECT record, position, epoch, status, token FROM {schema}.mailbox_dispatches
+WHERE completed_at IS NOT NULL ORDER BY completed_at, position LIMIT $1::int;
+
+-- name: purge
+-- Remove what was finished before a time, as many as are asked for.
+DELETE FROM {schema}.mailbox_dispatches d USING (
+    SELECT thread_id, dispatch_id FROM {schema}.mailbox_dispatches WHERE completed_at < $1::bigint
+    ORDER BY completed_at, position LIMIT $2::int FOR UPDATE SKIP LOCKED
+) old
+WHERE d.thread_id = old.thread_id AND d.dispatch_id = old.dispatch_id
+RETURNING d.thread_id;
+
+-- name: purge_threads
+-- Threads of which nothing is left; one into which something is put meanwhile has another count by then.
+DELETE FROM {schema}.mailbox_threads t USING (
+    SELECT thread_id, version, enqueued FROM {schema}.mailbox_threads o
+    WHERE thread_id = ANY ($1::text[]) AND active_id IS NULL
+    AND NOT EXISTS (SELECT FROM {schema}.mailbox_dispatches d WHERE d.thread_id = o.thread_id)
+) empty
+WHERE t.thread_id = empty.thread_id AND t.version = empty.version AND t.enqueued = empty.enqueued;
+
+-- name: queued_threads
+-- Threads that have something in their queue.
+SELECT DISTINCT d.thread_id FROM {schema}.mailbox_dispatches d JOIN {schema}.mailbox_threads t USING (thread_id)
+WHERE d.status = 0 AND d.epoch >= t.epoch ORDER BY 1 LIMIT $1::int;
+
+-- name: counts
+-- How many dispatches there are of each status. What is queued of an older epoch counts as superseded.
+SELECT CASE WHEN d.status = 0 AND d.epoch < t.epoch THEN $1::int ELSE d.status END, count(*)
+FROM {schema}.mailbox_dispatches d LEFT JOIN {schema}.mailbox_threads t USING (thread_id) GROUP BY 1;

@@ -1,1 +1,0 @@
-SELECT position FROM {schema}.buffer_archive

@@ -1,1 +1,0 @@
-SELECT epoch FROM {schema}.buffer_log

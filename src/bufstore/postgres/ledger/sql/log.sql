@@ -1,0 +1,31 @@
+-- name: epoch
+-- The generation of the stream that the rows belong to; no row before the first.
+SELECT epoch FROM {schema}.buffer_log;
+
+-- name: set_epoch
+-- Remember the generation of a stream before it is created. It never goes down.
+INSERT INTO {schema}.buffer_log (epoch) VALUES ($1::int)
+ON CONFLICT (only_one) DO UPDATE SET epoch = greatest(buffer_log.epoch, excluded.epoch);
+
+-- name: target
+-- Where the log is flushed to; no row while that is not put down.
+SELECT domain, store, target FROM {schema}.buffer_log WHERE target IS NOT NULL;
+
+-- name: claim
+-- Put down where the log is flushed to. The first one wins: of several that begin at the same time, all get the same.
+INSERT INTO {schema}.buffer_log AS l (epoch, domain, store, target) VALUES ($1::int, $2::text, $3::text, $4::text)
+ON CONFLICT (only_one) DO UPDATE SET
+    epoch = greatest(l.epoch, excluded.epoch),
+    domain = CASE WHEN l.target IS NULL THEN excluded.domain ELSE l.domain END,
+    store = CASE WHEN l.target IS NULL THEN excluded.store ELSE l.store END,
+    target = coalesce(l.target, excluded.target)
+RETURNING domain, store, target;
+
+-- name: archived
+-- The position up to which an archive has the log.
+SELECT position FROM {schema}.buffer_archive;
+
+-- name: set_archived
+-- Remember how far an archive has got. It never goes back.
+INSERT INTO {schema}.buffer_archive AS a (position) VALUES ($1::bigint)
+ON CONFLICT (one) DO UPDATE SET position = greatest(a.position, excluded.position);

@@ -1,1 +1,0 @@
-SELECT seq FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[])

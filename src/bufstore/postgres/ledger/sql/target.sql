@@ -1,1 +1,0 @@
-SELECT domain, store, target FROM {schema}.buffer_log WHERE target IS NOT NULL

@@ -1,0 +1,92 @@
+-- name: row
+-- The watermark of one thread.
+SELECT flushed_seq, applied_id, version, ring, broken_since, gone, sources
+FROM {schema}.buffer_threads WHERE thread_id = $1::text;
+
+-- name: rows
+-- The watermarks of threads, each with the position up to which entries of the thread were discarded.
+SELECT thread_id, given_up, flushed_seq, applied_id, version, ring, broken_since, gone, sources
+FROM {schema}.buffer_threads WHERE thread_id = ANY ($1::text[]);
+
+-- name: insert_missing
+-- A row that does not exist cannot be locked: make it first. Sorted, so that two flushes never deadlock.
+INSERT INTO {schema}.buffer_threads (thread_id, flushed_seq, applied_id, version, ring)
+SELECT s.thread_id, 0, 0, 0, '' FROM unnest($1::text[]) AS s (thread_id) ORDER BY s.thread_id COLLATE "C"
+ON CONFLICT DO NOTHING;
+
+-- name: lock_threads
+-- The watermarks of a flush, held until its commit. What somebody else holds is left out, and not waited for: its
+-- threads wait, the others do not.
+SELECT thread_id, flushed_seq, applied_id, version, ring, broken_since, gone, sources
+FROM {schema}.buffer_threads WHERE thread_id = ANY ($1::text[]) ORDER BY thread_id FOR UPDATE SKIP LOCKED;
+
+-- name: lock_thread
+-- The thread's row, so that neither a flush nor another replay changes it meanwhile. For the settings see
+-- lock_partitions.
+SELECT flushed_seq, applied_id, version, ring, broken_since, gone, sources, set_config('lock_timeout', '5s', true),
+    set_config('idle_in_transaction_session_timeout', $2::text, true)
+FROM {schema}.buffer_threads WHERE thread_id = $1::text FOR UPDATE;
+
+-- name: advance_threads
+-- The watermarks after a flush or a replay, written in the transaction that applies the entries.
+UPDATE {schema}.buffer_threads AS b SET
+    flushed_seq = s.flushed_seq,
+    applied_id = s.applied_id,
+    version = s.version,
+    ring = s.ring,
+    broken_since = nullif(s.broken_since, 0),
+    gone = s.gone <> 0,
+    sources = s.sources
+FROM unnest($1::text[], $2::bigint[], $3::bigint[], $4::bigint[], $5::bytea[], $6::bigint[], $7::int[], $8::bytea[])
+    AS s (thread_id, flushed_seq, applied_id, version, ring, broken_since, gone, sources)
+WHERE b.thread_id = s.thread_id;
+
+-- name: broken
+-- Threads whose chain is broken; of each, entries wait in quarantine, which is bounded. OFFSET 0 leaves the planner one
+-- way, through the index: with no or old statistics it would read all threads.
+SELECT b.thread_id
+FROM (SELECT DISTINCT thread_id FROM {schema}.buffer_quarantine WHERE thread_id IS NOT NULL) AS q
+CROSS JOIN LATERAL (
+    SELECT t.thread_id FROM {schema}.buffer_threads AS t
+    WHERE t.thread_id = q.thread_id AND t.broken_since IS NOT NULL OFFSET 0
+) AS b;
+
+-- name: mend_thread
+-- The chain is broken from the first entry that still waits on what is applied; with none, it is whole.
+UPDATE {schema}.buffer_threads AS b SET broken_since = (
+    SELECT min(q.seq) FROM {schema}.buffer_quarantine AS q
+    WHERE q.thread_id = b.thread_id AND q.base_id = b.applied_id
+)
+WHERE b.thread_id = $1::text;
+
+-- name: give_up
+-- Remember up to where entries of the thread were discarded.
+UPDATE {schema}.buffer_threads SET given_up = greatest(given_up, $2::bigint) WHERE thread_id = $1::text;
+
+-- name: tombstones
+-- Rows of deleted threads below a position, a page at a time.
+SELECT thread_id, flushed_seq FROM {schema}.buffer_threads
+WHERE gone AND sources = '' AND flushed_seq < $1::bigint AND thread_id > $2::text COLLATE "C"
+ORDER BY thread_id LIMIT $3::bigint;
+
+-- name: bury
+-- Remove rows of deleted threads. Of a thread that is named in quarantine the row stays: a replay must find that the
+-- thread has gone on. And of one that a producer has written to: it may write the same again at any time, which must
+-- not bring the thread back.
+DELETE FROM {schema}.buffer_threads AS b
+USING unnest($1::text[], $2::bigint[]) AS s (thread_id, flushed_seq)
+WHERE b.thread_id = s.thread_id AND b.gone AND b.flushed_seq = s.flushed_seq AND b.sources = ''
+    AND NOT EXISTS (SELECT FROM {schema}.buffer_quarantine AS q WHERE q.thread_id = b.thread_id);
+
+-- name: has_threads
+-- Whether the schema holds the threads' tables, too.
+SELECT count(*) = 2 FROM pg_tables WHERE schemaname = $1::text AND tablename IN ('threads', 'messages');
+
+-- name: counts
+-- Where the store that is flushed into is our own: what it holds of each thread, of one moment with the row's version.
+SELECT b.thread_id, b.version, t.version::bigint, (
+    SELECT count(*) FROM {schema}.messages AS m WHERE m.thread_id = b.thread_id
+)
+FROM {schema}.buffer_threads AS b
+LEFT JOIN {schema}.threads AS t ON t.thread_id = b.thread_id
+WHERE b.thread_id = ANY ($1::text[]) AND b.applied_id <> 0;

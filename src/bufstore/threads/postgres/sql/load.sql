@@ -1,0 +1,31 @@
+-- name: load_rows
+-- A thread with its latest run (one row, seq -1, always there), and its messages, unsorted: one statement, one
+-- snapshot. (Sorted here, the payloads would go through a sort that spills to disk.) $2: with the buffer's row for the
+-- thread.
+SELECT -1 AS seq, t.* FROM {schema}.thread_row_v1($1::text, $2::boolean) AS t
+UNION ALL
+SELECT m.seq, m.payload, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+FROM {schema}.messages AS m WHERE m.thread_id = $1::text;
+
+-- name: load_thread
+-- The thread's row, without its messages.
+SELECT version, parent_thread_id, latest_run_id, active_run_id, open_run_id, metadata
+FROM {schema}.threads WHERE thread_id = $1::text;
+
+-- name: load_run
+-- A run by its id, and whose it is.
+SELECT thread_id, record FROM {schema}.runs WHERE run_id = $1::text;
+
+-- name: latest_run
+-- The run that was saved last in the thread.
+SELECT r.record
+FROM {schema}.threads AS t JOIN {schema}.runs AS r ON r.run_id = t.latest_run_id
+WHERE t.thread_id = $1::text;
+
+-- name: load_state
+-- The thread's state; no row when it has none.
+SELECT state FROM {schema}.threads WHERE thread_id = $1::text AND state IS NOT NULL;
+
+-- name: versions
+-- How many messages each of these threads has.
+SELECT thread_id, version FROM {schema}.threads WHERE thread_id = ANY ($1::text[]);

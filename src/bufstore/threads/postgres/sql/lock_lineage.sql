@@ -1,3 +1,0 @@
--- One change of lineage at a time in a schema, until the transaction ends; of a process that stops in the middle, soon.
-SELECT pg_advisory_xact_lock(hashtextextended('bufstore lineage ' || $1::text, 0)),
-    set_config('idle_in_transaction_session_timeout', '10s', true)

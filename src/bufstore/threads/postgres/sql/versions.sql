@@ -1,1 +1,0 @@
-SELECT thread_id, version FROM {schema}.threads WHERE thread_id = ANY ($1::text[])
