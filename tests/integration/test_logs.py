@@ -14,7 +14,7 @@ from bufstore.config import as_nats_config
 from bufstore.embedded import Servers
 from bufstore.memory import MemoryNats
 from bufstore.nats.session import NatsSession
-from bufstore.testing import LOG_CHECKS, Check, Logs
+from bufstore.testing import LOG_CHECKS, SHARED_STATE_CHECKS, Check, Logs
 
 
 @pytest.fixture(params=["nats", "memory"])
@@ -37,6 +37,6 @@ async def logs(request: pytest.FixtureRequest) -> AsyncIterator[Logs]:
         yield Logs(config, open_)
 
 
-@pytest.mark.parametrize("check", LOG_CHECKS, ids=str)
+@pytest.mark.parametrize("check", LOG_CHECKS + SHARED_STATE_CHECKS, ids=str)
 async def test_conformance(logs: Logs, check: Check) -> None:
     await check(logs)

@@ -29,14 +29,15 @@ needs more is refused there with ConfigError. With columns that hold JSON only, 
 entry with such a value is acknowledged, refused by Postgres at the flush and parked in quarantine, so an app with such
 columns keeps to what JSON has.
 
-`LEDGER_CHECKS` and `LOG_CHECKS` are for a backend of the buffer itself: each takes a `Ledgers`, or a `Logs`.
+`LEDGER_CHECKS`, `LOG_CHECKS` and `SHARED_STATE_CHECKS` are for a backend of the buffer itself: each takes a `Ledgers`,
+or a `Logs`.
 
 Nothing here needs pytest: a check is an async function that raises. To see the values of a failed assertion, call
 ``pytest.register_assert_rewrite("bufstore.testing")`` before the import. Checks use ids of their own, so one store can
 serve all of them, and they can run again.
 """
 
-from bufstore.testing import applying, checkpoints, edits, ledger, lineage, lists, log, parked
+from bufstore.testing import applying, checkpoints, edits, feeds, ledger, lineage, lists, log, parked, shared_state
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
 from bufstore.testing.ledger import Ledgers
@@ -50,7 +51,9 @@ APPLY_CHECKS: list[Check] = applying.CHECKS
 #: What a ledger does, where watermarks, cursors, terms and quarantine live: each takes a `Ledgers` of its own.
 LEDGER_CHECKS: list[Check] = [*ledger.CHECKS, *parked.CHECKS]
 #: What a log does, where entries are acknowledged: each takes a `Logs` of its own.
-LOG_CHECKS: list[Check] = [*log.CHECKS]
+LOG_CHECKS: list[Check] = [*log.CHECKS, *feeds.CHECKS]
+#: What instances share beside the log: each takes a `Logs` of its own.
+SHARED_STATE_CHECKS: list[Check] = shared_state.CHECKS
 
 __all__ = [
     "APPLY_CHECKS",
@@ -58,6 +61,7 @@ __all__ = [
     "EVERYTHING",
     "LEDGER_CHECKS",
     "LOG_CHECKS",
+    "SHARED_STATE_CHECKS",
     "Applier",
     "Capability",
     "Check",

@@ -59,6 +59,13 @@ class Logs:
         return [self.subjects.of(t) for t in found if self.subjects.partition(t) == partition][:count]
 
 
+async def eventually(check: Callable[[], Awaitable[bool]]) -> None:
+    """Return when this is so; fail with TimeoutError when it does not become so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await check():  # noqa: ASYNC110 - another instance decides it
+            await asyncio.sleep(0.01)
+
+
 async def put(log: Log, *subjects: str, body: bytes = b"x") -> list[int]:
     """Publish one message on each of the subjects; the positions."""
     return [await log.publish(Outgoing(subject, body), PATIENCE_S) for subject in subjects]
