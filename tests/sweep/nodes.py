@@ -1,9 +1,11 @@
 """Faults of a three-node NATS cluster in a row, under load: `python -m sweep.nodes --seconds N [--seed N]`.
 
 Each fault is over, and writes are acknowledged again, before the next one comes; in the end everything is checked. A
-line says how long a fault took until enough was acknowledged beside it; how long after its end it took until log and
-bucket had leaders, and until what was in the log then was flushed; and until every node had everything. Leaders and
-copies are the servers' own affair: nobody can flush from a log that has no leader, and two of three copies are enough.
+line says how long a fault took until enough was acknowledged beside it; how long after its end leaders were missing;
+until what was in the log then was flushed; and until every node had everything. Leaders and copies are the servers' own
+affair: nobody can flush from a log that has no leader, and two of three copies are enough. A node that comes back has
+counted elections while it was alone, and deposes leaders that were there when the fault ended: so it is asked for
+leaders until all is flushed.
 """
 
 from __future__ import annotations
@@ -22,20 +24,26 @@ from typing import Any
 
 from bufstore import BufferedThreadStore, BufstoreError, Consistency, LogUnavailable
 from bufstore.embedded import Servers
-from bufstore.jetstream.messages import AppendUnknown
+from bufstore.jetstream.errors import ConsumerMissing
 from cluster import Cluster, leader_of, replicas_current
 from conftest import Deployment
 from helpers import eventually
 from load import PATIENCE, Load
 
+#: Who leads answers in this time.
+_TOLD_S = 2.0
+
 
 class Faults:
     """What can happen to a cluster; each ends with the cluster whole."""
 
-    def __init__(self, cluster: Cluster, load: Load, store: BufferedThreadStore, deployment: Deployment) -> None:
+    def __init__(
+        self, cluster: Cluster, load: Load, stores: Sequence[BufferedThreadStore], deployment: Deployment
+    ) -> None:
         self._cluster = cluster
         self._load = load
-        self._store = store
+        self._stores = stores
+        self._store = stores[0]
         self._deployment = deployment
 
     async def kill(self, node: int) -> None:
@@ -91,22 +99,38 @@ class Faults:
             return False  # it is still connecting
         return True
 
-    async def led(self) -> float:
-        """Wait until log and hot bucket have leaders, and that of the log proves it; the seconds that took."""
-        began = time.monotonic()
-        await eventually(self._has_leaders, 120)
-        return time.monotonic() - began
+    async def led(self, flushing: asyncio.Future[float]) -> float:
+        """After how many seconds a leader was missing for the last time before all was flushed, as a store was told.
 
-    async def _has_leaders(self) -> bool:
-        log = self._store._log
-        try:
-            for stream in (self._deployment.log.stream, f"KV_{self._deployment.log.bucket}"):
-                info: Any = await log.api(f"STREAM.INFO.{stream}")  # type: ignore[attr-defined]
-                if not info["cluster"].get("leader"):
-                    return False
-            await log.prove_leader(1)
-        except (BufstoreError, AppendUnknown):
-            return False
+        That is when the question was asked which was answered so, or not at all on a connection that stayed.
+        """
+        began, missing = time.monotonic(), 0.0
+        while not flushing.done():
+            asked = time.monotonic() - began
+            if not all(await asyncio.gather(*map(self._has_leaders, self._stores))):
+                missing = asked
+            await asyncio.sleep(0.2)
+        return missing
+
+    async def _has_leaders(self, store: BufferedThreadStore) -> bool:
+        """Whether a store is told of leaders of log, bucket and cluster; the first two have to prove it.
+
+        Without the cluster's leader nobody makes a consumer. A store that is not connected is told nothing.
+        """
+        log: Any = store._log
+        client = log._connection._client
+        stream, bucket = self._deployment.log.stream, self._deployment.log.bucket
+        answers = await asyncio.gather(
+            # Nothing of this changes anything, and an answer that does not come costs no connection.
+            log.api(f"STREAM.PURGE.{stream}", {"filter": store._subjects.unused}, timeout_s=_TOLD_S),
+            log.api(f"STREAM.PURGE.KV_{bucket}", {"filter": f"$KV.{bucket}.unused"}, timeout_s=_TOLD_S),
+            log.api(f"CONSUMER.DELETE.{stream}.unused", timeout_s=_TOLD_S),
+            return_exceptions=True,
+        )
+        for answer in answers:
+            if isinstance(answer, BufstoreError) and not isinstance(answer, ConsumerMissing):
+                return client is None or log._connection._client is not client
+            assert isinstance(answer, dict | ConsumerMissing), answer
         return True
 
     async def whole(self) -> float:
@@ -134,7 +158,7 @@ async def run(seconds: float, seed: int, slow_s: float = 10.0) -> None:
             for number, store in enumerate(stores):
                 load.read(store, f"r{number}", Consistency.STRONG)
                 load.read(store, f"y{number}", Consistency.READ_YOUR_WRITES)
-            faults = Faults(cluster, load, stores[0], deployment)
+            faults = Faults(cluster, load, stores, deployment)
             kinds: list[Callable[[int], Awaitable[Any]]] = [
                 faults.kill, faults.wipe, faults.hang, faults.reset, faults.silence,
             ]  # fmt: skip
@@ -148,7 +172,8 @@ async def run(seconds: float, seed: int, slow_s: float = 10.0) -> None:
                 began = time.monotonic()
                 await fault(node)
                 beside = time.monotonic() - began
-                led, flushed, whole = await asyncio.gather(faults.led(), faults.flushed(), faults.whole())
+                flushing = asyncio.ensure_future(faults.flushed())
+                led, flushed, whole = await asyncio.gather(faults.led(flushing), flushing, faults.whole())
                 await load.acknowledged(50, 120)
                 count[what] += 1
                 longest, ours = max(longest, flushed), max(ours, flushed - led)

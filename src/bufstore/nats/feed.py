@@ -34,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.5
 _EXPIRES_S = 30
+#: A new consumer with nothing to deliver, although the log has something, is looked at again after these.
+_LOOK_AGAIN_S = (0.1, 0.2)
+_LOOK_TIMEOUT_S = 2.0
 #: A consumer whose owner is gone removes itself after this long.
 _INACTIVE_S = 60
 #: Entries wait in the owner's memory while Postgres is away; a redelivery would only repeat what it holds.
@@ -282,7 +285,7 @@ async def open_feed(
     name = config["name"]
     client = connection.client()
     try:
-        await stream.api(
+        made = await stream.api(
             f"CONSUMER.CREATE.{stream_name}.{name}.{config['filter_subject']}",
             {"stream_name": stream_name, "config": config, "action": "create"},
         )
@@ -292,6 +295,26 @@ async def open_feed(
         check(f"consumer {name}", config, found["config"], "it is not ours", f"nats consumer rm {stream_name} {name}")
         raise
     reach(Failpoint.TAKE_NEW_MADE)
+    if not made.get("num_pending"):
+        await _check_not_behind(stream, stream_name, config)
     feed = NatsFeed(connection, stream, api, stream_name, config, wake, bytes_max)
     await feed.start(client)
     return feed
+
+
+async def _check_not_behind(stream: NatsStream, stream_name: str, config: dict[str, Any]) -> None:
+    """Raises LogUnavailable when the node that leads a consumer has nothing of what the leader of the log has for it.
+
+    A node that was cut off leads new consumers again long before it has caught up. It delivers nothing until then, and
+    sends heartbeats. The next consumer may be led by another node.
+    """
+    (end,) = await stream.ends([config["filter_subject"]], _LOOK_TIMEOUT_S)
+    if end < config["opt_start_seq"]:
+        return
+    for pause in _LOOK_AGAIN_S:
+        await asyncio.sleep(pause)
+        info = await stream.api(f"CONSUMER.INFO.{stream_name}.{config['name']}", timeout_s=_LOOK_TIMEOUT_S)
+        if info["num_pending"]:
+            return
+    node = (info.get("cluster") or {}).get("leader")
+    raise LogUnavailable(f"the consumer {config['name']} is led by {node}, which has not caught up with the log")

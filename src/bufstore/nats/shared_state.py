@@ -32,6 +32,8 @@ from bufstore.nats.setup import ensure_bucket
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
+#: A copy that lacks our own record has it this much later, unless it lags.
+_COPY_S = 0.05
 #: How many characters are kept of a flusher's trouble.
 _TROUBLE_MAX = 500
 
@@ -48,6 +50,8 @@ class NatsSharedState:
         self._stream = NatsStream(connection, api, f"KV_{config.bucket}", config.replicas)
         self._writes = GroupCommit(self._stream)
         self._listeners: list[tuple[str, Callable[[Msg], None]]] = []
+        #: The position of each member record that this process has written.
+        self._renewed: dict[str, int] = {}
         connection.on_connect(self._listen)
 
     async def setup(self) -> None:
@@ -113,9 +117,11 @@ class NatsSharedState:
 
     async def renew_member(self, member: str, ttl_s: int, trouble: str = "") -> None:
         body = trouble[:_TROUBLE_MAX].encode("utf-8", "replace")
-        await self._put(Outgoing(f"{self._keys}member.{member}", body, ttl_s=ttl_s), _TIMEOUT_S)
+        seq = await self._put(Outgoing(f"{self._keys}member.{member}", body, ttl_s=ttl_s), _TIMEOUT_S)
+        self._renewed[member] = seq
 
     async def leave(self, member: str) -> None:
+        self._renewed.pop(member, None)
         # The shortest time to live there is: a delete marker would stay for ever.
         await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
         await self._tell(self._calls + "members", b"")
@@ -128,10 +134,28 @@ class NatsSharedState:
 
     async def _members(self) -> dict[str, StoredMessage]:
         try:
-            found = await self._stream.last([f"{self._keys}member.*"], _TIMEOUT_S)
+            found = await self._member_records()
         except StreamMissing:
             return {}
         return {s.rpartition(".")[2]: m for s, m in sorted(found.items()) if m.body != b"left"}
+
+    async def _member_records(self) -> Mapping[str, StoredMessage]:
+        """The records, not from a copy that lags.
+
+        Any replica answers a read with a wildcard, also one that was cut off and does not catch up for half a minute.
+        Members that go by different lists take partitions from each other all that time. A copy that has our own
+        record has all that was written before it; otherwise, and for who has none, the leader is asked for each.
+        """
+        every = f"{self._keys}member.*"
+        if self._config.replicas > 1:
+            for pause in (0.0, _COPY_S) if self._renewed else ():
+                await asyncio.sleep(pause)
+                found = await self._stream.last([every], _TIMEOUT_S)
+                ours = [(f"{self._keys}member.{name}", seq) for name, seq in self._renewed.items()]
+                if all(subject in found and found[subject].seq >= seq for subject, seq in ours):
+                    return found
+            return {m.subject: m for m in await self._stream.after(every, 0, _TIMEOUT_S)}
+        return await self._stream.last([every], _TIMEOUT_S)
 
     async def announce(self) -> None:
         """Tell the other members that the list has changed."""

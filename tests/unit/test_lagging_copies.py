@@ -1,0 +1,157 @@
+"""A node of a cluster that was cut off answers long before it has caught up: what it says is not believed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from bufstore import LogUnavailable, NatsConfig
+from bufstore.config import LogConfig
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.jetstream.stream import NatsStream
+from bufstore.nats.feed import consumer_config, open_feed
+from bufstore.nats.shared_state import NatsSharedState
+from unit.fake_log import run
+
+
+class Bucket:
+    """What the leader of the shared-state bucket has, and the copy that answers reads with a wildcard."""
+
+    def __init__(self) -> None:
+        self.leader: dict[str, StoredMessage] = {}
+        self.copy: dict[str, StoredMessage] = {}
+        self.lags = True
+        self.leader_reads = 0
+        self._seq = 0
+
+    async def submit(self, messages: Sequence[Outgoing]) -> int:
+        (message,) = messages
+        self._seq += 1
+        self.leader[message.subject] = StoredMessage(message.subject, self._seq, None, message.body)
+        if not self.lags:
+            self.copy = dict(self.leader)
+        return self._seq
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        return dict(self.copy)
+
+    async def after(self, subject: str, seq: int, timeout_s: float) -> list[StoredMessage]:
+        self.leader_reads += 1
+        return sorted(self.leader.values(), key=lambda m: m.seq)
+
+
+def bucket_of(replicas: int) -> tuple[NatsSharedState, Bucket]:
+    shared, bucket = NatsSharedState(Connection(NatsConfig(), "t"), "$JS.API", LogConfig(replicas=replicas)), Bucket()
+    shared._stream = cast(Any, bucket)
+    shared._writes = cast(Any, bucket)
+    return shared, bucket
+
+
+def test_a_member_goes_by_no_list_that_lacks_its_own_last_renewal() -> None:
+    """As if it were alone it would take everything from the others, who take it back, until the copy has caught up."""
+
+    async def main() -> None:
+        shared, bucket = bucket_of(3)
+        await shared.renew_member("a", 2)
+        await shared.renew_member("b", 2)  # of another process, in truth
+        shared._renewed.pop("b")
+        assert await shared.members() == {"a": 1, "b": 2}
+        bucket.copy = dict(bucket.leader)
+        await shared.renew_member("a", 2)
+        assert await shared.members() == {"a": 3, "b": 2}, "not the record of before"
+        bucket.lags = False
+        await shared.renew_member("a", 2)
+        reads = bucket.leader_reads
+        assert await shared.members() == {"a": 4, "b": 2}
+        assert bucket.leader_reads == reads, "a copy that has it is as good as the leader"
+
+    run(main())
+
+
+def test_who_is_no_member_asks_the_leader_for_the_members() -> None:
+    async def main() -> None:
+        shared, bucket = bucket_of(3)
+        await shared.renew_member("a", 2)
+        shared._renewed.clear()
+        assert await shared.members() == {"a": 1}
+        alone, bucket = bucket_of(1)
+        bucket.lags = False
+        await alone.renew_member("a", 2)
+        assert await alone.members() == {"a": 1}
+        assert bucket.leader_reads == 0
+
+    run(main())
+
+
+class Log:
+    """The API of a stream as its clients see it; the node that leads the consumer has the stream up to `has`."""
+
+    def __init__(self, end: int, has: int) -> None:
+        self._end, self.has = end, has
+        self.asked: list[str] = []
+
+    async def api(self, verb: str, body: object = None, timeout_s: float = 5.0) -> dict[str, Any]:
+        self.asked.append(verb.split(".")[1])
+        return {"num_pending": max(0, self.has - 10), "cluster": {"leader": "n1"}}
+
+    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        return [self._end]
+
+
+class Client:
+    """Takes a subscription."""
+
+    is_connected = True
+
+    def client(self) -> Client:
+        return self
+
+    def new_inbox(self) -> str:
+        return "_INBOX.x"
+
+    async def listen(self, subject: str, heard: object) -> None: ...
+
+    async def publish(self, subject: str, data: bytes, reply: str) -> None: ...
+
+
+async def _opened(log: Log) -> None:
+    config = consumer_config("t-flusher-0-1", "t.0.*", 11, 100)
+    await open_feed(cast(Connection, Client()), cast(NatsStream, log), "$JS.API", "T", config, lambda: None, 1000)
+
+
+def test_no_consumer_is_followed_whose_node_lacks_what_the_log_holds() -> None:
+    async def main() -> None:
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(LogUnavailable, match="n1, which has not caught up"):
+            await _opened(Log(end=20, has=10))
+        assert asyncio.get_running_loop().time() - began < 1.0, "not after a patience"
+
+    run(main())
+
+
+def test_a_consumer_that_has_what_the_log_holds_is_followed_at_once() -> None:
+    async def main() -> None:
+        idle = Log(end=10, has=10)
+        await _opened(idle)
+        assert idle.asked == ["CREATE"]
+        busy = Log(end=20, has=20)
+        await _opened(busy)
+        assert busy.asked == ["CREATE"]
+
+    run(main())
+
+
+def test_what_arrives_while_a_consumer_is_made_does_not_count_against_its_node() -> None:
+    class Late(Log):
+        async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+            self._end = self.has = 11
+            return await super().ends(filters, timeout_s)
+
+    async def main() -> None:
+        await _opened(Late(end=10, has=10))
+
+    run(main())
