@@ -1,6 +1,6 @@
 """What a writer remembers of a thread's messages: a digest of each, to find what a new list has in common with it.
 
-Compared is content, never identity or length of objects that the caller may have changed. A digest is Python's own
+Content is compared, never identity or length of objects that the caller may have changed. A digest is Python's own
 hash of the message's bytes (SipHash with a key of this process): 64 bits, never stored, never sent.
 """
 
@@ -28,7 +28,7 @@ class MessageMemory(msgspec.Struct, gc=False, eq=False):
 
     @property
     def weight(self) -> int:
-        """About how many items it holds; one for being there."""
+        """About how many items it holds; one for the object itself."""
         return 1 + len(self.digests)
 
     def common(self, digests: array[int]) -> int:

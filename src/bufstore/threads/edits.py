@@ -1,7 +1,7 @@
 """What an edit of a thread becomes: one decision for the memory, Postgres and buffered stores.
 
-An `Edit` is decided on the whole thread as it is at that moment; whoever decides makes sure that nothing comes between
-(a lock on the row, or the log's compare-and-set).
+An `Edit` is decided on the whole thread as it is at that moment; the caller makes sure that nothing comes between (a
+lock on the row, or the log's compare-and-set).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Known(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """An edit that is checked and encoded: nothing of the caller's objects is left in it."""
+    """An edit that is checked and encoded, and holds none of the caller's objects."""
 
     thread_id: str
     #: Raises Rejected errors.
@@ -142,14 +142,14 @@ def detach(thread_id: str, parent_thread_id: str) -> Change:
 
     def decide(known: Known) -> Edit:
         if known.thread is None or known.thread.parent_thread_id != parent_thread_id:
-            raise NotFound(f"thread {thread_id!r} is no child of {parent_thread_id!r}")
+            raise NotFound(f"thread {thread_id!r} is not a child of {parent_thread_id!r}")
         return Edit(len(known.messages), parent=(None,))
 
     return Change(thread_id, decide)
 
 
 def delete_thread(thread_id: str) -> Change:
-    """The thread goes, with all that belongs to it. The caller has seen to its children."""
+    """The thread goes, with all that belongs to it. The caller has handled its children."""
 
     def decide(known: Known) -> Removal:
         _there(thread_id, known)

@@ -1,7 +1,7 @@
 """Parents and children: what a change of lineage may do, and the edits that carry it out.
 
-A change is checked on the lineage as it is, and carried out edit by edit. Whoever does it makes sure that no other
-change of lineage comes between: the memory store runs nothing else meanwhile, Postgres holds a lock, a buffered store
+A change is checked on the lineage as it is, and carried out edit by edit. The caller makes sure that no other change
+of lineage comes between: the memory store runs nothing else meanwhile, Postgres holds a lock, a buffered store
 keeps a record (`bufstore.threads.buffered_lineage`).
 """
 
@@ -22,7 +22,7 @@ from bufstore.types import Receipt, check_id
 
 
 class Children(enum.StrEnum):
-    """What becomes of a deleted thread's children."""
+    """What happens to a deleted thread's children."""
 
     #: A thread with children is not deleted: LineageError.
     REJECT = "reject"
@@ -76,8 +76,8 @@ def deletion(thread_id: str, children: Children) -> LineageChange:
 class NamedParents:
     """Checks the parent that a run names, before its first checkpoint; the ones behind it pay nothing.
 
-    A parent is sticky, so once a thread has one, what later runs name is of no account. What was found to be good is
-    remembered for this process's life, or until this process changes the thread's lineage.
+    A parent is sticky: once a thread has one, later runs cannot change it. A checked parent is remembered for this
+    process's life, or until this process changes the thread's lineage.
 
     A new thread is nobody's ancestor, so it can get any parent that exists. One that exists and has none could close a
     circle with another that gets one at the same moment: it takes its turn with `change`, before the checkpoint.

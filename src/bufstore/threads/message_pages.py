@@ -1,4 +1,4 @@
-"""A page of messages, whatever holds them: any reader of a range of positions will do."""
+"""A page of messages from any store that can read a range of positions."""
 
 from __future__ import annotations
 

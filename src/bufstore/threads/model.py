@@ -81,10 +81,10 @@ def check_run(run: object, thread_id: str | None = None) -> None:
 
 
 class ThreadMetadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an app keeps with a thread to find and show it."""
+    """What an app keeps with a thread, to find and show it."""
 
     title: str | None = None
-    #: Whom or what the thread belongs to: `ThreadQuery` finds threads by it.
+    #: The owner of the thread: `ThreadQuery` finds threads by it.
     resource_id: str | None = None
     custom: dict[str, Any] = {}
 
@@ -156,7 +156,7 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
     #: True when the writer gave the whole list without knowing the thread: `keep` is 0 and many of the
     #: messages may be there already. Writing only those that differ gives the same result.
     whole: bool
-    #: True when `messages` come behind all that the thread has: by what the buffer knows, none of them is there yet.
+    #: True when `messages` come behind all that the thread has: as far as the buffer knows, all of them are new.
     appends: bool = False
     #: The newest record of every run that was saved, encoded, in the order of their last save.
     runs: Mapping[str, bytes]
@@ -171,7 +171,7 @@ class ThreadChange(msgspec.Struct, frozen=True, kw_only=True):
     state: bytes | None = None
     #: The parent that was set on its own, in a tuple; None: what `saves` say.
     parent: tuple[str | None] | None = None
-    #: True when the thread was deleted: whatever there was of it goes first, its runs, metadata and state too.
+    #: True when the thread was deleted: its earlier content goes first, runs, metadata and state included.
     deleted: bool = False
     #: True when nothing came after the deletion: there is no thread.
     gone: bool = False
@@ -254,8 +254,8 @@ def encode_run(run: Run) -> bytes:
     _check_run(run)
     try:
         encoded = _encode(run)
-        # The types of a run's fields are promises that nobody keeps for its caller: what cannot be read again must
-        # not be acknowledged.
+        # Nothing enforces the declared types of a run's fields, and what cannot be read again must not be
+        # acknowledged.
         same = _encode(_decode_run(encoded)) == encoded
     except _NOT_ENCODABLE as e:
         raise InvalidRecord(f"run {run.run_id!r}: {_why(e)}") from None
@@ -333,7 +333,7 @@ def check_value(value: Any, where: str | int, depth: int = 0) -> None:
     """Raise InvalidRecord unless `value` is built only of types that msgpack gives back as they were.
 
     A tuple would come back as a list, a UUID as a str, a dataclass as a dict: such values are refused rather
-    than changed in silence.
+    than silently changed.
     """
     kind = type(value)
     if kind in _PLAIN:

@@ -32,7 +32,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False, tag_field=
 
 
 class Edit(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="edit"):
-    """Any change of one thread that is no checkpoint. New fields are appended with defaults."""
+    """Any change of one thread other than a checkpoint. New fields are appended with defaults."""
 
     keep: int
     messages: Sequence[bytes] = ()
@@ -57,7 +57,7 @@ AnyPayload = Payload | Edit | Removal
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyPayload)
-#: Goes over a value, to its end, and makes nothing of it.
+#: Reads over a value to its end without building it.
 _skim = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
 
@@ -67,7 +67,7 @@ def encode_payload(payload: AnyPayload) -> bytes:
 
 
 def decode_payload(data: bytes) -> AnyPayload:
-    """The payload of bytes. Raises ValueError, and nothing else, for what is none."""
+    """The payload of bytes. Raises ValueError, and nothing else, for bytes that are not a payload."""
     try:
         payload: AnyPayload = _decoder.decode(data)
         _check_parts(payload)
@@ -87,8 +87,8 @@ def decode_payload(data: bytes) -> AnyPayload:
 def _check_parts(payload: AnyPayload) -> None:
     """Raise InvalidId, or an error of msgspec, for what no store could take or no reader could read.
 
-    Said here, it is one entry's fault at once; the store could only refuse a whole batch, and would have to be
-    asked again and again which entry of it is to blame.
+    Found here, the fault is one entry's at once; the store could only refuse a whole batch, and would have to be tried
+    again and again to find the entry to blame.
     """
     for message in payload.messages:
         _skim(message)

@@ -129,8 +129,8 @@ class ThreadRunStore(ThreadReader, Queryable, Protocol):
         """
 
     # Edits change one thread without a checkpoint. Repeating one is safe, also after OutcomeUnknown: it arrives at the
-    # same thread, or says with a Rejected error that it has been done. The one exception: an `append_messages` without
-    # `expected_version` of messages without ids, which nothing tells from a second one. Give it either.
+    # same thread, or says with a Rejected error that it has been done. The one exception: an `append_messages` of
+    # messages without ids and without `expected_version` looks like a second one. Pass one of the two.
 
     async def create_run(self, run: Run) -> Receipt:
         """Save a run on its own, creating its thread if that is new; the thread's row does not change with it.
@@ -181,12 +181,12 @@ class WrappableStore(Protocol):
 
     A store that is `Queryable` too is expected to apply all of a `ThreadChange`. With any other, only checkpoints are
     written; edits (metadata, state, runs or messages on their own, deletions) raise ConfigError: an `apply` that
-    was written for checkpoints would leave them out without a word.
+    was written for checkpoints would silently leave them out.
 
     The log keeps the kind of store that it is flushed into, so that nothing else is ever flushed from it. An app's own
-    store is of kind "app", whatever its class is called and wherever it stands. One that must be told apart from
-    another of the same app declares a name that it keeps: ``store_kind = "tickets"`` on its class. So must a subclass
-    of PostgresThreadStore whose `apply` writes more than that does; else what comes with bufstore would do its work.
+    store is of kind "app", whatever its class is called. A store that must be told apart from another one of the same
+    app declares a name that it keeps: ``store_kind = "tickets"`` on its class. So must a subclass of
+    PostgresThreadStore whose `apply` writes more; otherwise bufstore's own tools would flush in its place.
     """
 
     async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
@@ -201,13 +201,13 @@ class WrappableStore(Protocol):
         `connection` is a psycopg AsyncConnection inside the transaction that also moves our watermarks: write with
         it, commit nothing, and the batch takes effect exactly once, in order. The base of each change is exactly
         the thread as the batches before left it. Errors pass through: a database error of class 22 or 23 marks
-        the entry as poison, what the table of `bufstore.buffer.flush.verdict` does not know is tried again.
+        the entry as poison, an error that the table of `bufstore.buffer.flush.verdict` does not know is tried again.
         """
 
 
 def kind_of(store: object) -> Kind:
     """What this store can be the target of: see `WrappableStore`. Raises ConfigError for a name that cannot be one."""
-    # Not getattr alone: a store that hands everything on to the one in it would take its name for its own.
+    # Not getattr alone: a store that delegates every attribute to an inner store would take the inner store's name.
     declared = inspect.getattr_static(store, "store_kind", None) is not None
     name: object = store.store_kind if declared else _OWN  # type: ignore[attr-defined]
     if not isinstance(name, str) or not _KIND.fullmatch(name):

@@ -1,8 +1,8 @@
 """What can be asked of many messages, runs and threads, and the cursors of the pages that answer.
 
-A cursor is opaque and carries the shape of its query: used with another one it is refused, because it would skip or
-repeat without a word. Pages continue behind the last item that was delivered (not at a count of items), so what is
-written or deleted meanwhile moves nothing else.
+A cursor is opaque and carries the shape of its query. With another query it is refused, because it would silently skip
+or repeat items. Pages continue behind the last item that was delivered (not at a count of items), so writes
+and deletions meanwhile shift nothing else.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
     #: The cursor of the next page; None at the end.
     next_cursor: str | None = None
-    #: Threads of this page whose chain is broken by a parked entry: what it shows of them, and whether it shows all of
-    #: theirs, is as it was without that entry and what builds on it. Empty for a store without a buffer.
+    #: Threads of this page whose chain is broken by a parked entry: the page shows them without that entry and what
+    #: builds on it. Empty for a store without a buffer.
     quarantined: frozenset[str] = frozenset()
 
 
@@ -137,7 +137,7 @@ Query = MessageQuery | RunQuery | ThreadQuery
 
 
 def check_limit(limit: int) -> int:
-    """`limit`, brought between 1 and LIMIT_MAX. Raises InvalidQuery for what is no int."""
+    """`limit`, clamped to 1 … LIMIT_MAX. Raises InvalidQuery for anything but an int."""
     if type(limit) is not int:
         raise InvalidQuery(f"limit must be an int, not {type(limit).__name__}")
     return max(1, min(limit, LIMIT_MAX))
@@ -186,7 +186,7 @@ def read_cursor(cursor: str, query: Query, scope: str, kind: type[P]) -> P:
         shape, found = msgspec.msgpack.decode(raw, type=tuple[bytes, Any])
         position = msgspec.convert(found, kind)
     except (msgspec.MsgspecError, binascii.Error, TypeError, ValueError):
-        raise InvalidQuery("this is no cursor of a page") from None
+        raise InvalidQuery("this is not a page cursor") from None
     if shape != _shape(query, scope):
         raise InvalidQuery("the cursor belongs to a page of another query")
     return position
@@ -202,7 +202,7 @@ def read_position(cursor: str | None, query: RunQuery | ThreadQuery) -> Position
         return None
     when, row_id = read_cursor(cursor, query, "", tuple[int, str])
     if not 0 <= when < 2**53 or "\0" in row_id:
-        raise InvalidQuery("this is no cursor of a page")
+        raise InvalidQuery("this is not a page cursor")
     return when, row_id
 
 
@@ -240,6 +240,6 @@ def prefix_end(prefix: str) -> str | None:
     for i in range(len(prefix) - 1, -1, -1):
         code = ord(prefix[i])
         if code < 0x10FFFF:
-            # Surrogates are no characters.
+            # Surrogates are not characters.
             return prefix[:i] + chr(0xE000 if code == 0xD7FF else code + 1)
     return None

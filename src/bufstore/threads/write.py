@@ -83,7 +83,7 @@ def call_of(
     key: str | None = None,
     producer: ProducerSequence | None = None,
 ) -> Call:
-    """Check and encode everything before any I/O; afterwards the caller may change his objects.
+    """Check and encode everything before any I/O; afterwards the caller may change its objects.
 
     Raises InvalidId, InvalidRecord, ConfigError.
     """
@@ -113,7 +113,7 @@ class Moved(Exception):
 
     def __init__(self, tip_seq: int) -> None:
         super().__init__()
-        #: Where the writer takes the thread's last entry to be.
+        #: Where the writer believes the thread's last entry to be.
         self.tip_seq = tip_seq
 
 

@@ -35,11 +35,11 @@ _status_of = msgspec.msgpack.Decoder(_WithStatus).decode
 def id_hash(payload: bytes) -> int | None:
     """64 bits of the hash of an encoded message's id; None when it has no ``id`` that is a str.
 
-    Two ids of a thread with one hash would make an append be refused: for 10,000 messages a chance of 1 in 10^15.
+    If two ids of a thread had one hash, an append would be refused: for 10,000 messages a chance of 1 in 10^15.
     """
     try:
         message_id = _id_of(payload).id
-    except msgspec.ValidationError:  # no dict, or not all its keys are str
+    except msgspec.ValidationError:  # not a dict, or not all keys are str
         message = decode_message(payload)
         message_id = message.get("id") if isinstance(message, dict) else None
     if not isinstance(message_id, str):

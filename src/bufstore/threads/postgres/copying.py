@@ -10,9 +10,9 @@ from psycopg import AsyncConnection
 from bufstore.threads.model import ThreadChange
 from bufstore.threads.postgres.columns import id_hash
 
-#: From so many messages on its two round trips are less than what it saves.
+#: From this many messages on, COPY saves more than its two round trips cost.
 COPY_FROM = 200
-#: What is handed over at once.
+#: How many bytes are handed over at once.
 _BLOCK_BYTES = 1 << 20
 
 _BEGIN = b"PGCOPY\n\xff\r\n\0" + bytes(8)  # no flags, no extension

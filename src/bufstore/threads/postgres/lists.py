@@ -93,5 +93,5 @@ class Lists:
 
 
 def _prefix(query: RunQuery | ThreadQuery) -> tuple[str | None, str | None]:
-    """Between which ids those with the prefix are."""
+    """The range of ids that have the prefix."""
     return (query.id_prefix, prefix_end(query.id_prefix)) if query.id_prefix is not None else (None, None)
