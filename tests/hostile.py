@@ -19,7 +19,7 @@ RUN = encode_run(Run(run_id="run", thread_id="t", status=RunStatus.DONE))
 
 async def publish_raw(store: BufferedThreadStore, subject: str, headers: bytes | None, body: bytes) -> None:
     """Publish what no client would; return once the stream has it."""
-    client: Client = store._session.connection.client()
+    client: Client = store.buffer.session.connection.client()
     inbox = client.new_inbox()
     answer = await client.subscribe(inbox, max_msgs=1)
     if headers is None:

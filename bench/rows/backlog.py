@@ -12,12 +12,8 @@ from bench.contestant import Place
 from bench.ours import Ours
 from bench.stage import Stage
 from bufstore import PostgresThreadStore
-from bufstore.buffer.target import Kind
-from bufstore.config import NatsConfig
-from bufstore.nats.session import NatsSession
-from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.threads.preparing import adopt
-from bufstore.threads.protocol import DOMAIN
+from bufstore.buffer.prepare import adopt
+from bufstore.threads.behind import buffer_of
 
 #: What it creates stays until the end of the run: see `BenchServers.clear`.
 NAME = "backlog"
@@ -70,12 +66,5 @@ async def _hand_over(ours: Ours) -> None:
     finally:
         await client.close()
     store = PostgresThreadStore(place.dsn, schema=ours.schema, pool_size=1)
-    ledger = PostgresLedger(place.dsn, store, schema=ours.schema)
-    link = NatsSession(NatsConfig(servers=(place.nats,)), ours.config, "bench")
-    await link.open()
-    try:
-        await ledger.open()
-        await adopt(link.log, ledger, log.stream, Kind(DOMAIN, PostgresThreadStore.store_kind))
-    finally:
-        await ledger.aclose()
-        await link.aclose()
+    async with buffer_of(store, place.nats, ours.config, name="bench").connected() as buffer:
+        await adopt(buffer.log, buffer.ledger, log.stream, buffer.backing.kind)

@@ -30,7 +30,7 @@ class Watcher(Ours):
         found: dict[int, int] = {}
         while len(found) < _PARTITIONS:
             thread = f"touch-{number}-{len(found)}-{time.monotonic_ns()}"
-            partition = self.store._subjects.partition(thread)
+            partition = self.store.buffer.subjects.partition(thread)
             if partition not in found:
                 found[partition] = (await self.step(thread, 0)).thread_seq
         return found

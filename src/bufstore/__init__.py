@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from bufstore.blocking import BlockingThreadStore as BlockingThreadStore
     from bufstore.buffer.operate.audit import Finding as Finding
     from bufstore.buffer.operate.audit import Verification as Verification
+    from bufstore.buffer.operate.health import Health as Health
+    from bufstore.buffer.operate.health import Statistics as Statistics
     from bufstore.buffer.operate.repair import Repaired as Repaired
     from bufstore.buffer.operate.replay import Outcome as Outcome
     from bufstore.buffer.operate.replay import ParkedEntry as ParkedEntry
@@ -45,11 +47,9 @@ if TYPE_CHECKING:
     from bufstore.errors import TooLarge as TooLarge
     from bufstore.errors import Unavailable as Unavailable
     from bufstore.errors import VersionConflict as VersionConflict
+    from bufstore.nats.change_log import change_log as change_log
     from bufstore.threads.buffered import BufferedThreadStore as BufferedThreadStore
-    from bufstore.threads.changing import change_log as change_log
     from bufstore.threads.erasing import Erasure as Erasure
-    from bufstore.threads.health import Health as Health
-    from bufstore.threads.health import Statistics as Statistics
     from bufstore.threads.lineage import Children as Children
     from bufstore.threads.memory_store import MemoryThreadStore as MemoryThreadStore
     from bufstore.threads.model import Checkpoint as Checkpoint
@@ -121,9 +121,9 @@ else:
                 "VersionConflict",
             ),
             "bufstore.threads.buffered": ("BufferedThreadStore",),
-            "bufstore.threads.changing": ("change_log",),
+            "bufstore.nats.change_log": ("change_log",),
             "bufstore.threads.erasing": ("Erasure",),
-            "bufstore.threads.health": ("Health", "Statistics"),
+            "bufstore.buffer.operate.health": ("Health", "Statistics"),
             "bufstore.threads.lineage": ("Children",),
             "bufstore.threads.memory_store": ("MemoryThreadStore",),
             "bufstore.threads.model": (

@@ -378,7 +378,7 @@ async def main(options: Options) -> None:
     worker = Worker(options, store, recorder)
     loop.add_signal_handler(signal.SIGTERM, worker.stop)
     loop.add_signal_handler(signal.SIGUSR1, _step_clock, worker.chance)
-    member = store._flusher._member if store._flusher is not None else ""
+    member = store.buffer.flusher._member if store.buffer.flusher is not None else ""
     recorder.write(Started(time.monotonic(), options.name, os.getpid(), member))
     async with store:
         if options.role in ("writer", "all"):

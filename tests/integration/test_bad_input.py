@@ -86,7 +86,7 @@ async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, b
     async with deployment.store(flusher=False) as store:
         good = fresh()
         run = run_of(good)
-        traffic = store._session.connection.traffic
+        traffic = store.buffer.session.connection.traffic
         calls = [
             store.checkpoint(bad, [], Run(run_id="r", thread_id=bad)),
             store.checkpoint(good, [], Run(run_id=bad, thread_id=good)),
@@ -119,13 +119,13 @@ async def test_an_unusable_id_is_refused_before_any_io(deployment: Deployment, b
         for call in calls:
             with pytest.raises((InvalidId, InvalidRecord)):
                 await call
-        assert store._session.connection.traffic == traffic
+        assert store.buffer.session.connection.traffic == traffic
         assert await store.load_thread(good) is None
 
 
 async def test_what_is_no_run_no_list_or_no_query_is_refused_before_any_io(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
-        traffic = store._session.connection.traffic
+        traffic = store.buffer.session.connection.traffic
         calls: list[Any] = [
             *(store.checkpoint("t", [], no_run) for no_run in (None, {}, "run", Run)),
             *(store.checkpoint_append("t", [], no_run) for no_run in (None, {}, "run", Run)),
@@ -139,7 +139,7 @@ async def test_what_is_no_run_no_list_or_no_query_is_refused_before_any_io(deplo
         for call in calls:
             with pytest.raises(Rejected):
                 await call
-            assert store._session.connection.traffic == traffic, call
+            assert store.buffer.session.connection.traffic == traffic, call
 
 
 async def test_a_thread_of_no_one_and_ten_thousand_messages(deployment: Deployment) -> None:
@@ -169,7 +169,7 @@ async def test_twenty_mebibytes_in_many_messages(deployment: Deployment) -> None
 async def test_an_entry_around_max_payload_with_its_headers(deployment: Deployment) -> None:
     """One byte too many would not fail: the server closes the connection."""
     async with deployment.store() as store:
-        most = store._log.message_bytes_max
+        most = store.buffer.log.message_bytes_max
         empty = len(encode_payload(Payload(0, [b"\xc4\x00"], encode_run(run_of("t" * 39)), saved("r"))))
         sizes = sorted(
             {most + d for d in (-2100, -1025, -1024, -1023, -1, 0, 1)} | {most - empty - 1024 + d for d in range(-3, 4)}
@@ -183,7 +183,7 @@ async def test_an_entry_around_max_payload_with_its_headers(deployment: Deployme
         for size, receipt in zip(sizes, receipts, strict=True):
             found = await store.load_messages(receipt.thread_id, consistency=Consistency.EVENTUAL)
             assert found == [bytes(size)]
-        assert store._session.connection._past == [0, 0], "the connection was never lost"
+        assert store.buffer.session.connection._past == [0, 0], "the connection was never lost"
 
 
 async def test_values_hard_for_postgres_are_stored_exactly_or_refused(deployment: Deployment) -> None:
@@ -276,19 +276,19 @@ HEADERS = [
 
 async def test_headers_that_are_none_are_quarantined_and_nothing_else_stops(deployment: Deployment) -> None:
     async with deployment.store() as store:
-        connected = store._session.connection.client()
+        connected = store.buffer.session.connection.client()
         for head in HEADERS:
             thread_id, other = fresh(), fresh()
             await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
             before = await store.quarantined()
-            await publish_raw(store, store._subjects.of(thread_id), head, b"body")
+            await publish_raw(store, store.buffer.subjects.of(thread_id), head, b"body")
             receipt = await store.checkpoint(other, [said(0)], run_of(other))
             await store.force_flush_all(timeout_s=5)
             assert await store.quarantined() == before + 1, head
             with pytest.raises(ThreadQuarantined):
                 await store.load_messages(thread_id)
             assert await store.load_messages(other, at_least=receipt) == [said(0)]
-        assert store._session.connection.client() is connected
+        assert store.buffer.session.connection.client() is connected
 
 
 @pytest.mark.parametrize("head", [*HEADERS[4:9], b"x", None], ids=ascii)
@@ -297,7 +297,7 @@ async def test_what_was_acknowledged_behind_garbage_is_read(deployment: Deployme
     async with deployment.store(flusher=False) as store, deployment.store(flusher=False) as reader:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-        await publish_raw(store, store._subjects.of(thread_id), head, b"body")
+        await publish_raw(store, store.buffer.subjects.of(thread_id), head, b"body")
         receipt = await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id))
         for _ in range(2):
             assert await reader.load_messages(thread_id, at_least=receipt) == [said(0), said(1)]
@@ -336,11 +336,11 @@ async def test_sealed_entries_with_hostile_contents_are_quarantined(deployment: 
     async with deployment.store() as store:
         threads = {what: fresh() for what in PAYLOADS}
         for what, payload in PAYLOADS.items():
-            await publish_raw(store, store._subjects.of(threads[what]), forged(payload), payload)
+            await publish_raw(store, store.buffer.subjects.of(threads[what]), forged(payload), payload)
         huge = fresh()
         body = encode_payload(Payload(2**40, [], RUN, saved("run")))
         meta = [1, 0, Base.NONE, 0, 2**40, False, b"", 0, 1, True]
-        await publish_raw(store, store._subjects.of(huge), sealed(meta, body), body)
+        await publish_raw(store, store.buffer.subjects.of(huge), sealed(meta, body), body)
         good = fresh("good")
         await store.checkpoint(good, [said(0)], run_of(good))
         await store.force_flush(good, timeout_s=10)
@@ -376,7 +376,7 @@ async def test_entries_of_another_version_cut_or_changed_are_quarantined_byte_fo
     async with deployment.store() as store:
         threads = {what: fresh() for what in variants}
         for what, (head, data) in variants.items():
-            await publish_raw(store, store._subjects.of(threads[what]), head, data)
+            await publish_raw(store, store.buffer.subjects.of(threads[what]), head, data)
         for subject in ("0.not*a*token", "x.dA", f"0.{'A' * 2000}", "99999.dA", "0.YR"):
             await publish_raw(store, f"{deployment.name}.{subject}", None, b"nowhere")
         good = [fresh() for _ in range(20)]
@@ -404,14 +404,14 @@ async def test_garbage_in_the_hot_bucket_and_on_its_subjects_makes_nothing_wrong
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         bucket, name = f"$KV.{deployment.log.bucket}", deployment.name
-        client = store._session.connection.client()
+        client = store.buffer.session.connection.client()
         for data in garbage:
             for key in ("flushed.x", "flushed.-1", "run.dA", "run.*x", "lineage.x", "what", "a.b.c"):
                 await client.publish(f"{bucket}.{key}", data)
             for subject in (f"{name}-flush.x", f"{name}-flush.99", f"{name}-flush.members", f"{name}-parked"):
                 await client.publish(subject, data)
         await client.flush()
-        assert store._session.connection.client() is client
+        assert store.buffer.session.connection.client() is client
         await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
         assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == [said(0), said(1)]
         other = fresh()

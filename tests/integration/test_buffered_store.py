@@ -87,9 +87,9 @@ async def test_one_message_per_checkpoint_on_the_warm_path(deployment: Deploymen
         thread_id = fresh()
 
         async def cost(*arguments: Any) -> tuple[int, int]:
-            before = store._session.traffic
+            before = store.buffer.session.traffic
             await store.checkpoint(*arguments)
-            after = store._session.traffic
+            after = store.buffer.session.traffic
             return after[0] - before[0], after[1] - before[1]
 
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
@@ -323,8 +323,8 @@ async def test_while_somebody_else_parks_poison_waits_and_delays_no_other(deploy
         for number, thread_id in enumerate(threads):
             await writer.checkpoint(thread_id, [said(0)], run_of(thread_id))
             if number == 10:
-                await writer._session.connection.request(writer._subjects.of("poisoned"), b"no entry", 5)
-                await writer._session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+                await writer.buffer.session.connection.request(writer.buffer.subjects.of("poisoned"), b"no entry", 5)
+                await writer.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         other = await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn)
         async with other:
             await other.execute(f"SELECT 1 FROM {deployment.name}.buffer_log FOR UPDATE")  # type: ignore[arg-type]
@@ -339,9 +339,9 @@ async def test_poison_is_parked_whole_and_delays_nobody(deployment: Deployment) 
     async with deployment.store() as store:
         thread_id, other = fresh(), fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-        subject = store._subjects.of(thread_id)
-        await store._session.connection.request(subject, b"no entry at all", 5)
-        await store._session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        subject = store.buffer.subjects.of(thread_id)
+        await store.buffer.session.connection.request(subject, b"no entry at all", 5)
+        await store.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         await store.checkpoint(other, [said(0)], run_of(other))
         await store.force_flush(other)
         await eventually(lambda: _is(store.quarantined(), 2))
@@ -415,7 +415,7 @@ async def test_it_goes_on_after_the_log_was_purged(deploy: Callable[..., Deploym
         other = fresh()
         await store.checkpoint(other, [said(0)], run_of(other))
         await store.force_flush(other)
-        return not await store._log.after(store._subjects.of(thread_id), 0, 5)
+        return not await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0, 5)
 
     async with deployment.store(**short) as store:
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id), idempotency_key="first")
@@ -457,10 +457,10 @@ async def test_closing_twice_and_calling_afterwards(deployment: Deployment) -> N
 
 async def test_partitions_move_to_a_new_instance_and_back(deployment: Deployment) -> None:
     def owned(*stores: Any) -> list[int]:
-        return sorted(p for s in stores for p in s._flusher.state.partitions)
+        return sorted(p for s in stores for p in s.buffer.flusher.state.partitions)
 
     async def all_owned(*stores: Any) -> bool:
-        return owned(*stores) == list(range(8)) and all(s._flusher.state.partitions for s in stores)
+        return owned(*stores) == list(range(8)) and all(s.buffer.flusher.state.partitions for s in stores)
 
     async with deployment.store() as one:
         await eventually(lambda: all_owned(one))
@@ -477,7 +477,7 @@ async def test_a_lost_hot_bucket_makes_nothing_wrong(deployment: Deployment) -> 
     async with deployment.store() as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-        await store._log.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store.buffer.log.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
         await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id))
         await store.checkpoint(thread_id, [said(2)], run_of(thread_id, 1))
         await store.force_flush(thread_id)
@@ -492,11 +492,11 @@ async def test_a_deleted_consumer_is_replaced(deployment: Deployment) -> None:
         await store.force_flush(thread_id)
 
         async def consumers() -> list[str]:  # each partition gets its own as soon as it can
-            names: list[str] = (await store._log.api(f"CONSUMER.NAMES.{deployment.log.stream}"))["consumers"]
+            names: list[str] = (await store.buffer.log.api(f"CONSUMER.NAMES.{deployment.log.stream}"))["consumers"]
             return names if len(names) == 8 else []
 
         for name in await eventually(consumers):
-            await store._log.api(f"CONSUMER.DELETE.{deployment.log.stream}.{name}")
+            await store.buffer.log.api(f"CONSUMER.DELETE.{deployment.log.stream}.{name}")
         await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id))
         await store.force_flush(thread_id)
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
@@ -546,7 +546,9 @@ async def test_an_append_to_an_unknown_thread_needs_postgres(own_servers: Server
         await store.checkpoint(purged, [said(0)], run_of(purged))
         await store.force_flush_all()
         store._appender.forget(purged)
-        await store._log.api(f"STREAM.PURGE.{deployment.log.stream}", {"filter": store._subjects.of(purged)})
+        await store.buffer.log.api(
+            f"STREAM.PURGE.{deployment.log.stream}", {"filter": store.buffer.subjects.of(purged)}
+        )
         own_servers.postgres.stop()
         await store.checkpoint_append(known, [said(1)], run_of(known))
         with pytest.raises(StoreUnavailable):

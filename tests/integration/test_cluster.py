@@ -61,7 +61,7 @@ async def test_three_replicas_survive_their_leader(servers: Servers, cluster: Cl
         await write(10)
         for thread_id in thread_ids:
             assert await store.load_messages(thread_id) == acknowledged[thread_id]
-        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
         assert info["config"]["num_replicas"] == 3
         leader = cluster.servers[int(info["cluster"]["leader"][1:])]
         await asyncio.to_thread(leader.kill)
@@ -87,7 +87,7 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
         await store.force_flush(thread_id)
         assert (await store.health()).ok
         await eventually(lambda: _counted_as_flushed(store))
-        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
         followers = [s for i, s in enumerate(cluster.servers) if f"n{i}" != info["cluster"]["leader"]]
         for server in followers:
             await asyncio.to_thread(server.pause)
@@ -122,15 +122,15 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
         for size in (1000, 1):  # to the last byte
             with suppress(LogFull):
                 while True:
-                    await store._log.publish(Outgoing(f"{deployment.log.subject}.barrier.2", b"x" * size), 5)
+                    await store.buffer.log.publish(Outgoing(f"{deployment.log.subject}.barrier.2", b"x" * size), 5)
 
         async def read() -> int | None:
             found = await store.load_messages(thread_id, consistency=Consistency.STRONG)
             return len(found or [])
 
-        before = (await store._log.api(f"STREAM.INFO.{deployment.log.stream}"))["state"]
+        before = (await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}"))["state"]
         assert await read() == written
-        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
         assert (info["state"]["last_seq"], info["state"].get("num_deleted", 0)) == (before["last_seq"], 0)
         followers = [s for i, s in enumerate(cluster.servers) if f"n{i}" != info["cluster"]["leader"]]
         for server in followers:
@@ -195,9 +195,9 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
             await load.acknowledged(100)  # the others have elected
             assert await leader_of(outside, deployment) != leader
             # One that has seen more of the log than this leader is connected to it again.
-            inside._log._same.note(await outside._log.end(5.0))
-            before = inside._log._connection.client()
-            inside._log._connection._drop(before, "by the test")
+            inside.buffer.log._same.note(await outside.buffer.log.end(5.0))
+            before = inside.buffer.log._connection.client()
+            inside.buffer.log._connection._drop(before, "by the test")
             with suppress(TimeoutError):  # it may well not let itself be connected
                 await eventually(lambda: _reconnected(inside, before), 2.5)
         finally:
@@ -222,7 +222,7 @@ async def _counted_as_flushed(store: Any) -> bool:
 
 
 async def _reconnected(store: BufferedThreadStore, before: object) -> bool:
-    return store._log._connection._client not in (None, before)
+    return store.buffer.log._connection._client not in (None, before)
 
 
 async def _takes_writes(store: BufferedThreadStore, thread_id: str) -> bool:

@@ -16,12 +16,12 @@ from helpers import done, eventually, fresh, query, run_of, said
 
 
 async def _bucket(store: BufferedThreadStore, deployment: Deployment) -> dict[str, Any]:
-    info = await store._log.api(f"STREAM.INFO.KV_{deployment.log.bucket}")
+    info = await store.buffer.log.api(f"STREAM.INFO.KV_{deployment.log.bucket}")
     return dict(info["state"])
 
 
 async def _sent(store: BufferedThreadStore) -> int:
-    return store._session.traffic[0]
+    return store.buffer.session.traffic[0]
 
 
 async def test_the_hot_bucket_grows_with_runs_and_not_with_checkpoints(deployment: Deployment) -> None:
@@ -101,7 +101,7 @@ async def test_a_list_costs_the_same_however_many_threads_there_are(deployment: 
         prefix = fresh()
 
         async def cost() -> tuple[int, int]:
-            pools = (store._store.pool, store._ledger._pool)  # type: ignore[attr-defined]
+            pools = (store._store.pool, store.buffer.ledger._pool)  # type: ignore[attr-defined]
 
             def requests() -> int:
                 return sum(pool.get_stats()["requests_num"] for pool in pools)
@@ -204,7 +204,7 @@ async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
 ) -> None:
     server_holds = 64 << 20  # nats-server's max_pending: it cuts off a client for which more than this waits
     async with deployment.store(flush_max_bytes=flush_max_bytes) as store:
-        flusher = store._flusher
+        flusher = store.buffer.flusher
         assert flusher is not None
 
         async def complete() -> bool:
@@ -217,7 +217,7 @@ async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
 
 async def test_nothing_in_the_log_ages_or_is_pushed_out(deployment: Deployment) -> None:
     async with deployment.store() as store:
-        config = (await store._log.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
+        config = (await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
         assert (config["retention"], config["max_age"], config["discard"]) == ("limits", 0, "new")
         assert (config["max_msgs"], config["max_msgs_per_subject"]) == (-1, -1)
         assert config["max_bytes"] == deployment.log.max_bytes
@@ -239,7 +239,7 @@ async def test_two_deployments_on_one_server_do_not_meet(
             assert await store.load_run(run_of(thread_id).run_id) == run_of(thread_id, steps=n)
             assert len((await store.query_threads()).threads) == 1
 
-            async def alone(state: Any = store._flusher.state) -> bool:  # type: ignore[union-attr]
+            async def alone(state: Any = store.buffer.flusher.state) -> bool:  # type: ignore[union-attr]
                 return len(state.partitions) == deployment.log.partitions
 
             await eventually(alone)

@@ -164,7 +164,7 @@ async def test_a_lost_answer_is_resolved_without_the_caller(own_servers: Servers
     async with deployment.store(flusher=False) as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-        publish, lost = store._log.publish, []
+        publish, lost = store.buffer.log.publish, []
 
         async def deaf(message: Any, timeout_s: float) -> int:
             from bufstore.jetstream.messages import AppendUnknown
@@ -175,11 +175,11 @@ async def test_a_lost_answer_is_resolved_without_the_caller(own_servers: Servers
                 raise AppendUnknown("the test dropped the answer")
             return seq
 
-        store._log.publish = deaf  # type: ignore[method-assign]
+        store.buffer.log.publish = deaf  # type: ignore[method-assign]
         receipt = await store.checkpoint_append(thread_id, [said(1)], run_of(thread_id))
         assert receipt.thread_seq == lost[0]
         assert await store.load_messages(thread_id) == [said(0), said(1)]
-        assert len(await store._log.after(store._subjects.of(thread_id), 0, 5)) == 2
+        assert len(await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0, 5)) == 2
 
 
 async def test_an_unknown_outcome_can_be_retried_with_its_token(own_servers: Servers) -> None:
@@ -202,7 +202,7 @@ async def test_an_unknown_outcome_can_be_retried_with_its_token(own_servers: Ser
 
         await eventually(retried)
         assert await store.load_messages(thread_id) == [said(0), said(1)]
-        assert len(await store._log.after(store._subjects.of(thread_id), 0, 5)) == 2
+        assert len(await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0, 5)) == 2
 
 
 async def test_no_nats_is_a_clear_error_in_time(own_servers: Servers) -> None:
@@ -295,7 +295,7 @@ async def test_cancelling_at_any_moment_leaves_everything_usable(own_servers: Se
             assert found[-1] == "end"
             assert numbers == sorted(set(numbers))
         await store.force_flush_all()
-        pools = store._store.pool, store._ledger._pool  # type: ignore[attr-defined]
+        pools = store._store.pool, store.buffer.ledger._pool  # type: ignore[attr-defined]
         await eventually(lambda: _all_back(*pools))
         await store.aclose()
         assert _tasks() - before == set()
@@ -327,8 +327,8 @@ async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(o
 
             return looked
 
-        two._log.last, two._log.after = overtaken(two._log.last), overtaken(two._log.after)  # type: ignore[method-assign]
-        two._reads.store_down = "the test says so"
+        two.buffer.log.last, two.buffer.log.after = overtaken(two.buffer.log.last), overtaken(two.buffer.log.after)  # type: ignore[method-assign]
+        two._reads.store.down = "the test says so"
         await two.checkpoint_append(thread_id, ["two"], run_of(thread_id))
         assert looks > 2
         await one.force_flush(thread_id)
@@ -369,13 +369,13 @@ async def test_what_anybody_sends_to_our_inboxes_ends_no_connection(deployment: 
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.force_flush_all()
-        connection = store._session.connection  # type: ignore[attr-defined]
+        connection = store.buffer.session.connection  # type: ignore[attr-defined]
         client = connection.client()
-        assert store._flusher is not None
-        feed = next(iter(store._flusher._owned.values())).feed
+        assert store.buffer.flusher is not None
+        feed = next(iter(store.buffer.flusher._owned.values())).feed
         stranger = await nats.connect(deployment.servers.nats.url)
         try:
-            for inbox in (f"{connection._inbox}.1", f"{store._log._inbox}.1", feed._inbox):  # type: ignore[attr-defined]
+            for inbox in (f"{connection._inbox}.1", f"{store.buffer.log._inbox}.1", feed._inbox):  # type: ignore[attr-defined]
                 for reply in ("", "a.b", "a.b.c.d.e.f.g.h.i"):
                     await stranger.publish(inbox, b"\xff{", reply=reply, headers={"Nats-Sequence": "x"})
             await stranger.flush()

@@ -16,7 +16,7 @@ from helpers import eventually, fresh, run_of, said
 
 async def test_a_closed_feed_leaves_nothing_behind(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
-        log, client = store._session.log, store._session.connection.client()
+        log, client = store.buffer.session.log, store.buffer.session.connection.client()
         before = len(client._subs), len(client._listeners)
         feeds = []
         for term in range(20):
@@ -31,7 +31,7 @@ async def test_a_closed_feed_leaves_nothing_behind(deployment: Deployment) -> No
 
 async def test_a_feed_that_is_closed_while_it_goes_on_leaves_nothing_behind(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
-        log, client = store._session.log, store._session.connection.client()
+        log, client = store.buffer.session.log, store.buffer.session.connection.client()
         before = len(client._subs), len(client._listeners)
         for term in range(20):
             feed = await log.feed(0, term, 1, lambda: None)
@@ -77,7 +77,7 @@ async def test_a_thread_that_waits_leaves_its_partition_to_the_others(deploy: Ca
                     assert found == [said(n) for n in range(written)]
                     page = await writer.query_messages(free[1], limit=100)
                     assert len(page.records) == min(written, 100)
-                (owned,) = first._flusher._owned.values()  # type: ignore[union-attr]
+                (owned,) = first.buffer.flusher._owned.values()  # type: ignore[union-attr]
                 assert owned.feed._ahead  # type: ignore[attr-defined]
                 assert len(owned.pending) + len(owned._order) < 3000
                 assert (await writer.verify()).ok, "nothing is acknowledged before it is committed"
@@ -94,7 +94,7 @@ async def test_a_thread_that_waits_leaves_its_partition_to_the_others(deploy: Ca
                     assert await second.quarantined() == 0
 
                     async def all_acknowledged() -> bool:
-                        (owned,) = second._flusher._owned.values()  # type: ignore[union-attr]
+                        (owned,) = second.buffer.flusher._owned.values()  # type: ignore[union-attr]
                         return not owned.unsettled and not owned.aside
 
                     await eventually(all_acknowledged)

@@ -110,7 +110,7 @@ async def test_parents_are_checked_on_what_is_written_and_not_on_what_is_flushed
 
 async def test_tombstones_are_read_by_pages(deployment: Deployment) -> None:
     async with deployment.store() as store:
-        ledger = store._ledger
+        ledger = store.buffer.ledger
         names = sorted(fresh() for _ in range(5))
         for name in names:
             await store.save_thread(name)
@@ -132,11 +132,11 @@ async def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_flushed(
     async with deployment.store() as one, deployment.store(flusher=False) as two:
         await one.checkpoint("dead", [1], run_of("dead"))
         await one.delete_thread("dead")
-        partition = one._subjects.partition("dead")
-        await one.save_thread(next(t for n in range(99) if one._subjects.partition(t := f"o{n}") == partition))
+        partition = one.buffer.subjects.partition("dead")
+        await one.save_thread(next(t for n in range(99) if one.buffer.subjects.partition(t := f"o{n}") == partition))
         await one.force_flush_all()
-        await one._log.purge(partition, await one._log.end(1))
-        ledger, publish = one._ledger, two._log.publish
+        await one.buffer.log.purge(partition, await one.buffer.log.end(1))
+        ledger, publish = one.buffer.ledger, two.buffer.log.publish
         tombstone = (await ledger.watermark("dead")).flushed_seq, "dead"
 
         async def burying(message: Any, timeout_s: float) -> int:
@@ -144,7 +144,7 @@ async def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_flushed(
             assert (await ledger.watermark("dead")).flushed_seq == 0
             return await publish(message, timeout_s)
 
-        monkeypatch.setattr(two._log, "publish", burying)
+        monkeypatch.setattr(two.buffer.log, "publish", burying)
         await two.checkpoint_append("dead", [2], run_of("dead"))
         monkeypatch.undo()
         assert await one.load_messages("dead", consistency=Consistency.STRONG) == [2]
@@ -232,12 +232,12 @@ async def test_a_deletion_whose_process_died_before_it_was_marked_takes_nothing_
         await store.delete_thread(deleted)
         for thread_id in (deleted, kept):
             await store.checkpoint(thread_id, [2], run_of(thread_id))
-            seq, _ = await store._shared.lineage(5)
+            seq, _ = await store.buffer.shared.lineage(5)
             begun = deletion(thread_id, Children.REJECT)
-            await store._shared.put_lineage(msgspec.msgpack.encode([7, begun, False, bases[thread_id]]), seq, 5)
+            await store.buffer.shared.put_lineage(msgspec.msgpack.encode([7, begun, False, bases[thread_id]]), seq, 5)
             await store.set_parent(other, thread_id)
             assert await store.load_messages(thread_id) == [2]
-            assert msgspec.msgpack.decode((await store._shared.lineage(5))[1])[2], "it stops nobody else"
+            assert msgspec.msgpack.decode((await store.buffer.shared.lineage(5))[1])[2], "it stops nobody else"
 
 
 @pytest.mark.parametrize("kind", ["parent", "detach"])
@@ -249,8 +249,8 @@ async def test_what_another_began_is_finished_first(deployment: Deployment, kind
             await store.save_thread(thread_id)
         await store.set_parent(low, middle)
         begun = new_parent(middle, top) if kind == "parent" else deletion(middle, Children.DETACH)
-        seq, _ = await store._shared.lineage(5)
-        await store._shared.put_lineage(msgspec.msgpack.encode([7, begun, False]), seq, 5)
+        seq, _ = await store.buffer.shared.lineage(5)
+        await store.buffer.shared.put_lineage(msgspec.msgpack.encode([7, begun, False]), seq, 5)
         if kind == "parent":
             with pytest.raises(LineageError):
                 await store.set_parent(top, low)
@@ -270,7 +270,11 @@ async def test_a_thread_in_quarantine_can_be_deleted(deployment: Deployment) -> 
         thread_id = fresh()
         run = run_of(thread_id)
         await store.checkpoint(thread_id, [said(0)], run)
-        await store._session.connection.client().jetstream().publish(store._subjects.of(thread_id), b"garbage")
+        await (
+            store.buffer.session.connection.client()
+            .jetstream()
+            .publish(store.buffer.subjects.of(thread_id), b"garbage")
+        )
 
         async def parked() -> bool:
             return await store.quarantined() > 0
@@ -348,7 +352,7 @@ async def test_a_deletion_that_was_answered_is_not_done_again(deployment: Deploy
         thread_id, other = fresh(), fresh()
         for t in (thread_id, other):
             await a.checkpoint(t, [said(0)], run_of(t))
-        put, calls = a._shared.put_lineage, 0
+        put, calls = a.buffer.shared.put_lineage, 0
 
         async def put_badly(record: bytes, expected: int, timeout_s: float) -> int:
             nonlocal calls
@@ -359,7 +363,7 @@ async def test_a_deletion_that_was_answered_is_not_done_again(deployment: Deploy
                 await put(record, expected, timeout_s)
             raise AppendUnknown("the test dropped the mark or its answer")
 
-        a._shared.put_lineage = put_badly  # type: ignore[method-assign]
+        a.buffer.shared.put_lineage = put_badly  # type: ignore[method-assign]
         await a.delete_thread(thread_id)
         assert calls > 1
         await a.checkpoint(thread_id, [said(1)], run_of(thread_id, 1))

@@ -123,7 +123,7 @@ async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_ser
         for n in range(3):
             await eventually(lambda n=n: _appended(store, thread_id, f"{n}"))  # type: ignore[misc]
             await store.force_flush(thread_id)
-            subject = store._subjects.of(thread_id)
+            subject = store.buffer.subjects.of(thread_id)
             await eventually(lambda s=subject: _only_last(store, s))  # type: ignore[misc]
         await asyncio.to_thread(fail_over)
         trouble = await eventually(lambda: _trouble(store))
@@ -142,7 +142,7 @@ async def _appended(store: BufferedThreadStore, thread_id: str, message: str) ->
 
 
 async def _only_last(store: BufferedThreadStore, subject: str) -> bool:
-    return len(await store._log.after(subject, 0, 5.0)) == 1
+    return len(await store.buffer.log.after(subject, 0, 5.0)) == 1
 
 
 async def _trouble(store: BufferedThreadStore) -> str:

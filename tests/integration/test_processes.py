@@ -105,12 +105,12 @@ async def test_a_record_of_a_dead_flusher_that_the_server_forgot_to_remove_holds
         for thread_id in threads:
             await writer.checkpoint(thread_id, [1], run_of(thread_id))
         ghost = f"$KV.{deployment.log.bucket}.member.0123456789abcdef"
-        await writer._session.shared._put(Outgoing(ghost, b""), 5.0)  # type: ignore[attr-defined]
-        assert list(await writer._shared.members()) == ["0123456789abcdef"]
+        await writer.buffer.session.shared._put(Outgoing(ghost, b""), 5.0)  # type: ignore[attr-defined]
+        assert list(await writer.buffer.shared.members()) == ["0123456789abcdef"]
         async with deployment.store() as store:
             await store.force_flush_all(timeout_s=20)
             await eventually(lambda: _alone(store))
 
 
 async def _alone(store: Any) -> bool:
-    return len(await store._shared.members()) == 1
+    return len(await store.buffer.shared.members()) == 1

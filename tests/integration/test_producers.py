@@ -82,11 +82,11 @@ async def test_a_repeat_is_known_in_another_process_long_after_the_key_ring_has_
 async def test_a_repeat_is_known_when_only_the_store_remembers(opened: Opener) -> None:
     async with opened() as store:
         await store.checkpoint("t", ["first"], run_of("t"), producer=ProducerSequence("q", 7))
-        partition = store._subjects.partition("t")
-        behind = next(f"u{n}" for n in range(1000) if store._subjects.partition(f"u{n}") == partition)
+        partition = store.buffer.subjects.partition("t")
+        behind = next(f"u{n}" for n in range(1000) if store.buffer.subjects.partition(f"u{n}") == partition)
         last = await store.checkpoint(behind, ["x"], run_of(behind))
         await store.force_flush_all()
-        await store._log.purge(partition, last.thread_seq)  # as retention does, later
+        await store.buffer.log.purge(partition, last.thread_seq)  # as retention does, later
     async with opened() as store:
         assert (await store.checkpoint("t", ["first"], run_of("t"), producer=ProducerSequence("q", 7))).repeated
         assert (await store.checkpoint_append("t", ["x"], run_of("t"), producer=ProducerSequence("q", 6))).repeated
@@ -155,16 +155,16 @@ async def test_what_is_learnt_of_many_threads_at_once_is_right_and_saves_asking(
             await store.force_flush_all(timeout_s=30)
 
         async def purged() -> bool:
-            names = await store._log.subjects(f"{deployment.name}.*.*", 0)
-            return not any(store._subjects.of(t) in names for t in ("flushed", "deleted"))
+            names = await store.buffer.log.subjects(f"{deployment.name}.*.*", 0)
+            return not any(store.buffer.subjects.of(t) in names for t in ("flushed", "deleted"))
 
         await eventually(purged)
     await deployment.change(failover_window_s=60.0)
     async with deployment.store(flusher=False) as one, deployment.store(flusher=False) as other:
         await other.checkpoint_append("logged", ["before"], run_of("logged"))
-        before = one._session.traffic[0]
+        before = one.buffer.session.traffic[0]
         await one.bulk.learn_new([*kinds, *(f"n{i}" for i in range(200))])
-        assert one._session.traffic[0] - before < 4, "a few requests for all of them"
+        assert one.buffer.session.traffic[0] - before < 4, "a few requests for all of them"
         await other.checkpoint_append("raced", ["before"], run_of("raced"))
         for t in kinds:
             await one.checkpoint_append(t, ["after"], run_of(t), producer=ProducerSequence("q", 1))
@@ -190,13 +190,13 @@ async def test_a_repeat_of_what_landed_too_late_is_written(
         opened(flusher=False, append_timeout_s=1.0) as one,
         opened(flusher=False) as two,
     ):
-        partition = flusher._subjects.partition("t")
-        beside = next(t for n in range(99) if flusher._subjects.partition(t := f"o{n}") == partition)
+        partition = flusher.buffer.subjects.partition("t")
+        beside = next(t for n in range(99) if flusher.buffer.subjects.partition(t := f"o{n}") == partition)
 
         async def leave_the_log() -> None:
             await flusher.checkpoint_append(beside, [0], run_of(beside))  # the entry at a cursor stays
             await flusher.force_flush_all()
-            await flusher._log.purge(partition, await flusher._log.end(5))
+            await flusher.buffer.log.purge(partition, await flusher.buffer.log.end(5))
 
         await flusher.checkpoint("t", ["m0"], run_of("t"))
         await leave_the_log()
@@ -206,8 +206,8 @@ async def test_a_repeat_of_what_landed_too_late_is_written(
             sent.append(message)
             raise AppendUnknown("no answer")
 
-        publish = one._log.publish
-        monkeypatch.setattr(one._log, "publish", held_up)
+        publish = one.buffer.log.publish
+        monkeypatch.setattr(one.buffer.log, "publish", held_up)
         with pytest.raises(OutcomeUnknown) as unknown:
             await one.checkpoint_append("t", ["mine"], run_of("t"), producer=producer)
         monkeypatch.undo()

@@ -246,7 +246,7 @@ async def test_equal_garbage_is_kept_each_time_it_comes(deployment: Deployment) 
     async with deployment.store() as store:
         threads = [fresh(), fresh()]
         for n in range(6):
-            await store._session.connection.request(store._subjects.of(threads[n % 2]), b"garbage", 5)
+            await store.buffer.session.connection.request(store.buffer.subjects.of(threads[n % 2]), b"garbage", 5)
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == threads * 3
@@ -262,7 +262,7 @@ async def test_poison_is_parked_without_the_hot_bucket(deployment: Deployment) -
         bad, good = fresh(), fresh()
         await store.checkpoint(bad, [said(0)], run_of(bad))
         await store.checkpoint(good, [said(0)], run_of(good))
-        await store._log.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store.buffer.log.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
         await store.checkpoint_append(bad, [{"content": "poison"}], run_of(bad))
         await store.checkpoint_append(good, [said(1)], run_of(good))
         await store.force_flush_all()
@@ -278,8 +278,8 @@ async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deploymen
     async with deployment.store(inner, flush_interval_s=600) as store:
         thread_id = fresh()
         await poisoned(store, thread_id, behind=0)
-        await store._session.connection.request(store._subjects.of(thread_id), b"garbage", 5)
-        await store._session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store.buffer.session.connection.request(store.buffer.subjects.of(thread_id), b"garbage", 5)
+        await store.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == [thread_id, thread_id, None]
@@ -347,7 +347,7 @@ async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deploy
         for thread_id in [*bad, *good]:
             content = {"content": "poison"} if thread_id in bad else said(0)
             await store.checkpoint(thread_id, [content], run_of(thread_id))
-        await store._session.connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
+        await store.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
         for thread_id in good:
             await store.force_flush(thread_id)
 
@@ -397,7 +397,7 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
             if thread_id in refused:
                 await writer.checkpoint_append(thread_id, [{"content": "poison"}], run_of(thread_id))
             elif thread_id in garbage:
-                await writer._session.connection.request(writer._subjects.of(thread_id), b"garbage", 10)
+                await writer.buffer.session.connection.request(writer.buffer.subjects.of(thread_id), b"garbage", 10)
 
         for i in range(0, len(threads), 500):
             await asyncio.gather(*(talk(t, good // len(threads)) for t in threads[i : i + 500]))

@@ -45,7 +45,7 @@ async def flushed(store: BufferedThreadStore, thread_id: str) -> list[Any] | Non
 
 async def delete_stream(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
-        await store._log.api(f"STREAM.DELETE.{deployment.log.stream}")
+        await store.buffer.log.api(f"STREAM.DELETE.{deployment.log.stream}")
         deployment.verified = False
     deployment.verified = True
 
@@ -132,7 +132,7 @@ async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
     async with deployment.store(flusher=False) as store:
         await append(store, both, 1, 2)
         await append(store, unflushed, *range(30))
-        await store._log.fill()
+        await store.buffer.log.fill()
     backup.take()
     # The other thread's row is held: its entries stay in the log while Postgres gets beyond them.
     async with deployment.store() as store, Held(deployment, unflushed):
@@ -140,7 +140,7 @@ async def test_a_log_that_lost_its_end(own_servers: Servers) -> None:
         await append(store, new, "n")
         await store.force_flush(new)
         assert await flushed(store, both) == [1, 2, 3]
-        await store._flusher.aclose()  # type: ignore[union-attr]
+        await store.buffer.flusher.aclose()  # type: ignore[union-attr]
     backup.restore()
     looked = await mend(deployment, apply=False)
     assert (looked.applied, looked.parked, looked.done) == (30, 0, False)
@@ -268,7 +268,7 @@ async def test_a_postgres_restored_from_a_copy_older_than_the_log_reaches(deploy
 
 
 async def _purged(store: BufferedThreadStore, *threads: str) -> bool:
-    return not any([len(await store._log.after(store._subjects.of(t), 0, 5)) > 1 for t in threads])
+    return not any([len(await store.buffer.log.after(store.buffer.subjects.of(t), 0, 5)) > 1 for t in threads])
 
 
 async def test_an_older_copy_of_postgres_or_stream_is_told_by_the_generation(deployment: Deployment) -> None:
@@ -292,8 +292,8 @@ async def test_an_older_copy_of_postgres_or_stream_is_told_by_the_generation(dep
 async def test_a_lost_hot_bucket_is_made_anew_and_needs_no_repair(deployment: Deployment) -> None:
     async with deployment.store() as store:
         await append(store, "t", 1)
-        await store._shared._stream.api(f"STREAM.UPDATE.KV_{deployment.log.bucket}", await _deletable(store))
-        await store._shared._stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store.buffer.shared._stream.api(f"STREAM.UPDATE.KV_{deployment.log.bucket}", await _deletable(store))
+        await store.buffer.shared._stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
         await append(store, "t", 2)
         await store.checkpoint("u", [1], run_of("u", 7))
         assert await store.load_run(run_of("u", 7).run_id) == run_of("u", 7)
@@ -302,7 +302,7 @@ async def test_a_lost_hot_bucket_is_made_anew_and_needs_no_repair(deployment: De
 
 
 async def _deletable(store: BufferedThreadStore) -> dict[str, Any]:
-    info = await store._shared._stream.api(f"STREAM.INFO.{store._shared._stream._name}")
+    info = await store.buffer.shared._stream.api(f"STREAM.INFO.{store.buffer.shared._stream._name}")
     config: dict[str, Any] = info["config"]
     return config
 

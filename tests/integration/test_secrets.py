@@ -127,11 +127,14 @@ async def test_nothing_secret_is_said_while_all_is_well_and_when_servers_fail(he
         inner = PostgresThreadStore(dsn, schema=deployment.name, timeout_s=2)
         said: list[str] = []
         async with deployment.store(inner, nats=nats, **short) as store:
-            said += [repr(v) for v in (store, inner, inner.pool, store._session.connection, store._ledger, servers)]
+            said += [
+                repr(v)
+                for v in (store, inner, inner.pool, store.buffer.session.connection, store.buffer.ledger, servers)
+            ]
             await store.checkpoint("t", [payload], run_of("t", input=payload, error=payload))
             await store.save_thread_state("t", payload)
             await store.force_flush_all()
-            await store._session.connection.request(store._subjects.of("u"), payload.encode(), 5)
+            await store.buffer.session.connection.request(store.buffer.subjects.of("u"), payload.encode(), 5)
             await store.force_flush_all()
             said += [repr(await store.health()), repr(await store.statistics()), repr(await store.verify())]
             for server in (servers.postgres, servers.nats):

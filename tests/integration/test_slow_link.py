@@ -24,7 +24,7 @@ async def test_a_large_entry_on_a_slow_link_costs_nobody_the_connection(deployme
             small, large, stop = [fresh("small") for _ in range(4)], fresh("large"), asyncio.Event()
             for thread_id in small:
                 await store.checkpoint(thread_id, [], run_of(thread_id))
-            client = store._session.connection.client()
+            client = store.buffer.session.connection.client()
             proxy.to_server.bytes_per_s = bytes_per_s
             written = dict.fromkeys(small, 0)
             longest = 0.0
@@ -54,7 +54,9 @@ async def test_a_large_entry_on_a_slow_link_costs_nobody_the_connection(deployme
                     return receipt.repeated
 
                 await eventually(stored, 60)
-                assert store._session.connection.client() is client, "the connection that all share was thrown away"
+                assert store.buffer.session.connection.client() is client, (
+                    "the connection that all share was thrown away"
+                )
             finally:
                 stop.set()
                 await asyncio.gather(*writing, return_exceptions=True)

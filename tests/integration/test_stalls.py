@@ -31,15 +31,15 @@ async def test_a_process_that_died_in_the_middle_of_everything_holds_nobody_up(d
         a, b = fresh(), fresh()
         for thread_id in (a, b):
             await store.save_thread(thread_id)
-        seq, _ = await store._shared.lineage(5)
-        await store._shared.put_lineage(msgspec.msgpack.encode([7, new_parent(a, b), False]), seq, 5)
-        await store._shared.claim_run(run_of(a).run_id, a, 5)
-        await store._shared.renew_member("0dead", 2)
-        await store._shared.announce()
+        seq, _ = await store.buffer.shared.lineage(5)
+        await store.buffer.shared.put_lineage(msgspec.msgpack.encode([7, new_parent(a, b), False]), seq, 5)
+        await store.buffer.shared.claim_run(run_of(a).run_id, a, 5)
+        await store.buffer.shared.renew_member("0dead", 2)
+        await store.buffer.shared.announce()
 
         async def gave_up() -> bool:
-            assert store._flusher is not None
-            return len(store._flusher.state.partitions) < deployment.log.partitions
+            assert store.buffer.flusher is not None
+            return len(store.buffer.flusher.state.partitions) < deployment.log.partitions
 
         await eventually(gave_up)
         threads = [a, b, *(fresh() for _ in range(40))]
@@ -61,30 +61,30 @@ async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deploy
     """Somebody acknowledges what nobody has flushed; the next owner gets it all the same: Postgres has the cursor."""
     async with deployment.store(flush_interval_s=600) as store:
         thread_id = fresh()
-        stream, partition = deployment.log.stream, store._subjects.partition(thread_id)
+        stream, partition = deployment.log.stream, store.buffer.subjects.partition(thread_id)
         messages: list[Any] = []
         for n in range(5):
             messages.append(said(n))
             receipt = await store.checkpoint(thread_id, messages, run_of(thread_id))
 
         async def consumers() -> list[str]:
-            found = (await store._log.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
+            found = (await store.buffer.log.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
             return [name for name in found if f"-flusher-{partition}-" in name]
 
         async def delivered() -> Any:
             assert len(await consumers()) <= 1
             for name in await consumers():
-                info = await store._log.api(f"CONSUMER.INFO.{stream}.{name}")
+                info = await store.buffer.log.api(f"CONSUMER.INFO.{stream}.{name}")
                 if info["num_ack_pending"] == 5:
                     return info
             return None
 
         info = await eventually(delivered)
         last = f"1.{receipt.thread_seq}.{info['delivered']['consumer_seq']}.{time.time_ns()}.0"
-        await store._session.connection.client().publish(f"$JS.ACK.{stream}.{info['name']}.{last}", b"+ACK")
+        await store.buffer.session.connection.client().publish(f"$JS.ACK.{stream}.{info['name']}.{last}", b"+ACK")
 
         async def acknowledged() -> bool:
-            found = await store._log.api(f"CONSUMER.INFO.{stream}.{info['name']}")
+            found = await store.buffer.log.api(f"CONSUMER.INFO.{stream}.{info['name']}")
             return bool(found["num_ack_pending"] == 0)
 
         await eventually(acknowledged)
@@ -104,7 +104,7 @@ async def test_an_entry_that_vanished_from_the_log_stops_its_own_thread_only(dep
             await writer.checkpoint_append(whole, [said(n)], run_of(whole, n))
             receipt = await writer.checkpoint_append(hurt, [said(n)], run_of(hurt, n))
             seqs.append(receipt.thread_seq)
-        await writer._log.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[2]})
+        await writer.buffer.log.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[2]})
     async with deployment.store() as store:
         await store.force_flush_all()
         for level in Consistency:

@@ -75,7 +75,7 @@ async def test_a_storm_of_poison_among_good_entries(deploy: Any) -> None:
             # What is found out only when it is applied may be replaced by a whole list of the same window before.
             certain.append(FOUND_LATE not in body)
             async with room:
-                await publish_raw(store, store._subjects.of(chance.choice(victims)), head, body)
+                await publish_raw(store, store.buffer.subjects.of(chance.choice(victims)), head, body)
 
         work = [talk(t) for t in threads] + [attack() for _ in range(bad)]
         chance.shuffle(work)

@@ -24,16 +24,16 @@ async def cli(deployment: Deployment, *arguments: object, **environment: str) ->
 
 async def says(deployment: Deployment, store: BufferedThreadStore) -> dict[str, str]:
     """What the stream says of itself."""
-    found = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+    found = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
     return {n: v for n, v in found["config"]["metadata"].items() if n.startswith("bufstore.")}
 
 
 async def forget(deployment: Deployment, **options: Any) -> None:
     """Log and database as an earlier release made them: they do not say that they belong together."""
     async with deployment.store(flusher=False, **options) as store:
-        info = await store._log.api(f"STREAM.INFO.{deployment.log.stream}")
+        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
         old = {n: v for n, v in info["config"]["metadata"].items() if n in ("bufstore.partitions", "bufstore.epoch")}
-        await store._log.api(f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": old})
+        await store.buffer.log.api(f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": old})
     await query(
         deployment.servers.postgres.dsn,
         f"UPDATE {deployment.name}.buffer_log SET domain = NULL, store = NULL, target = NULL",
@@ -168,8 +168,8 @@ async def test_windows_are_changed_from_the_command_line_and_both_may_open_meanw
     async with deployment.store() as store:
         begun = await cli(deployment, "log", "set", "--failover-window", 30, "--archive")
         assert (begun.code, "LogConfig(failover_window_s=30, archive=True)" in begun.out) == (0, True), begun
-        await store._log.fill()
-        windows = store._log.windows
+        await store.buffer.log.fill()
+        windows = store.buffer.log.windows
         assert (windows.keep_s, windows.rely_s, windows.archives) == (60.0, 30.0, True)
     changed = Deployment(deployment.servers)
     changed.name = deployment.name

@@ -11,11 +11,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 from unittest import mock
 
+from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Backing
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.domain import THREADS as DOMAIN
+from bufstore.threads.protocol import kind_of
+from bufstore.threads.state_readers import ComparingReader
 from bufstore.types import Consistency
 from store_model.faults import FaultyNats, LedgerView, Postgres, StoreView, Weather
 from store_model.story import Archive, Event, Seen, seen_in
@@ -67,14 +72,14 @@ class Instance:
     async def _make(self, world: World, member: str) -> BufferedThreadStore | None:
         session, ledger = world.nats.session(CONFIG), LedgerView(world.postgres)
         view = StoreView(world.postgres)
-        store = BufferedThreadStore(view, ledger, session, member, Consistency.READ_YOUR_WRITES, CONFIG)  # type: ignore[arg-type]
+        backing = Backing(kind_of(view), ComparingReader(view, ledger))  # type: ignore[arg-type]
+        buffer = Buffer(DOMAIN, session, ledger, backing, CONFIG, member=member)  # type: ignore[arg-type]
         try:
-            await store._start()
+            await buffer.open()
         except BufstoreError as e:
             world.excuse(e)
-            await store._release()
             return None
-        return store
+        return BufferedThreadStore(view, buffer, Consistency.READ_YOUR_WRITES)  # type: ignore[arg-type]
 
     def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Do something in this process."""
@@ -85,8 +90,8 @@ class Instance:
         store, self.store = self.store, None
         if store is None:
             return
-        store._log.close()  # type: ignore[attr-defined]
-        store._shared.close()  # type: ignore[attr-defined]
+        store.buffer.log.close()  # type: ignore[attr-defined]
+        store.buffer.shared.close()  # type: ignore[attr-defined]
         while tasks := [t for t in self._world.tasks[self._number] if not t.done()]:
             for task in tasks:
                 task.cancel()
@@ -154,7 +159,7 @@ class World:
 
     def _calls(self) -> int:
         stores = [i.store for i in self.instances if i.store is not None]
-        return sum(s._log.calls + s._shared.calls for s in stores)  # type: ignore[attr-defined]
+        return sum(s.buffer.log.calls + s.buffer.shared.calls for s in stores)  # type: ignore[attr-defined]
 
     def check_nothing_left(self) -> None:
         """Everything that was started has ended."""
@@ -272,7 +277,7 @@ class World:
         deadline = self.loop.time() + SETTLED_WITHIN_S
         while missing := await done():
             if self.loop.time() > deadline:
-                states = [i.store._flusher.state for i in self.instances if i.store and i.store._flusher]
+                states = [i.store.buffer.flusher.state for i in self.instances if i.store and i.store.buffer.flusher]
                 raise Violation(f"not in time: {what}: {missing}; {states}")
             await asyncio.sleep(0.25)
 

@@ -117,12 +117,12 @@ class Faults:
 
         Without the cluster's leader nobody makes a consumer. A store that is not connected is told nothing.
         """
-        log: Any = store._log
+        log: Any = store.buffer.log
         client = log._connection._client
         stream, bucket = self._deployment.log.stream, self._deployment.log.bucket
         answers = await asyncio.gather(
             # Nothing of this changes anything, and an answer that does not come costs no connection.
-            log.api(f"STREAM.PURGE.{stream}", {"filter": store._subjects.unused}, timeout_s=_TOLD_S),
+            log.api(f"STREAM.PURGE.{stream}", {"filter": store.buffer.subjects.unused}, timeout_s=_TOLD_S),
             log.api(f"STREAM.PURGE.KV_{bucket}", {"filter": f"$KV.{bucket}.unused"}, timeout_s=_TOLD_S),
             log.api(f"CONSUMER.DELETE.{stream}.unused", timeout_s=_TOLD_S),
             return_exceptions=True,

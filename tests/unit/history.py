@@ -10,8 +10,8 @@ from typing import Any
 from bufstore.buffer import recent_keys
 from bufstore.buffer.append.appender import Tip
 from bufstore.buffer.chain import Parked, Watermark, plan
+from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
-from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of
 from bufstore.threads.memory_store import MemoryThreadStore

@@ -148,7 +148,7 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
             await one.checkpoint(thread_id, [1], run_of(thread_id))
             receipt = await one.delete_thread(thread_id)
             await asyncio.sleep(30)
-            subjects = one._subjects
+            subjects = one.buffer.subjects
             same = (t for n in range(99) if subjects.partition(t := f"other-{n}") == subjects.partition(thread_id))
             await one.save_thread(next(same))  # the cursor moves on, and all below it goes
             await asyncio.sleep(60)
@@ -175,20 +175,20 @@ def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str
         async with instance(nats, inner) as one, instance(nats, inner, flusher=False) as two:
             await one.checkpoint(thread_id, [1], run_of(thread_id))
             await one.delete_thread(thread_id)
-            subjects, ledger = one._subjects, inner.ledger(0)
+            subjects, ledger = one.buffer.subjects, inner.ledger(0)
             partition = subjects.partition(thread_id)
             await one.save_thread(next(t for n in range(99) if subjects.partition(t := f"o{n}") == partition))
             await one.force_flush_all()
-            await one._log.purge(partition, await one._log.end(1))
+            await one.buffer.log.purge(partition, await one.buffer.log.end(1))
             tombstone = (await ledger.watermark(thread_id)).flushed_seq, thread_id
-            write = two._log._write  # type: ignore[attr-defined]
+            write = two.buffer.log._write  # type: ignore[attr-defined]
 
             async def burying(messages: Any) -> int:
                 await ledger.bury([tombstone])
-                two._log._write = write  # type: ignore[attr-defined]
+                two.buffer.log._write = write  # type: ignore[attr-defined]
                 return await write(messages)  # type: ignore[no-any-return]
 
-            two._log._write = burying  # type: ignore[attr-defined]
+            two.buffer.log._write = burying  # type: ignore[attr-defined]
             match how:
                 case "checkpoint":
                     await two.checkpoint(thread_id, [2], run_of(thread_id))
@@ -211,7 +211,9 @@ def test_a_tombstone_on_which_something_builds_that_is_not_flushed_stays() -> No
             await store.checkpoint(thread_id, [1], run_of(thread_id))
             await store.delete_thread(thread_id)
             same = (
-                t for n in range(99) if store._subjects.partition(t := f"o{n}") == store._subjects.partition(thread_id)
+                t
+                for n in range(99)
+                if store.buffer.subjects.partition(t := f"o{n}") == store.buffer.subjects.partition(thread_id)
             )
             await store.save_thread(next(same))  # the cursor stands behind the deletion, which can be purged then
             await store.force_flush_all()
@@ -269,9 +271,9 @@ def test_who_refuses_the_log_says_so_and_leaves_his_partitions_to_others() -> No
         ):
             await asyncio.sleep(10)
             assert (await ill.statistics()).flusher.partitions
-            ill._log.refuse("the log ends at 5, this process has seen 6 in it")
+            ill.buffer.log.refuse("the log ends at 5, this process has seen 6 in it")
             await asyncio.sleep(2)
-            assert not ill._flusher.state.partitions  # type: ignore[union-attr]
+            assert not ill.buffer.flusher.state.partitions  # type: ignore[union-attr]
             for thread_id in (fresh() for _ in range(20)):
                 await well.checkpoint(thread_id, [1], run_of(thread_id))
             await well.force_flush_all(timeout_s=5.0)
@@ -279,10 +281,10 @@ def test_who_refuses_the_log_says_so_and_leaves_his_partitions_to_others() -> No
             assert "has seen 6" in health.log
             assert "has seen 6" in health.flusher
             assert (await well.health()).ok
-            ill._log._refused = None  # type: ignore[attr-defined]
+            ill.buffer.log._refused = None  # type: ignore[attr-defined]
             await asyncio.sleep(10)
             assert (await ill.health()).ok
-            assert ill._flusher.state.partitions  # type: ignore[union-attr]
+            assert ill.buffer.flusher.state.partitions  # type: ignore[union-attr]
 
     run(main())
 
@@ -293,7 +295,7 @@ def test_a_flush_that_is_late_names_the_partition_its_owner_and_what_that_waits_
         writers = replace(CONFIG, flusher=False)
         async with await BufferedThreadStore.open(inner, nats=nats, config=writers) as writer:
             await writer.checkpoint(thread_id, [1], run_of(thread_id))
-            partition = writer._subjects.partition(thread_id)
+            partition = writer.buffer.subjects.partition(thread_id)
             with pytest.raises(FlushTimeout, match="no flusher is alive") as late:
                 await writer.force_flush(thread_id, timeout_s=2)
             assert late.value.partition == partition
@@ -308,7 +310,7 @@ def test_a_flush_that_is_late_names_the_partition_its_owner_and_what_that_waits_
                 with pytest.raises(FlushTimeout, match=r"this process is to flush it: .*Postgres has no room"):
                     await owner.force_flush(thread_id, timeout_s=2)
                 await asyncio.sleep(2)
-                told = f"partition {partition}: .*flusher {owner._flusher.member} is to flush it: .*has no room"  # type: ignore[union-attr]
+                told = f"partition {partition}: .*flusher {owner.buffer.flusher.member} is to flush it: .*has no room"  # type: ignore[union-attr]
                 with pytest.raises(FlushTimeout, match=told):
                     await writer.force_flush_all(timeout_s=2)
                 inner.apply = well  # type: ignore[method-assign]
@@ -350,7 +352,7 @@ def test_a_thread_in_quarantine_stops_no_change_of_lineage_of_others() -> None:
             for thread_id in (broken, parent, other):
                 await store.save_thread(thread_id)
             await store.set_parent(broken, parent)
-            nats.streams["THREADLOG"].store([Outgoing(store._subjects.of(broken), b"garbage")])
+            nats.streams["THREADLOG"].store([Outgoing(store.buffer.subjects.of(broken), b"garbage")])
             await store.force_flush(broken)
             with pytest.raises(ThreadQuarantined):
                 await store.set_parent(broken, None)

@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Base, Entry, StoredEntry
-from bufstore.buffer.ports.domain import Inapplicable
+from bufstore.buffer.read.overlay import from_log_alone, overlay
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.domain import THREADS
 from bufstore.threads.model import Run, Thread, encode_messages, encode_run
-from bufstore.threads.overlay import ThreadState, from_log_alone, overlay
 from bufstore.threads.payload import Payload, encode_payload
+from bufstore.threads.state import ThreadState
 from bufstore.threads.write import save_of
 from thorough import examples
 from unit.history import THREAD, Flushed, Item, Oracle, Story, write_story
@@ -96,8 +98,8 @@ def test_a_read_shows_what_a_flush_of_the_same_entries_makes(seed: int, damage: 
             at = chance.randint(0, len(chapter))
             await flushed.window(chapter[:at], chapter, frozenset())
             before = await state_of(flushed)
-            shown = overlay(before, THREAD, chapter)
-            again = overlay(before, THREAD, chapter[at:])
+            shown = overlay(THREADS, before, THREAD, chapter)
+            again = overlay(THREADS, before, THREAD, chapter[at:])
             await flushed.window(chapter[at:], chapter, frozenset())
             after = await state_of(flushed)
             for item in chapter:
@@ -118,7 +120,7 @@ def test_a_read_shows_what_a_flush_of_the_same_entries_makes(seed: int, damage: 
 def test_the_log_alone_tells_the_same_or_nothing(seed: int) -> None:
     story = write_story(random.Random(seed), chapters=1)
     oracle = story.told()
-    shown = from_log_alone(THREAD, story.chapters[0])
+    shown = from_log_alone(THREADS, THREAD, story.chapters[0])
     if shown is not None:
         assert shown.messages == oracle.messages
         assert shown.watermark.applied_id == oracle.watermark.applied_id
@@ -129,7 +131,7 @@ def test_the_log_alone_does_not_show_an_entry_that_landed_too_late() -> None:
     """Whether an entry that expected nothing was superseded is known to Postgres only, once more was purged."""
     late = stored(50, 1, Payload(0, encode_messages(["old"]), *run_parts()), base=Base.UNKNOWN, whole=True, seen=10)
     on_it = stored(51, 2, Payload(3, encode_messages(["new"]), *run_parts()), prev=9, version=4)
-    shown = from_log_alone(THREAD, [late, on_it])
+    shown = from_log_alone(THREADS, THREAD, [late, on_it])
     assert shown is None, "the delta behind it says that the thread held three messages"
 
 
@@ -187,7 +189,7 @@ def test_a_thread_that_the_wrapped_store_knew_before_the_buffer_can_be_appended_
 
 def test_a_read_of_nothing_is_the_state_as_it_was() -> None:
     state = ThreadState(watermark=Watermark(), thread=None, messages=[], latest_run=None)
-    assert overlay(state, THREAD, []) == state
+    assert overlay(THREADS, state, THREAD, []) == state
     thread = Thread(thread_id=THREAD, version=1)
     known = ThreadState(watermark=Watermark(9, 9, 1), thread=thread, messages=[b"\x01"], latest_run=None)
-    assert overlay(known, THREAD, [stored(9, 9, b"")]) == known
+    assert overlay(THREADS, known, THREAD, [stored(9, 9, b"")]) == known

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Watermark, plan
+from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Base, Entry, StoredEntry
-from bufstore.buffer.ports.domain import Inapplicable
+from bufstore.buffer.read.overlay import overlay
 from bufstore.threads.coalesce import coalesce
+from bufstore.threads.domain import THREADS
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import (
     Run,
@@ -26,9 +28,9 @@ from bufstore.threads.model import (
     encode_run,
     encode_value,
 )
-from bufstore.threads.overlay import ThreadState, overlay
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload, encode_payload
 from bufstore.threads.queries import RunQuery
+from bufstore.threads.state import ThreadState
 from bufstore.threads.write import save_of
 from thorough import examples
 from unit.history import apply
@@ -140,7 +142,7 @@ def test_a_read_shows_what_a_flush_will_make(steps: list[Any], cut: int) -> None
             latest_run=encode_run(before.latest_run) if before and before.latest_run else None,
             state=encode_value(before.state, "state") if before and before.state is not None else None,
         )
-        shown = overlay(state, T, entries[cut:])
+        shown = overlay(THREADS, state, T, entries[cut:])
         rest = plan(watermark, entries[cut:], complete=True)
         if rest.apply:
             await apply(store, coalesce(T, watermark.version, rest.apply))

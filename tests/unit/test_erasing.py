@@ -35,7 +35,7 @@ class Picky(MemoryThreadStore):
 
 async def content_of(store: BufferedThreadStore, thread_id: str) -> list[bytes]:
     """The bodies of what the log holds of a thread."""
-    return [m.body for m in await store._log.after(store._subjects.of(thread_id), 0, 5.0)]
+    return [m.body for m in await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0, 5.0)]
 
 
 def test_what_was_written_leaves_the_log_and_others_stay() -> None:

@@ -69,16 +69,8 @@ class Bench:
         self.flusher: Flusher | None = None
 
     async def start(self) -> None:
-        self.flusher = Flusher(
-            self.log,
-            MemorySharedState(MemoryBucket()),
-            self.ledger,
-            coalesce,
-            SUBJECTS,
-            self.world.config,
-            "me",
-            prepare=self.ledger.setup,
-        )
+        parts = self.world.parts(MemorySharedState(MemoryBucket()), self.ledger)
+        self.flusher = Flusher(parts, "me", prepare=self.ledger.setup)
         await self.flusher.start()
 
     async def stop(self) -> None:

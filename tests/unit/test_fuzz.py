@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from bufstore import ConfigError, InvalidQuery, MessageQuery, NatsConfig, RunQuery, ThreadQuery
+from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, assemble, decode, encode
-from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.buffer.recent_keys import find, item
 from bufstore.cli.app import app
 from bufstore.cli.importing.lines import BadLine, Input, Line, _split

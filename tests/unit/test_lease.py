@@ -10,7 +10,6 @@ import pytest
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.errors import LogUnavailable
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
-from bufstore.threads.coalesce import coalesce
 from unit.test_flusher import SUBJECTS, Bench, bench
 
 PARTITION = SUBJECTS.partition("t")
@@ -38,9 +37,7 @@ class World(Bench):
 
     async def join(self, name: str) -> tuple[Flusher, Away]:
         shared = Away(self._bucket)
-        made = Flusher(
-            self.log, shared, self.ledger, coalesce, SUBJECTS, self.world.config, name, prepare=self.ledger.setup
-        )
+        made = Flusher(self.world.parts(shared, self.ledger), name, prepare=self.ledger.setup)
         self.flushers[name] = made, shared
         await made.start()
         return made, shared

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import BufferedThreadStore, MemoryThreadStore
+from bufstore.buffer.operate.health import health_of
 from bufstore.buffer.operate.log_fill import LogFill, full_in_s, why_full
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import LogFull, StoreUnavailable
 from bufstore.jetstream.messages import Held
 from bufstore.memory import MemoryNats
-from bufstore.threads.health import health_of
 from helpers import fresh, run_of
 from unit.fake_log import run
 

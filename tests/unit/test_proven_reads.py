@@ -122,16 +122,16 @@ def test_a_tail_of_one_who_lacks_what_was_proved_is_not_shown() -> None:
         async with await BufferedThreadStore.open(inner, nats=nats, config=config) as store:
             for n in range(1, 4):
                 await store.checkpoint(thread_id, list(range(n)), run_of(thread_id, steps=n))
-            after, old = store._log.after, 5
+            after, old = store.buffer.log.after, 5
 
             async def of_an_old_leader(*args: Any) -> list[StoredMessage]:
                 nonlocal old
                 old -= 1
                 return (await after(*args))[: -2 if old > 0 else None]
 
-            store._log.after = of_an_old_leader  # type: ignore[method-assign]
+            store.buffer.log.after = of_an_old_leader  # type: ignore[method-assign]
             assert await store.load_messages(thread_id) == [0, 1, 2]
-            store._reads.store_down, old = "it is away", 5
+            store._reads.store.down, old = "it is away", 5
             assert await store.load_messages(thread_id) == [0, 1, 2]
             old = 1 << 40
             with pytest.raises((ReadNotFresh, StoreUnavailable)):
@@ -149,14 +149,14 @@ def test_an_edit_is_not_refused_because_of_what_an_old_leader_shows() -> None:
             await BufferedThreadStore.open(inner, nats=nats, config=config) as two,
         ):
             await one.checkpoint(thread_id, ["a"], run_of(thread_id))
-            last, old = two._log.last, 1
+            last, old = two.buffer.log.last, 1
 
             async def of_an_old_leader(*args: Any) -> dict[str, StoredMessage]:
                 nonlocal old
                 old -= 1
                 return {} if old >= 0 else await last(*args)
 
-            two._log.last = of_an_old_leader  # type: ignore[method-assign]
+            two.buffer.log.last = of_an_old_leader  # type: ignore[method-assign]
             await two.delete_messages(thread_id)
             assert await one.load_messages(thread_id) == []
             with pytest.raises(NotFound):

@@ -40,7 +40,7 @@ def test_postgres_that_answers_late_is_still_joined_with_the_tail(who: str) -> N
         one.appender.forget("t")
         await one.append(["b"])  # a delta: the log alone does not tell the thread
         two = Instance(world)
-        two.reads.store_down = "it did not answer in time"
+        two.reads.store.down = "it did not answer in time"
         if who == "read":
             assert await shown(two) == ["a", "b"]
         else:
@@ -59,7 +59,7 @@ def test_a_position_is_never_told_without_what_stands_there(behind: int) -> None
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
-        two.reads.store_down = "it did not answer in time"
+        two.reads.store.down = "it did not answer in time"
         looks = 0
 
         def watched(look: Any) -> Any:
@@ -101,7 +101,7 @@ def test_an_app_store_that_raises_its_drivers_errors_is_found_again_when_it_is_b
         world.store.load_run = load_run  # type: ignore[method-assign]
         world.store_is_up = True
         await asyncio.sleep(3)
-        assert one.reads.store_down is None
+        assert one.reads.store.down is None
 
     test(main)
 
@@ -116,15 +116,15 @@ def test_a_run_from_before_the_snapshot_that_the_log_begins_with_is_not_said_to_
         await one.append(["b"], run_id="r1")
         await one.checkpoint(["z"], run_id="r2")
         two = Instance(world)
-        two.reads.store_down = "it did not answer in time"
+        two.reads.store.down = "it did not answer in time"
         state, _ = await two.reads.joined("t")
         assert [decode_message(m) for m in state.messages] == ["z"]
-        assert await two.reads.has_run("r2", state)
+        assert await two.runs.has("r2", state)
         with pytest.raises(StoreUnavailable):
-            await two.reads.has_run("r1", state)
-        two.reads.store_down = None
+            await two.runs.has("r1", state)
+        two.reads.store.down = None
         for run_id in ("r0", "r1", "r2", "r3"):
-            assert await two.reads.has_run(run_id, state) is (run_id != "r3")
+            assert await two.runs.has(run_id, state) is (run_id != "r3")
 
     test(main)
 
@@ -143,13 +143,13 @@ def test_a_read_without_postgres_shows_what_the_log_alone_tells() -> None:
 
 def slow_threads(one: Instance, delays: dict[str, float]) -> None:
     """The store takes so long for these threads, and no time for anything else."""
-    state = one.reads._store.state
+    state = one.reads._reader.state
 
     async def slowly(thread_id: str) -> Any:
         await asyncio.sleep(delays.get(thread_id, 0.0))
         return await state(thread_id)
 
-    one.reads._store.state = slowly  # type: ignore[method-assign]
+    one.reads._reader.state = slowly  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("takes_s", [1.5, 2.5, 9.0])
@@ -166,7 +166,7 @@ def test_a_thread_that_takes_the_store_long_is_read_and_makes_no_other_wait(take
         began = asyncio.get_running_loop().time()
         while not read.done():
             await asyncio.sleep(0.2)
-            assert one.reads.store_down is None, "one slow thread says nothing of the others"
+            assert one.reads.store.down is None, "one slow thread says nothing of the others"
             before = asyncio.get_running_loop().time()
             assert await shown(one, "quick") == ["a"]
             assert asyncio.get_running_loop().time() - before < 0.1
@@ -186,7 +186,7 @@ def test_a_thread_that_takes_the_store_longer_than_a_read_may_take_says_so() -> 
         slow_threads(one, {"slow": 60.0})
         with pytest.raises(StoreUnavailable, match="read_timeout_s"):
             await one.reads.joined("slow")
-        assert one.reads.store_down is None
+        assert one.reads.store.down is None
         with pytest.raises((ReadNotFresh, StoreUnavailable)):
             await shown(one, "slow")
 
@@ -197,15 +197,15 @@ def test_a_read_that_a_hanging_store_does_not_answer_is_told_by_the_log_in_its_t
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
 
-        async def hangs(_: str) -> Any:
+        async def hangs(*_: str) -> Any:
             await asyncio.sleep(3600)
 
-        one.reads._store.state = hangs  # type: ignore[method-assign]
-        one.reads._store.run = hangs  # type: ignore[method-assign]
+        one.reads._reader.state = hangs  # type: ignore[method-assign]
+        one.reads._reader.answers = hangs  # type: ignore[method-assign]
         began = asyncio.get_running_loop().time()
         assert await shown(one) == ["a"]
         assert asyncio.get_running_loop().time() - began < world.config.read_timeout_s / 2
-        assert one.reads.store_down is not None
+        assert one.reads.store.down is not None
         assert await shown(one) == ["a"]
         with pytest.raises(StoreUnavailable, match="did not answer in time"):
             await shown(one, "another")
@@ -225,12 +225,12 @@ def test_a_store_that_fails_when_nobody_waits_for_it_any_more_leaves_no_complain
             await over.wait()
             raise StoreUnavailable("the connection was closed")
 
-        async def fails(_: str) -> Any:
+        async def fails(*_: str) -> Any:
             world.log.fault = lambda kind: over.set() or ""  # type: ignore[func-returns-value]
             raise StoreUnavailable("no connection")
 
-        one.reads._store.state = fails_late  # type: ignore[method-assign]
-        one.reads._store.run = fails  # type: ignore[method-assign]
+        one.reads._reader.state = fails_late  # type: ignore[method-assign]
+        one.reads._reader.answers = fails  # type: ignore[method-assign]
         assert await shown(one) == ["a"]
         assert over.is_set()
 

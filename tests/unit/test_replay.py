@@ -21,7 +21,7 @@ from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed, plan_
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.errors import NotFound
 from bufstore.memory.quarantine import MemoryParked
-from bufstore.threads.coalesce import coalesce
+from bufstore.threads.domain import THREADS
 from bufstore.threads.model import decode_message
 from thorough import examples
 from unit.history import THREAD, Flushed, Oracle, write_story
@@ -77,7 +77,13 @@ class Bench:
         self.parked = MemoryParked(self.watermarks, flushed.store)
         self.parked.park(flushed.parked)
         self.told: list[str] = []
-        self.quarantine = Quarantine(SimpleNamespace(parked=self.parked), coalesce, self._tell)  # type: ignore[arg-type]
+        self.quarantine = Quarantine(
+            SimpleNamespace(  # type: ignore[arg-type]
+                ledger=SimpleNamespace(parked=self.parked),
+                domain=THREADS,
+                shared=SimpleNamespace(tell_parked=self._tell),
+            )
+        )
 
     async def _tell(self, thread_id: str) -> None:
         self.told.append(thread_id)

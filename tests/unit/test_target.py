@@ -21,10 +21,10 @@ from bufstore import (
     StoreUnavailable,
     repair,
 )
+from bufstore.buffer.prepare import new_target
 from bufstore.buffer.target import Kind, Target, check_flushable, check_same, is_proven
 from bufstore.memory import MemoryNats
 from bufstore.nats.setup import metadata_of, target_of
-from bufstore.threads.preparing import new_target
 from bufstore.threads.protocol import kind_of
 from helpers import fresh, run_of
 from unit.fake_log import run

@@ -5,30 +5,36 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
+from bufstore.buffer.parts import Parts
 from bufstore.buffer.ports.ledger import Decision
+from bufstore.buffer.read.overlay import overlay
+from bufstore.buffer.read.reads import Reads
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import StoreUnavailable
 from bufstore.memory.ledger import MemoryLedger
-from bufstore.threads.base import ComparingReader
 from bufstore.threads.coalesce import coalesce
-from bufstore.threads.digests import MessageMemory, digests_of, ids_of, ids_of_encoded
+from bufstore.threads.digests import MessageMemory, digests_of, ids_of
+from bufstore.threads.domain import THREADS
 from bufstore.threads.memory_store import MemoryThreadStore
-from bufstore.threads.model import Run, decode_message, encode_messages, encode_run
-from bufstore.threads.overlay import ThreadState, overlay
+from bufstore.threads.model import Run, ThreadChange, decode_message, encode_messages, encode_run
 from bufstore.threads.payload import decode_payload
-from bufstore.threads.read import ThreadReads
+from bufstore.threads.runs import Runs
+from bufstore.threads.state import ThreadState
+from bufstore.threads.state_readers import ComparingReader
 from bufstore.threads.write import Call, save_of
 from bufstore.types import Receipt
 from unit.fake_log import FakeLog, run
 
 SUBJECTS = Subjects("thread", 4)
+ThreadParts = Parts[ThreadChange, ThreadState, MessageMemory]
 
 
 class World:
@@ -38,16 +44,22 @@ class World:
         self.log = fake or FakeLog()
         self.store = MemoryThreadStore()
         self.ledger = MemoryLedger(self.store)
+        self.reached = Reached(self)
         self.store_is_up = True
         self.config = BufferConfig(**config)
         self.log.stream.windows = Windows.of(self.config.log)
         self.instances: list[Instance] = []
 
-    async def watermark(self, thread_id: str) -> Watermark:
-        await asyncio.sleep(0)
-        if not self.store_is_up:
-            raise StoreUnavailable("Postgres is down")
-        return await self.ledger.watermark(thread_id)
+    def parts(self, shared: Any = None, ledger: Any = None) -> ThreadParts:
+        """What a process works with."""
+        return Parts(
+            domain=THREADS,
+            log=self.log,
+            shared=shared,
+            ledger=ledger or self.reached,
+            subjects=SUBJECTS,
+            config=self.config,
+        )
 
     def tail(self, thread_id: str, after: int = 0) -> list[StoredEntry | Malformed]:
         subject = SUBJECTS.of(thread_id)
@@ -75,7 +87,7 @@ class World:
         state = ThreadState(
             watermark=watermark, thread=thread, messages=self.store._messages.get(thread_id, []), latest_run=None
         )
-        return overlay(state, thread_id, self.tail(thread_id, watermark.flushed_seq))
+        return overlay(THREADS, state, thread_id, self.tail(thread_id, watermark.flushed_seq))
 
     async def messages(self, thread_id: str = "t") -> list[Any]:
         return [decode_message(m) for m in (await self.shown(thread_id)).messages]
@@ -86,37 +98,36 @@ class World:
         return Counter(decode_payload(i.entry.payload).save.run_id for i in entries)
 
 
+class Reached:
+    """The ledger as it is reached: away while Postgres is down."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._world.ledger, name)
+
+    async def watermark(self, thread_id: str) -> Watermark:
+        await asyncio.sleep(0)
+        if not self._world.store_is_up:
+            raise StoreUnavailable("Postgres is down")
+        return await self._world.ledger.watermark(thread_id)
+
+
 class Instance:
     """A process: an appender and what it needs of the domain."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.reads = ThreadReads(
-            world.log, None, SUBJECTS, ComparingReader(world.store, _Rows(world)), None, world.config,  # type: ignore[arg-type]
-            own_seq=lambda _: 0,
-        )  # fmt: skip
-        self.appender: Appender[MessageMemory] = Appender(
-            world.log,
-            SUBJECTS,
-            world.config,
-            self,
-            world.watermark,  # type: ignore[arg-type]
-        )
+        parts = world.parts()
+        reader = ComparingReader(world.store, world.reached)  # type: ignore[arg-type]
+        self.reads = Reads(parts, reader, None, own_seq=lambda _: 0)  # type: ignore[arg-type]
+        self.appender = Appender(parts, self.reads)
+        held = SimpleNamespace(reads=self.reads, shared=None, config=world.config)
+        self.runs = Runs(world.store, held)  # type: ignore[arg-type]
         self.appender.start()
         self._runs = 0
         world.instances.append(self)
-
-    def nothing(self) -> MessageMemory:
-        return MessageMemory()
-
-    async def load_base(self, thread_id: str) -> tuple[int, Watermark, MessageMemory, bool]:
-        state, last = await self.reads.joined(thread_id)
-        memory = MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
-        return last, state.watermark, memory, state.whole
-
-    def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
-        payload = decode_payload(entry.entry.payload)
-        memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
 
     async def checkpoint(
         self, messages: Sequence[Any], thread_id: str = "t", *, key: str | None = None, run_id: str | None = None,
@@ -154,13 +165,6 @@ class Instance:
     async def aclose(self) -> None:
         await self.appender.aclose()
         await self.reads.aclose()
-
-
-class _Rows:
-    """The ledger as the reads see it: away while Postgres is down."""
-
-    def __init__(self, world: World) -> None:
-        self.watermark = world.watermark
 
 
 def test(main: Any, **config: Any) -> None:

@@ -10,23 +10,15 @@ import msgspec
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.membership import owners
 from bufstore.buffer.operate.audit import Verification
+from bufstore.buffer.operate.health import asked, behind, health_of, is_full
 from bufstore.buffer.operate.log_fill import FillForecast, look
-from bufstore.buffer.operate.quarantine import Quarantine
-from bufstore.buffer.operate.verify import Verifier
 from bufstore.buffer.ports.ledger import Cursor
-from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import check_same
 from bufstore.cli.connect import Target
-from bufstore.config import BufferConfig, LogConfig
+from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, ConfigError
-from bufstore.jetstream.connection import Connection
-from bufstore.nats.log import NatsLog
-from bufstore.nats.shared_state import NatsSharedState
-from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.threads.coalesce import coalesce
-from bufstore.threads.health import asked, behind, health_of, is_full
-from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.protocol import kind_of
+from bufstore.threads.behind import buffer_of
+from bufstore.threads.runs import ThreadBuffer
 
 _TIMEOUT_S = 5.0
 
@@ -79,26 +71,16 @@ class Status(msgspec.Struct, kw_only=True):
 class Inspection:
     """Connected to NATS, and to Postgres if that is up."""
 
-    def __init__(self, log: NatsLog, shared: NatsSharedState, ledger: PostgresLedger, config: LogConfig) -> None:
-        self._log = log
-        self._shared = shared
-        self._ledger = ledger
-        self._config = config
-
-    def quarantine(self) -> Quarantine:
-        """The entries in quarantine."""
-        return Quarantine(self._ledger, coalesce, self._shared.tell_parked)
+    def __init__(self, buffer: ThreadBuffer) -> None:
+        self._buffer = buffer
+        self._log, self._shared, self._ledger = buffer.log, buffer.shared, buffer.ledger
+        #: The entries in quarantine.
+        self.quarantine = buffer.quarantine
 
     async def verify(self) -> Verification:
         """The self-check. Raises LogUnavailable, StoreUnavailable."""
-        subjects = Subjects(self._config.subject, self._config.partitions)
         await self._log.epoch()  # so that it knows where this generation of the stream begins
-        # Of an app's own store tables of ours in the same schema say nothing.
-        named = self._log.target
-        own = (named is None or named.kind == kind_of(PostgresThreadStore)) and await self._ledger.has_threads()
-        return await Verifier(
-            self._log, self._shared, self._ledger, subjects, self._ledger.versions if own else None
-        ).run()
+        return await self._buffer.verify()
 
     async def members(self) -> list[str]:
         """The live flushers. Raises LogUnavailable."""
@@ -106,7 +88,7 @@ class Inspection:
 
     async def status(self) -> Status:
         """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
-        subjects = Subjects(self._config.subject, self._config.partitions)
+        subjects = self._buffer.subjects
         members = sorted(await self._shared.members())
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
@@ -124,7 +106,7 @@ class Inspection:
         return Status(
             ok=not trouble,
             postgres_trouble=trouble,
-            stream=self._config.stream,
+            stream=self._buffer.config.log.stream,
             log_bytes=fill.held.bytes,
             log_bytes_max=fill.held.limit,
             log_bytes_unflushed=fill.unflushed,
@@ -161,18 +143,11 @@ async def inspecting(target: Target, *, applies: bool = False) -> AsyncIterator[
     config = await target.find_log(applies=applies)
     if config is None:
         raise ConfigError(f"there is no log {target.stream!r} on this server yet: the first write makes it")
-    connection = Connection(target.nats, target.session)
-    log = NatsLog(connection, target.nats.api, BufferConfig.fitting(config))
-    shared = NatsSharedState(connection, target.nats.api, config)
     store = target.plain(pool_size=1)
-    ledger = PostgresLedger(str(store.pool.conninfo), store, schema=target.schema, timeout_s=_TIMEOUT_S)
-    await connection.open()
-    try:
-        await ledger.open()
+    fitting = BufferConfig.fitting(config, flusher=False)
+    buffer = buffer_of(store, target.nats, fitting, name=target.session, timeout_s=_TIMEOUT_S)
+    async with buffer.connected():
         if applies:
-            await log.epoch(checked=False)
-            check_same(target.stream, log.target, await ledger.target())
-        yield Inspection(log, shared, ledger, config)
-    finally:
-        await ledger.aclose()
-        await connection.aclose()
+            await buffer.log.epoch(checked=False)
+            check_same(target.stream, buffer.log.target, await buffer.ledger.target())
+        yield Inspection(buffer)

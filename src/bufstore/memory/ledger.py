@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Applies
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
 from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
-from bufstore.memory.quarantine import Applies, MemoryParked, apply_batch
+from bufstore.memory.quarantine import MemoryParked, apply_batch
 
 
 class MemoryLedger:
     """See `bufstore.buffer.ports.ledger.Ledger`."""
 
-    def __init__(self, target: Applies, *, quarantine_max: int = BufferConfig.quarantine_max) -> None:
+    def __init__(self, target: Applies[Any], *, quarantine_max: int = BufferConfig.quarantine_max) -> None:
         self._target = target
         self._quarantine_max = quarantine_max
         self._archived = 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from bufstore.buffer.chain import Parked, Watermark
+from bufstore.buffer.domain import Applies
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry
@@ -17,15 +18,7 @@ from bufstore.buffer.ports.ledger import FlushFailed, ParkedInfo, Replay
 from bufstore.errors import BufstoreError, Rejected
 
 
-class Applies(Protocol):
-    """The part of a store that a flush needs."""
-
-    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
-        """Write the batch, whole or not at all."""
-        ...
-
-
-async def apply_batch(target: Applies, batch: Sequence[Any]) -> None:
+async def apply_batch(target: Applies[Any], batch: Sequence[Any]) -> None:
     """Have the store write the batch. Raises FlushFailed."""
     try:
         if batch:
@@ -41,7 +34,7 @@ async def apply_batch(target: Applies, batch: Sequence[Any]) -> None:
 class MemoryParked:
     """See `bufstore.buffer.ports.ledger.ParkedEntries`. Shares the rows of the threads with its ledger."""
 
-    def __init__(self, watermarks: dict[str, Watermark], target: Applies) -> None:
+    def __init__(self, watermarks: dict[str, Watermark], target: Applies[Any]) -> None:
         self._rows = watermarks
         self._target = target
         self.entries: dict[int, ParkedEntry] = {}

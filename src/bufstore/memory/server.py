@@ -21,13 +21,13 @@ class MemoryNats:
         self.buckets: dict[str, MemoryBucket] = {}
 
     def session(self, config: BufferConfig) -> Session:
-        """The way to it for one instance."""
+        """A session for one instance."""
         bucket = self.buckets.setdefault(config.log.bucket, MemoryBucket())
         return MemorySession(MemoryLog(self.streams, config), MemorySharedState(bucket))
 
 
 class MemorySession:
-    """See `bufstore.buffer.ports.shared_state.Link`."""
+    """See `bufstore.buffer.ports.shared_state.Session`."""
 
     def __init__(self, log: MemoryLog, shared: MemorySharedState) -> None:
         self.log = log

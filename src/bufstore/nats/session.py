@@ -1,13 +1,36 @@
-"""The way to a NATS server: one connection, with the log and the shared state on it."""
+"""A session with a NATS server: one connection, with the log and the shared state on it."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
 
-from bufstore.config import BufferConfig, NatsConfig
+from bufstore.buffer.ports.shared_state import Session
+from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.jetstream.connection import Connection
 from bufstore.nats.log import NatsLog
 from bufstore.nats.shared_state import NatsSharedState
+
+
+@runtime_checkable
+class HasSessions(Protocol):
+    """Stands for a NATS server, as `bufstore.memory.MemoryNats` does."""
+
+    def session(self, config: BufferConfig) -> Session:
+        """A session for one instance."""
+        ...
+
+
+#: Where the log is: URLs, a configuration, or what stands for a server in tests.
+Nats: TypeAlias = str | Sequence[str] | NatsConfig | HasSessions
+
+
+def session_to(nats: Nats, config: BufferConfig, name: str) -> Session:
+    """A session, not yet connected. Raises ConfigError."""
+    if isinstance(nats, HasSessions):
+        return nats.session(config)
+    return NatsSession(as_nats_config(nats), config, name)
 
 
 class NatsSession:

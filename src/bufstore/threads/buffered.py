@@ -1,43 +1,30 @@
 """BufferedThreadStore: a ThreadRunStore whose writes go through the log.
 
 Writes append to the log and return when that is durable; the flusher moves them into the wrapped store. Reads join
-what the store holds with the thread's tail in the log. This file puts the parts together; the write path is
-`bufstore.threads.write` → `bufstore.buffer.append.appender`, the flush path `bufstore.buffer.flush.flusher`, the read
-path `bufstore.threads.read`.
+what the store holds with the thread's tail in the log. This is the typed face of a `bufstore.buffer.buffer.Buffer`: the
+write path is `bufstore.threads.write` → `bufstore.buffer.append.appender`, the flush path
+`bufstore.buffer.flush.flusher`, the read path `bufstore.buffer.read.reads`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from bufstore.buffer import producers as producers
-from bufstore.buffer.append.appender import Appender
-from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.operate.audit import Verification
-from bufstore.buffer.operate.log_fill import FillForecast, look
-from bufstore.buffer.operate.quarantine import Quarantine
-from bufstore.buffer.operate.verify import Verifier
-from bufstore.buffer.ports.ledger import Ledger
-from bufstore.buffer.ports.shared_state import Session
-from bufstore.buffer.read.flush_waiter import FlushWaiter
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig, NatsConfig
-from bufstore.errors import BufstoreError, ConfigError
-from bufstore.memory.server import MemoryNats
-from bufstore.postgres.ledger.ledger import PostgresLedger
+from bufstore.buffer.operate.health import Health, Statistics
+from bufstore.config import BufferConfig
+from bufstore.errors import ConfigError
+from bufstore.nats.session import Nats
 from bufstore.threads import edits, lineage
+from bufstore.threads.behind import buffer_of
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.bulk import BulkWriter
-from bufstore.threads.coalesce import coalesce
-from bufstore.threads.digests import MessageMemory
 from bufstore.threads.erasing import Erasure, ThreadEraser
-from bufstore.threads.health import Health, Statistics, Vitals
 from bufstore.threads.lineage import Children
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import (
@@ -49,11 +36,8 @@ from bufstore.threads.model import (
     decode_message,
     decode_run,
 )
-from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import content_hash
-from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.preparing import apart, prepare_log, prepare_store
-from bufstore.threads.protocol import WrappableStore, kind_of
+from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.queries import (
     ALL_MESSAGES,
     ALL_RUNS,
@@ -67,10 +51,9 @@ from bufstore.threads.queries import (
     ThreadPage,
     ThreadQuery,
 )
-from bufstore.threads.read import ThreadReads
-from bufstore.threads.wrapping import ledger_for, reader_for, session_for
+from bufstore.threads.runs import Runs, ThreadBuffer
+from bufstore.threads.state import ThreadState
 from bufstore.threads.write import Call, call_of
-from bufstore.threads.writer import ThreadWriter
 from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, Receipt, check_id
 
 _log = logging.getLogger(__name__)
@@ -79,61 +62,28 @@ _log = logging.getLogger(__name__)
 class BufferedThreadStore:
     """A `ThreadRunStore` in front of another store: make one with `open`, close it with `aclose` or ``async with``."""
 
-    def __init__(
-        self,
-        store: WrappableStore,
-        ledger: Ledger,
-        session: Session,
-        member: str,
-        consistency: Consistency,
-        config: BufferConfig,
-    ) -> None:
+    def __init__(self, store: WrappableStore, buffer: ThreadBuffer, consistency: Consistency) -> None:
         self._store = store
-        self._ledger = ledger
+        #: What works with the log; for tools of ours.
+        self.buffer = buffer
         self._consistency = consistency
-        self._config = config
-        self._subjects = Subjects(config.log.subject, config.log.partitions)
-        self._session, self._log, self._shared = session, session.log, session.shared
-        self._flusher = (
-            Flusher(self._log, self._shared, ledger, coalesce, self._subjects, config, member, self._prepare_store)
-            if config.flusher
-            else None
-        )
         #: What could not be applied: list, show, replay, discard.
-        self.quarantine = Quarantine(ledger, coalesce, self._shared.tell_parked)
-        self._waiter = FlushWaiter(self._shared, ledger, self._subjects, self._flusher)
-        self._reads = ThreadReads(
-            self._log,
-            self._shared,
-            self._subjects,
-            reader_for(store, ledger),
-            self._waiter,
-            config,
-            own_seq=self._own_seq,
-        )
-        self._writer = ThreadWriter(self._reads, ledger, self._shared, config)
-        flushed = self._flusher.cursors if self._flusher is not None else dict[int, int]
-        self._fill = FillForecast(lambda: look(self._log, self._shared, flushed()))
-        self._appender = Appender[MessageMemory](
-            self._log, self._subjects, config, self._writer, self._writer.watermark, self._fill.explain
-        )
-        self._vitals = Vitals(session, ledger, self._fill, self._appender, self._flusher, self._subjects)
-        self._lists = BufferedLists(store, ledger, self._reads, config)
-        self._edits = BufferedEdits(store, self._reads, self._appender, self._writer.claim, config)
-        self._lineage = BufferedLineage(self._reads, self._lists, self._edits, self._shared, config)
-        self._eraser = ThreadEraser(
-            self._log, ledger, self._subjects, self._edits, self._lineage, self.quarantine, self._waiter, config
-        )
+        self.quarantine = buffer.quarantine
+        self._appender, self._reads = buffer.appender, buffer.reads
+        self._runs = Runs(store, buffer)
+        self._lists = BufferedLists(store, buffer)
+        self._edits = BufferedEdits(store, buffer, self._runs)
+        self._lineage = BufferedLineage(buffer, self._lists, self._edits)
+        self._eraser = ThreadEraser(buffer, self._edits, self._lineage)
         #: For pipelines.
-        self.bulk = BulkWriter(store, ledger, self._appender, self._writer, self._lineage)
-        self._closing: asyncio.Task[None] | None = None
+        self.bulk = BulkWriter(buffer, self._runs, self._lineage)
 
     @classmethod
     async def open(
         cls,
         store: WrappableStore,
         *,
-        nats: str | Sequence[str] | NatsConfig | MemoryNats = "nats://127.0.0.1:4222",
+        nats: Nats = "nats://127.0.0.1:4222",
         postgres: str | None = None,
         schema: str = "bufstore",
         consistency: Consistency = Consistency.READ_YOUR_WRITES,
@@ -150,14 +100,10 @@ class BufferedThreadStore:
         LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down.
         """
         config = config or BufferConfig()
-        member = secrets.token_hex(8)
-        session = session_for(nats, config, f"bufstore-{member}")
-        self = cls(store, ledger_for(store, postgres, schema, config), session, member, consistency, config)
-        try:
-            await self._start()
-        except BaseException:
-            await self._release()
-            raise
+        name = f"bufstore-{secrets.token_hex(8)}"
+        buffer = buffer_of(store, nats, config, name=name, postgres=postgres, schema=schema)
+        self = cls(store, buffer, consistency)
+        await buffer.open()
         return self
 
     async def __aenter__(self) -> Self:
@@ -167,55 +113,14 @@ class BufferedThreadStore:
         await self.aclose()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._store!r}, stream={self._config.log.stream!r})"
-
-    async def _start(self) -> None:
-        await self._session.open()
-        await self._ledger.open()
-        if isinstance(self._store, PostgresThreadStore):
-            await self._store.open()
-        stream, kind = self._config.log.stream, kind_of(self._store)
-        self._log.vouched_by(lambda: apart(self._log, self._ledger, stream, kind))
-        await prepare_log(self._log, self._ledger, self._store, self._config)
-        await self._shared.setup()
-        self._appender.start()
-        await self._waiter.start()
-        # A writer that builds on an entry that was parked would only have its own parked too.
-        await self._shared.on_parked(self._appender.forget)
-        if self._flusher is not None:
-            await self._flusher.start()
-
-    async def _prepare_store(self) -> None:
-        await prepare_store(self._log, self._ledger, self._store, self._config)
+        return f"{type(self).__name__}({self._store!r}, stream={self.buffer.config.log.stream!r})"
 
     async def aclose(self) -> None:
         """Finish the writes on their way, flush what this process still can, stop, and release everything.
 
         Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
         """
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close(), name="bufstore-close")
-        # Shielded: a caller who is cancelled must not leave half of it open.
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        await self._appender.aclose()
-        if self._flusher is not None and not self._flusher.state.trouble:
-            with contextlib.suppress(BufstoreError):
-                await self.force_flush_all()
-        await self._release()
-
-    async def _release(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the others do
-            if isinstance(self._store, PostgresThreadStore):
-                stack.push_async_callback(self._store.aclose)
-            stack.push_async_callback(self._ledger.aclose)
-            stack.push_async_callback(self._session.aclose)
-            stack.push_async_callback(self._fill.aclose)
-            stack.push_async_callback(self._appender.aclose)
-            stack.push_async_callback(self._reads.aclose)
-            if self._flusher is not None:
-                stack.push_async_callback(self._flusher.aclose)
+        await self.buffer.aclose()
 
     # --- writes -----------------------------------------------------------------------------------------------
 
@@ -237,7 +142,7 @@ class BufferedThreadStore:
         StoreUnavailable.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)
-        if run.parent_thread_id is not None or not self._writer.claimed(run):
+        if run.parent_thread_id is not None or not self._runs.claimed(run):
             await self._admit(run)
         return await self._appender.append(
             thread_id,
@@ -263,7 +168,7 @@ class BufferedThreadStore:
         """
         call = call_of(thread_id, delta, run, idempotency_key, producer)
         call.check_new_ids()
-        if run.parent_thread_id is not None or not self._writer.claimed(run):
+        if run.parent_thread_id is not None or not self._runs.claimed(run):
             await self._admit(run)
         return await self._appender.append(
             thread_id,
@@ -319,11 +224,7 @@ class BufferedThreadStore:
 
     async def _admit(self, run: Run) -> None:
         await self._lineage.check_run(run)
-        await self._writer.claim(run)
-
-    def _own_seq(self, thread_id: str) -> int:
-        tip = self._appender.tip(thread_id)
-        return tip.seq if tip is not None else 0
+        await self._runs.claim(run)
 
     # --- reads ------------------------------------------------------------------------------------------------
 
@@ -379,7 +280,7 @@ class BufferedThreadStore:
         self, run_id: str, *, consistency: Consistency | None = None, quarantined: Quarantined = "raise"
     ) -> Run | None:
         """A run as it was last saved. Errors as in `load_checkpoint`."""
-        return await self._reads.run(check_id(run_id, "run_id"), consistency or self._consistency, quarantined)
+        return await self._runs.load(check_id(run_id, "run_id"), consistency or self._consistency, quarantined)
 
     async def latest_run(
         self,
@@ -468,22 +369,22 @@ class BufferedThreadStore:
         Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable.
         """
         check_id(thread_id, "thread_id")
-        await self._reads.force_flush(thread_id, timeout_s or self._config.flush_timeout_s)
+        await self.buffer.force_flush(thread_id, timeout_s=timeout_s)
 
     async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
         """Return once everything that is acknowledged now is in the store. Raises like `force_flush`."""
-        await self._reads.force_flush_all(timeout_s or self._config.flush_timeout_s)
+        await self.buffer.force_flush_all(timeout_s=timeout_s)
 
     async def statistics(self) -> Statistics:
         """Counters, fill, and how long the log has room. Raises LogUnavailable."""
-        return await self._vitals.statistics()
+        return await self.buffer.statistics()
 
     async def health(self) -> Health:
         """What can be done at this moment, and what is wrong.
 
         Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
         """
-        return await self._vitals.health()
+        return await self.buffer.health()
 
     async def quarantined(self) -> int:
         """How many entries wait in quarantine. Raises StoreUnavailable."""
@@ -495,13 +396,11 @@ class BufferedThreadStore:
         Reads every thread that the log shows, in bounded memory. What it finds is damage, or a bug of ours: see
         docs/OPERATIONS.md.
         """
-        ours = isinstance(self._store, PostgresThreadStore)
-        versions = self._ledger.versions if ours and isinstance(self._ledger, PostgresLedger) else None
-        return await Verifier(self._log, self._shared, self._ledger, self._subjects, versions).run()
+        return await self.buffer.verify()
 
     async def lag(self) -> Mapping[int, int]:
         """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
-        return await self._vitals.lag()
+        return await self.buffer.lag()
 
 
 def _content(kind: str, call: Call, key: str | None) -> bytes:

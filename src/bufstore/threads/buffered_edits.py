@@ -10,16 +10,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from bufstore.buffer.append.appender import Appender
-from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable, Rejected
-from bufstore.threads.digests import MessageMemory
 from bufstore.threads.edits import Change, Known
 from bufstore.threads.model import Run
-from bufstore.threads.overlay import ThreadState
 from bufstore.threads.payload import Edit, Removal
 from bufstore.threads.protocol import Queryable, WrappableStore
-from bufstore.threads.read import ThreadReads
+from bufstore.threads.runs import Runs, ThreadBuffer
+from bufstore.threads.state import ThreadState
 from bufstore.threads.write import Moved, editing
 from bufstore.types import Consistency, Receipt
 
@@ -31,24 +28,15 @@ class Overtaken(Exception):
 class BufferedEdits:
     """Appends edits; see the module's text."""
 
-    def __init__(
-        self,
-        store: WrappableStore,
-        reads: ThreadReads,
-        appender: Appender[MessageMemory],
-        claim: Callable[[Run], Awaitable[None]],
-        config: BufferConfig,
-    ) -> None:
+    def __init__(self, store: WrappableStore, buffer: ThreadBuffer, runs: Runs) -> None:
         self._store = store
-        self._reads = reads
-        self._appender = appender
-        self._claim = claim
-        self._config = config
+        self._reads, self._appender, self._config = buffer.reads, buffer.appender, buffer.config
+        self._runs = runs
 
     async def create_run(self, run: Run, wanted: Change) -> Receipt:
         """Claim the run's id, then append. Raises AlreadyExists."""
         self.check_store()
-        await self._claim(run)
+        await self._runs.claim(run)
         return await self.edit(wanted)
 
     async def edit(self, wanted: Change, *, overtaken: Callable[[], Awaitable[bool]] | None = None) -> Receipt:
@@ -91,7 +79,7 @@ class BufferedEdits:
         return await self._appender.append(thread_id, editing(payload, thread_id, state.watermark.applied_id))
 
     async def _known(self, wanted: Change, state: ThreadState) -> Known:
-        exists = wanted.run_id is not None and await self._reads.has_run(wanted.run_id, state)
+        exists = wanted.run_id is not None and await self._runs.has(wanted.run_id, state)
         return Known(state.thread, state.messages, exists)
 
     @property

@@ -23,8 +23,6 @@ import secrets
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from bufstore.buffer.ports.shared_state import SharedState
-from bufstore.config import BufferConfig
 from bufstore.errors import (
     FlushTimeout,
     LineageError,
@@ -45,7 +43,7 @@ from bufstore.threads.lineage import Children, LineageChange, NamedParents, carr
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
-from bufstore.threads.read import ThreadReads
+from bufstore.threads.runs import ThreadBuffer
 from bufstore.types import Consistency, Receipt
 
 
@@ -64,14 +62,10 @@ _decode = msgspec.msgpack.Decoder(_Record).decode
 class BufferedLineage:
     """Carries out changes of lineage; see the module's text."""
 
-    def __init__(
-        self, reads: ThreadReads, lists: BufferedLists, edits: BufferedEdits, shared: SharedState, config: BufferConfig
-    ) -> None:
-        self._reads = reads
+    def __init__(self, buffer: ThreadBuffer, lists: BufferedLists, edits: BufferedEdits) -> None:
+        self._reads, self._shared, self._config = buffer.reads, buffer.shared, buffer.config
         self._lists = lists
         self._edits = edits
-        self._shared = shared
-        self._config = config
         self._parents = NamedParents(self.thread, self.change if edits.taken else None)
         #: Changes whose record may have been stored.
         self._placed: set[int] = set()

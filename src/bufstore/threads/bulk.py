@@ -8,17 +8,13 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from bufstore.buffer import producers as producers
-from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.append.tip import Prepare
-from bufstore.buffer.ports.ledger import Ledger
 from bufstore.errors import BufstoreError, Rejected
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.model import Run, check_run
-from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.protocol import WrappableStore
+from bufstore.threads.runs import Runs, ThreadBuffer
 from bufstore.threads.write import Call, call_after, call_of
-from bufstore.threads.writer import ThreadWriter
 from bufstore.types import Message, ProducerSequence, Receipt
 
 
@@ -44,18 +40,9 @@ class Series(NamedTuple):
 class BulkWriter:
     """`BufferedThreadStore.bulk`: writes for pipelines, with fewer round trips and less work for each checkpoint."""
 
-    def __init__(
-        self,
-        store: WrappableStore,
-        ledger: Ledger,
-        appender: Appender[MessageMemory],
-        writer: ThreadWriter,
-        lineage: BufferedLineage,
-    ) -> None:
-        self._store = store
-        self._ledger = ledger
-        self._appender = appender
-        self._writer = writer
+    def __init__(self, buffer: ThreadBuffer, runs: Runs, lineage: BufferedLineage) -> None:
+        self._buffer, self._appender = buffer, buffer.appender
+        self._runs = runs
         self._lineage = lineage
 
     async def learn_new(self, thread_ids: Collection[str]) -> None:
@@ -63,24 +50,17 @@ class BulkWriter:
 
         With a store other than PostgresThreadStore it does nothing. Raises Unavailable errors.
         """
-        store, ledger = self._store, self._ledger
-        if not isinstance(store, PostgresThreadStore):
-            return
-
-        async def held(absent: Sequence[str]) -> Collection[str]:
-            return {*await ledger.watermarks(absent), *await store.versions(absent)}
-
-        await self._appender.learn_new(thread_ids, held)
+        await self._buffer.learn_new(thread_ids)
 
     async def claim(self, runs: Iterable[Run]) -> None:
         """Make runs findable ahead of their first checkpoints, in a few requests. What fails is left to `write`."""
         new: dict[str, Run] = {}
         for run in runs:
-            if run.parent_thread_id is None and not self._writer.claimed(run):
+            if run.parent_thread_id is None and not self._runs.claimed(run):
                 with suppress(Rejected):
                     check_run(run, run.thread_id)
                     new[run.run_id] = run
-        await asyncio.gather(*(self._writer.claim(run) for run in new.values()), return_exceptions=True)
+        await asyncio.gather(*(self._runs.claim(run) for run in new.values()), return_exceptions=True)
 
     async def write(self, thread_id: str, steps: Sequence[Step]) -> Series:
         """Write a thread's checkpoints in order, none behind one that is not stored.
@@ -111,6 +91,6 @@ class BulkWriter:
         return Series(receipts, error or refused)
 
     async def _admit(self, run: Run) -> None:
-        if run.parent_thread_id is not None or not self._writer.claimed(run):
+        if run.parent_thread_id is not None or not self._runs.claimed(run):
             await self._lineage.check_run(run)
-            await self._writer.claim(run)
+            await self._runs.claim(run)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Base, StoredEntry
-from bufstore.buffer.ports.domain import Inapplicable
 from bufstore.threads.model import RunSave, ThreadChange
 from bufstore.threads.payload import AnyPayload, Payload, Removal, decode_payload
 

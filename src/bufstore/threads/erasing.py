@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bufstore.buffer.entry import entry_id
-from bufstore.buffer.operate.erase import Eraser
-from bufstore.buffer.operate.quarantine import Quarantine
-from bufstore.buffer.ports.ledger import Ledger
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.read.flush_waiter import FlushWaiter
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig
 from bufstore.errors import AlreadyExists, NotFound
 from bufstore.threads import edits
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.lineage import Children, deletion
+from bufstore.threads.runs import ThreadBuffer
 
 _PAGE = 1000
 
@@ -44,26 +38,12 @@ class Erasure:
 class ThreadEraser:
     """See `BufferedThreadStore.erase`."""
 
-    def __init__(
-        self,
-        log: Log,
-        ledger: Ledger,
-        subjects: Subjects,
-        edits: BufferedEdits,
-        lineage: BufferedLineage,
-        quarantine: Quarantine,
-        waiter: FlushWaiter,
-        config: BufferConfig,
-    ) -> None:
-        self._log = log
-        self._ledger = ledger
-        self._subjects = subjects
+    def __init__(self, buffer: ThreadBuffer, edits: BufferedEdits, lineage: BufferedLineage) -> None:
+        self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
+        self._quarantine, self._waiter, self._eraser = buffer.quarantine, buffer.waiter, buffer.eraser
+        self._config = buffer.config
         self._edits = edits
         self._lineage = lineage
-        self._quarantine = quarantine
-        self._waiter = waiter
-        self._eraser = Eraser(log, ledger, subjects, waiter, config)
-        self._config = config
 
     async def erase(self, thread_id: str, children: Children) -> Erasure:
         """Delete, then remove what is kept beside the tables. Safe to repeat, also after an error."""

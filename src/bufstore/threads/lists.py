@@ -16,8 +16,6 @@ from typing import TypeVar
 import msgspec
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.ports.ledger import Ledger
-from bufstore.config import BufferConfig
 from bufstore.errors import (
     ConfigError,
     FlushTimeout,
@@ -43,7 +41,7 @@ from bufstore.threads.queries import (
     read_position,
     record_of,
 )
-from bufstore.threads.read import ThreadReads
+from bufstore.threads.runs import ThreadBuffer
 from bufstore.types import Consistency, check_id
 
 T = TypeVar("T")
@@ -52,11 +50,9 @@ T = TypeVar("T")
 class BufferedLists:
     """The list reads of `BufferedThreadStore`, at a consistency level."""
 
-    def __init__(self, store: WrappableStore, ledger: Ledger, reads: ThreadReads, config: BufferConfig) -> None:
+    def __init__(self, store: WrappableStore, buffer: ThreadBuffer) -> None:
         self._store = store if isinstance(store, Queryable) else None
-        self._ledger = ledger
-        self._reads = reads
-        self._config = config
+        self._ledger, self._reads, self._config = buffer.ledger, buffer.reads, buffer.config
 
     async def messages(
         self, thread_id: str, query: MessageQuery, limit: int, cursor: str | None, level: Consistency

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
+from bufstore.buffer.domain import Backing
+from bufstore.config import BufferConfig
 from bufstore.errors import AlreadyExists, IdempotencyConflict, VersionConflict
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.threads import edits, lineage
@@ -28,6 +30,7 @@ from bufstore.threads.model import (
     encode_messages,
     encode_run,
 )
+from bufstore.threads.protocol import kind_of
 from bufstore.threads.queries import (
     ALL_MESSAGES,
     ALL_RUNS,
@@ -47,6 +50,8 @@ from bufstore.threads.queries import (
     read_position,
     record_of,
 )
+from bufstore.threads.state import ThreadState
+from bufstore.threads.state_readers import ComparingReader
 from bufstore.types import Message, Receipt, check_id
 
 _REMEMBERED_KEYS = 16
@@ -77,6 +82,15 @@ class MemoryThreadStore:
         if self._ledger is None:
             self._ledger = MemoryLedger(self, quarantine_max=quarantine_max)
         return self._ledger
+
+    def behind(
+        self, postgres: str | None, config: BufferConfig, timeout_s: float
+    ) -> tuple[MemoryLedger, Backing[ThreadState]] | None:
+        """What a buffer in front of it works with; None when its watermarks are to be in a database."""
+        if postgres is not None:
+            return None
+        ledger = self.ledger(config.quarantine_max)
+        return ledger, Backing(kind_of(self), ComparingReader(self, ledger))
 
     async def checkpoint(
         self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.prepare import compare, proven_by_ledger
 from bufstore.buffer.target import check_kind, check_same
-from bufstore.config import BufferConfig, NatsConfig
+from bufstore.config import BufferConfig
 from bufstore.errors import LogRolledBack
-from bufstore.memory.server import MemoryNats
-from bufstore.threads.coalesce import coalesce
-from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.preparing import compare, proven_by_ledger
-from bufstore.threads.protocol import WrappableStore, kind_of
-from bufstore.threads.wrapping import ledger_for, session_for
+from bufstore.nats.session import Nats
+from bufstore.threads.behind import buffer_of
+from bufstore.threads.protocol import WrappableStore
 
 
 async def repair(
     store: WrappableStore,
     *,
-    nats: str | Sequence[str] | NatsConfig | MemoryNats = "nats://127.0.0.1:4222",
+    nats: Nats = "nats://127.0.0.1:4222",
     postgres: str | None = None,
     schema: str = "bufstore",
     config: BufferConfig | None = None,
@@ -41,29 +37,22 @@ async def repair(
     database, or with `apply` to another kind of store).
     """
     # What goes to quarantine here is bounded by the log, and has nowhere else to wait.
-    config = replace(config or BufferConfig(), quarantine_max=sys.maxsize)
-    session = session_for(nats, config, "bufstore-repair")
-    ledger = ledger_for(store, postgres, schema, config)
-    ours = store if isinstance(store, PostgresThreadStore) else None
-    await session.open()
-    try:
-        await ledger.open()
+    config = replace(config or BufferConfig(), quarantine_max=sys.maxsize, flusher=False)
+    buffer = buffer_of(store, nats, config, name="bufstore-repair", postgres=postgres, schema=schema)
+    ledger, backing = buffer.ledger, buffer.backing
+    async with buffer.connected():
         await ledger.setup()
-        reason = await _reason(session.log, ledger, config.log.stream)
-        if apply:
-            for named in (session.log.target, await ledger.target()):
-                check_kind(f"stream {config.log.stream}", named, kind_of(store))
-            if ours is not None:
-                await ours.open()
-                await ours.setup()
-        subjects = Subjects(config.log.subject, config.log.partitions)
-        it = Repair(session.log, session.shared, ledger, coalesce, subjects, reason)
-        return await (it.carry_out() if apply else it.look())
-    finally:
-        if ours is not None:
-            await ours.aclose()
-        await ledger.aclose()
-        await session.aclose()
+        reason = await _reason(buffer.log, ledger, config.log.stream)
+        if not apply:
+            return await Repair(buffer.parts, reason).look()
+        for named in (buffer.log.target, await ledger.target()):
+            check_kind(f"stream {config.log.stream}", named, backing.kind)
+        await backing.open()
+        try:
+            await backing.setup()
+            return await Repair(buffer.parts, reason).carry_out()
+        finally:
+            await backing.aclose()
 
 
 async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:

@@ -18,20 +18,18 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Generic
+from typing import Any, Generic
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
 from bufstore.buffer.append.next_unit import Limits, Need, next_unit, other_content
-from bufstore.buffer.append.tip import M, Prepare, Tip, TipCache
-from bufstore.buffer.append.tip_finder import TipFinder, Writer
+from bufstore.buffer.append.tip import Prepare, Tip, TipCache
+from bufstore.buffer.append.tip_finder import Stored, TipFinder
 from bufstore.buffer.append.unresolved import Unresolved
-from bufstore.buffer.chain import Watermark
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig
+from bufstore.buffer.domain import M, S
+from bufstore.buffer.parts import Parts
 from bufstore.errors import (
     BufstoreError,
     Closed,
@@ -53,27 +51,24 @@ _PAUSE_MAX_S = 0.2
 _FULL_FOR_S = 10.0
 
 
-class Appender(Generic[M]):
+class Appender(Generic[S, M]):
     """Appends entries; see the module's text. One per process and log."""
 
     def __init__(
         self,
-        log: Log,
-        subjects: Subjects,
-        config: BufferConfig,
-        writer: Writer[M],
-        load_row: Callable[[str], Awaitable[Watermark]],
+        parts: Parts[Any, S, M],
+        stored: Stored[S],
         explain: Callable[[LogFull], Awaitable[LogFull]] | None = None,
     ) -> None:
-        self._log = log
-        self._subjects = subjects
-        self._config = config
+        """`stored`: what the store holds of threads. `explain`: says more of a full log than the server does."""
+        log, config = parts.log, parts.config
+        self._log, self._subjects, self._config = log, parts.subjects, config
         # Twice within a caller's time: then a lost answer is still resolved before the call ends.
         self._group = GroupCommit(log, timeout_s=config.append_timeout_s / 2)
         self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
-        self._unresolved = Unresolved(log, subjects, load_row)
-        self._finder = TipFinder(log, subjects, config, writer, load_row, self._tips)
+        self._unresolved = Unresolved(log, parts.subjects, stored.watermark)
+        self._finder = TipFinder(parts, stored, self._tips)
         self._tasks: set[asyncio.Task[None]] = set()
         #: In order of arrival, so that the first is the first to give up.
         self._outstanding: dict[Write[M], None] = {}

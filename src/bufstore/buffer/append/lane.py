@@ -10,7 +10,8 @@ from itertools import accumulate
 from typing import Generic
 
 from bufstore.buffer.append.next_unit import Drafted, Taken
-from bufstore.buffer.append.tip import Draft, M, Prepare, Tip
+from bufstore.buffer.append.tip import Draft, Prepare, Tip
+from bufstore.buffer.domain import M
 from bufstore.jetstream import group_commit
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.types import Receipt

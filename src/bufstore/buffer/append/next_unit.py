@@ -10,7 +10,8 @@ import msgspec
 
 from bufstore.buffer import producers as producers
 from bufstore.buffer import recent_keys
-from bufstore.buffer.append.tip import Draft, M, NeedBase, Prepare, Tip
+from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip
+from bufstore.buffer.domain import M
 from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.errors import BufstoreError, IdempotencyConflict, Rejected, TooLarge
 from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, Outgoing

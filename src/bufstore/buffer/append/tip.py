@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 import msgspec
 
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import M
 from bufstore.buffer.entry import Base, StoredEntry, decode
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
-
-
-class Memory(Protocol):
-    """What a domain remembers of a thread's content, to write deltas against."""
-
-    @property
-    def weight(self) -> int:
-        """About how many items it holds."""
-        ...
-
-
-M = TypeVar("M", bound=Memory)
 
 
 # Neither is part of a cycle. Every write makes one and ten thousand threads keep one, so spare the collector the work.

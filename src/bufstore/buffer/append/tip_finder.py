@@ -4,63 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer import producers as producers
 from bufstore.buffer.append.lookups import Lookups
-from bufstore.buffer.append.tip import M, Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
+from bufstore.buffer.append.tip import Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
 from bufstore.buffer.chain import Watermark, counts
+from bufstore.buffer.domain import M, S, S_co
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig
+from bufstore.buffer.parts import Parts
 
 #: Purged entries were flushed a failover window ago, which is longer: a thread that existed nowhere, and was written
 #: since, still shows in the log.
 _NEW_FOR_S = 5.0
 
 
-class Writer(Protocol[M]):
-    """What the appender asks of the domain besides `prepare`."""
+class Stored(Protocol[S_co]):
+    """What the store holds of threads: `bufstore.buffer.read.reads.Reads`."""
 
-    async def load_base(self, thread_id: str) -> tuple[int, Watermark, M, bool]:
-        """The thread's content: the position of its last entry in the log (0: none there), its row as it will be
-        once the tail is flushed, what to remember of its content, and whether the row is all that Postgres knows (and
-        not what the log alone tells while Postgres is away).
+    async def joined(self, thread_id: str) -> tuple[S_co, int]:
+        """The thread's state with its tail, and the position of its last entry in the log (0: none there).
 
-        Raises StoreUnavailable when Postgres is needed and does not answer.
+        Raises StoreUnavailable when the store is needed and does not answer.
         """
         ...
 
-    def nothing(self) -> M:
-        """What to remember of a thread without content."""
-        ...
-
-    def observe(self, memory: M, entry: StoredEntry) -> None:
-        """Bring the memory up to date with an entry that another writer appended."""
+    async def watermark(self, thread_id: str) -> Watermark:
+        """The thread's watermark. Raises StoreUnavailable, soon."""
         ...
 
 
-class TipFinder(Generic[M]):
+class TipFinder(Generic[S, M]):
     """Finds tips and remembers them in `tips`. Raises LogUnavailable; StoreUnavailable where Postgres is asked."""
 
-    def __init__(
-        self,
-        log: Log,
-        subjects: Subjects,
-        config: BufferConfig,
-        writer: Writer[M],
-        load_row: Callable[[str], Awaitable[Watermark]],
-        tips: TipCache[M],
-    ) -> None:
-        self._log = log
-        self._subjects = subjects
-        self._timeout_s = config.append_timeout_s
-        self._writer = writer
-        self._load_row = load_row
+    def __init__(self, parts: Parts[Any, S, M], stored: Stored[S], tips: TipCache[M]) -> None:
+        self._log, self._subjects, self._domain = parts.log, parts.subjects, parts.domain
+        self._timeout_s = parts.config.append_timeout_s
+        self._stored = stored
         self._tips = tips
-        self._lookups = Lookups(log, config.append_timeout_s)
+        self._lookups = Lookups(parts.log, parts.config.append_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
         #: How long the machine had been suspended at the last look: `saw` does not ask again.
@@ -95,7 +78,7 @@ class TipFinder(Generic[M]):
         at, seen = self._new.pop(thread_id, (float("-inf"), 0))
         if elapsed.now_s() - at > min(_NEW_FOR_S, self._seen_for_s):
             return None
-        return tip_of_row(Watermark(), seen, at, self._writer.nothing())
+        return tip_of_row(Watermark(), seen, at, self._domain.nothing())
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""
@@ -114,7 +97,8 @@ class TipFinder(Generic[M]):
         if (new := self._as_new(thread_id)) is not None:
             return new
         at, seen = elapsed.now_s(), await self._seen_lately()
-        seq, watermark, memory, whole = await self._writer.load_base(thread_id)
+        state, seq = await self._stored.joined(thread_id)
+        watermark, memory, whole = state.watermark, self._domain.remember(state), state.whole
         if not seq:
             return tip_of_row(watermark, seen, at, memory)
         broken = watermark.broken_since is not None
@@ -130,7 +114,7 @@ class TipFinder(Generic[M]):
         if (new := self._as_new(thread_id)) is not None:
             return new
         at, seen = elapsed.now_s(), await self._seen_lately()
-        watermark = await self._load_row(thread_id)
+        watermark = await self._stored.watermark(thread_id)
         known = self._tips.get(thread_id)
         tip = await (self.confirm(thread_id, known) if known is not None else self.look_up(thread_id))
         if not tip.seq:
@@ -199,7 +183,7 @@ class TipFinder(Generic[M]):
             e = item.entry
             if e.base is not Base.CHAINED:
                 return tip_of_message(messages[-1])  # our base was purged, and maybe more with it
-            self._writer.observe(memory, item)
+            self._domain.observe(memory, item)
             known = tip.producers if e.producers is None else e.producers
             tip = Tip(item.seq, e.id, Base.CHAINED, 0, e.version, e.keys, memory, False, e.keys_complete, known)
         if tip.seq != messages[-1].seq:

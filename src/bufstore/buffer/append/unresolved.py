@@ -35,10 +35,10 @@ class _Found(NamedTuple):
 class Unresolved:
     """Per thread and idempotency key: the position that the first sending of a write stood behind."""
 
-    def __init__(self, log: Log, subjects: Subjects, load_row: Callable[[str], Awaitable[Watermark]]) -> None:
+    def __init__(self, log: Log, subjects: Subjects, load_watermark: Callable[[str], Awaitable[Watermark]]) -> None:
         self._log = log
         self._subjects = subjects
-        self._load_row = load_row
+        self._load_watermark = load_watermark
         self._behind: OrderedDict[tuple[str, bytes], int] = OrderedDict()
 
     def remember(self, thread_id: str, item: bytes, behind: int) -> None:
@@ -61,7 +61,7 @@ class Unresolved:
         """
         found = await self._last(thread_id, item, timeout_s)
         if found is not None and found.entry.entry.base is not Base.CHAINED:
-            watermark = await self._load_row(thread_id)
+            watermark = await self._load_watermark(thread_id)
             found = await self._last(thread_id, item, timeout_s)  # in this order: see `counts`
             stands = found is None or counts(found.entry, watermark, found.behind)
             if stands is None:

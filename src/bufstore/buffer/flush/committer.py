@@ -17,11 +17,8 @@ from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.flush.deciding import Threads, decide_thread, payload_bytes
 from bufstore.buffer.flush.owned_partition import Item, OwnedPartition
-from bufstore.buffer.ports.domain import Coalesce
-from bufstore.buffer.ports.ledger import Decision, FlushFailed, Ledger, QuarantineBusy, QuarantineFull
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.ports.shared_state import SharedState
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import Decision, FlushFailed, QuarantineBusy, QuarantineFull
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 
@@ -81,20 +78,10 @@ class Committed:
 class Committer:
     """Commits entries of the partitions in `shares`, the ones that this process follows."""
 
-    def __init__(
-        self,
-        log: Log,
-        shared: SharedState,
-        ledger: Ledger,
-        coalesce: Coalesce,
-        subjects: Subjects,
-        owned_partitions: Mapping[int, OwnedPartition],
-    ) -> None:
-        self._log = log
-        self._shared = shared
-        self._ledger = ledger
-        self._coalesce = coalesce
-        self._subjects = subjects
+    def __init__(self, parts: AnyParts, owned_partitions: Mapping[int, OwnedPartition]) -> None:
+        self._log, self._shared, self._ledger = parts.log, parts.shared, parts.ledger
+        self._coalesce = parts.domain.coalesce
+        self._subjects = parts.subjects
         self._owned = owned_partitions
         #: The partitions as they were when the window was gathered.
         self._window: Mapping[int, OwnedPartition] = {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any
 
 import msgspec
 
 from bufstore.buffer.chain import Plan, Watermark, plan
+from bufstore.buffer.domain import Change, Coalesce, Inapplicable
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush.owned_partition import Item
-from bufstore.buffer.ports.domain import Coalesce, Inapplicable
 
 #: Entries to flush, by thread; None stands for entries whose thread is unknown.
 Threads = MutableMapping[str | None, list[Item]]
@@ -24,7 +23,7 @@ def decide_thread(
     coalesce: Coalesce,
     *,
     complete: bool,
-) -> tuple[Plan, Any]:
+) -> tuple[Plan, Change | None]:
     """What happens to a thread's entries (see `chain.plan`), and the one change that equals the applied ones.
 
     Entries that turn out to be inapplicable are added to `poison`, with the cause.

@@ -33,12 +33,7 @@ from bufstore.buffer.flush.recaller import Recaller
 from bufstore.buffer.flush.retention import Retention
 from bufstore.buffer.flush.takeover import Takeover
 from bufstore.buffer.flush.window_flusher import Later, WindowFlusher
-from bufstore.buffer.ports.domain import Coalesce
-from bufstore.buffer.ports.ledger import Ledger
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.ports.shared_state import SharedState
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig
+from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
@@ -51,17 +46,9 @@ _BACKOFF_MAX_S = 2.0
 class Flusher:
     """Flushes the partitions it owns; see the module's text. One per process and log."""
 
-    def __init__(
-        self,
-        log: Log,
-        shared: SharedState,
-        ledger: Ledger,
-        coalesce: Coalesce,
-        subjects: Subjects,
-        config: BufferConfig,
-        member: str,
-        prepare: Callable[[], Awaitable[None]],
-    ) -> None:
+    def __init__(self, parts: AnyParts, member: str, prepare: Callable[[], Awaitable[None]]) -> None:
+        """`member`: this process among the flushers. `prepare`: makes sure of tables and log before the first flush."""
+        log, shared, subjects, config = parts.log, parts.shared, parts.subjects, parts.config
         self._shared = shared
         self._config = config
         self._member = member
@@ -72,12 +59,10 @@ class Flusher:
         self._window_began: float | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.state = FlusherState()
-        self._takeover = Takeover(log, ledger, subjects, member, prepare, self._wake.set, self.state)
+        self._takeover = Takeover(parts, member, prepare, self._wake.set, self.state)
         self._owned = self._takeover.owned_partitions
-        self._window_flusher = WindowFlusher(
-            log, shared, ledger, coalesce, subjects, config, self._takeover, self.state
-        )
-        self._recaller = Recaller(log, subjects, config, self._owned, self._window_flusher, self._wake.set)
+        self._window_flusher = WindowFlusher(parts, self._takeover, self.state)
+        self._recaller = Recaller(parts, self._owned, self._window_flusher, self._wake.set)
         self._overdue = Overdue(log, subjects, self._owned, self._wake.set)
         self._log = log
         self._lease = Lease(
@@ -90,7 +75,7 @@ class Flusher:
             self._unable,
             lambda: self.state.trouble,
         )
-        self._retention = Retention(log, ledger, subjects, config, self._owned, self._takeover.compare)
+        self._retention = Retention(parts, self._owned, self._takeover.compare)
 
     async def start(self) -> None:
         """Join the members and begin to flush."""

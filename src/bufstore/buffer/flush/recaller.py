@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from bufstore.buffer.entry import Assembler
 from bufstore.buffer.flush.owned_partition import Aside, Item, OwnedPartition
 from bufstore.buffer.flush.window_flusher import TRIED_AT_ONCE, WindowFlusher
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig
+from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown
 
@@ -38,20 +36,17 @@ class Recaller:
 
     def __init__(
         self,
-        log: Log,
-        subjects: Subjects,
-        config: BufferConfig,
+        parts: AnyParts,
         owned_partitions: Mapping[int, OwnedPartition],
-        settler: WindowFlusher,
+        windows: WindowFlusher,
         wake: Callable[[], None],
     ) -> None:
-        self._log = log
-        self._subjects = subjects
+        self._log, self._subjects = parts.log, parts.subjects
         #: Bytes of what was set aside that may be in memory again.
-        self._bytes_max = config.flush_max_bytes // 4
+        self._bytes_max = parts.config.flush_max_bytes // 4
         self._owned = owned_partitions
-        self._waiting = settler.waiting
-        self._tries_some = settler.tries_some
+        self._waiting = windows.waiting
+        self._tries_some = windows.tries_some
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._task: asyncio.Task[None] | None = None

@@ -15,10 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.passed import purgeable, share_to_go
-from bufstore.buffer.ports.ledger import FlushFailed, Ledger
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
@@ -35,17 +33,12 @@ class Retention:
 
     def __init__(
         self,
-        log: Log,
-        ledger: Ledger,
-        subjects: Subjects,
-        config: BufferConfig,
+        parts: AnyParts,
         owned_partitions: Mapping[int, OwnedPartition],
         compare: Callable[[], Awaitable[None]],
     ) -> None:
-        self._log = log
-        self._ledger = ledger
-        self._subjects = subjects
-        self._config = config
+        self._log, self._ledger = parts.log, parts.ledger
+        self._subjects, self._config = parts.subjects, parts.config
         self._owned = owned_partitions
         self._compare = compare
         self._loop = asyncio.get_running_loop()

@@ -18,9 +18,9 @@ from typing import Any
 from bufstore.buffer.entry import entry_id
 from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.flush.owned_partition import OwnedPartition
-from bufstore.buffer.ports.ledger import Cursor, FlushFailed, Ledger
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.ports.log import Log
-from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, LogRolledBack, LogUnavailable, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
@@ -79,17 +79,13 @@ class Takeover:
 
     def __init__(
         self,
-        log: Log,
-        ledger: Ledger,
-        subjects: Subjects,
+        parts: AnyParts,
         member: str,
         prepare: Callable[[], Awaitable[None]],
         wake: Callable[[], None],
         state: FlusherState,
     ) -> None:
-        self._log = log
-        self._ledger = ledger
-        self._subjects = subjects
+        self._log, self._ledger, self._subjects = parts.log, parts.ledger, parts.subjects
         self._member = member
         self._prepare = prepare
         self._prepared = False

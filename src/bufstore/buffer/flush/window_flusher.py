@@ -24,16 +24,11 @@ from bufstore.buffer.flush.owned_partition import Item
 from bufstore.buffer.flush.takeover import Takeover
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.flush.waiting import Waiting
-from bufstore.buffer.ports.domain import Coalesce
+from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import (
     FlushFailed,
-    Ledger,
     NotOwner,
 )
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.ports.shared_state import SharedState
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
@@ -60,22 +55,11 @@ class Later(Exception):
 class WindowFlusher:
     """Flushes what the followed partitions hold in memory."""
 
-    def __init__(
-        self,
-        log: Log,
-        shared: SharedState,
-        ledger: Ledger,
-        coalesce: Coalesce,
-        subjects: Subjects,
-        config: BufferConfig,
-        takeover: Takeover,
-        state: FlusherState,
-    ) -> None:
-        self._ledger = ledger
-        self._config = config
+    def __init__(self, parts: AnyParts, takeover: Takeover, state: FlusherState) -> None:
+        self._ledger, self._config = parts.ledger, parts.config
         self._takeover = takeover
         self._owned = takeover.owned_partitions
-        self._committer = Committer(log, shared, ledger, coalesce, subjects, takeover.owned_partitions)
+        self._committer = Committer(parts, takeover.owned_partitions)
         self._poison = self._committer.poison
         self._state = state
         self._loop = asyncio.get_running_loop()
@@ -87,7 +71,7 @@ class WindowFlusher:
         #: Causes that were no more when some threads were tried.
         self._passing: set[str] = set()
         #: A window that could not be committed is tried again with half as many entries.
-        self._room = config.flush_max_entries
+        self._room = parts.config.flush_max_entries
         #: Whether the last window left something out for lack of space.
         self.more = False
         self._quarantine_full = False

@@ -11,23 +11,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from bufstore.buffer.ports.ledger import Ledger
-from bufstore.buffer.ports.log import Log
+from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.read.flush_waiter import FlushWaiter
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig
 from bufstore.errors import FlushTimeout
 
 
 class Eraser:
     """Removes flushed entries of single threads."""
 
-    def __init__(self, log: Log, ledger: Ledger, subjects: Subjects, waiter: FlushWaiter, config: BufferConfig) -> None:
-        self._log = log
-        self._ledger = ledger
-        self._subjects = subjects
+    def __init__(self, parts: AnyParts, waiter: FlushWaiter) -> None:
+        self._log, self._ledger = parts.log, parts.ledger
+        self._subjects, self._config = parts.subjects, parts.config
         self._waiter = waiter
-        self._config = config
 
     async def erase(self, threads: Mapping[str, int]) -> int:
         """Remove each thread's messages below its position, once that is allowed. Returns how many there were.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Coalesce, Inapplicable
 from bufstore.buffer.entry import Malformed
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed, plan_replay
-from bufstore.buffer.ports.domain import Coalesce, Inapplicable
-from bufstore.buffer.ports.ledger import FlushFailed, Ledger, ParkedInfo, Replay
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import FlushFailed, ParkedInfo, Replay
 from bufstore.errors import BufstoreError, NotFound, StoreMisconfigured, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.types import check_id
@@ -27,11 +28,11 @@ class Quarantine:
     Every method raises StoreUnavailable when Postgres does not answer, StoreMisconfigured when it refuses.
     """
 
-    def __init__(self, ledger: Ledger, coalesce: Coalesce, tell: Callable[[str], Awaitable[None]]) -> None:
-        self._ledger = ledger
-        self._coalesce = coalesce
+    def __init__(self, parts: AnyParts) -> None:
+        self._ledger = parts.ledger
+        self._coalesce = parts.domain.coalesce
         #: Tells every writer that a thread's chain is no longer the one that it remembers.
-        self._tell = tell
+        self._tell = parts.shared.tell_parked
 
     async def count(self) -> int:
         """How many entries wait."""

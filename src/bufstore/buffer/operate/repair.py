@@ -17,15 +17,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 import msgspec
 
 from bufstore.buffer.chain import Parked, Plan, Watermark
+from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble, entry_id
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.salvage import known_up_to, plan_salvage
-from bufstore.buffer.ports.domain import Coalesce, Inapplicable
-from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, Ledger, need_all
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.ports.shared_state import SharedState
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, need_all
 from bufstore.errors import ConfigError, MalformedEntry, StoreMisconfigured, StoreUnavailable
 
 _CHUNK = 500
@@ -59,21 +57,11 @@ _Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
 class Repair:
     """One look at a log, and one repair of it."""
 
-    def __init__(
-        self,
-        log: Log,
-        shared: SharedState,
-        ledger: Ledger,
-        coalesce: Coalesce,
-        subjects: Subjects,
-        reason: str | None,
-    ) -> None:
+    def __init__(self, parts: AnyParts, reason: str | None) -> None:
         """`reason`: why log and Postgres do not fit together."""
-        self._log = log
-        self._shared = shared
-        self._ledger = ledger
-        self._coalesce = coalesce
-        self._subjects = subjects
+        self._log, self._shared, self._ledger = parts.log, parts.shared, parts.ledger
+        self._coalesce = parts.domain.coalesce
+        self._subjects = parts.subjects
         self._reason = reason
         self._threads = 0
         self._applied = 0

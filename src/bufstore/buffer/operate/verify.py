@@ -7,15 +7,14 @@ grow are read in an order in which being late does no harm: the cursor before th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Versions
 from bufstore.buffer.entry import assemble, entry_id
 from bufstore.buffer.operate.audit import Finding, ThreadFacts, Verification, thread_findings
-from bufstore.buffer.ports.ledger import Cursor, Ledger
-from bufstore.buffer.ports.log import Log
-from bufstore.buffer.ports.shared_state import SharedState
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import Cursor
 from bufstore.errors import MalformedEntry
 
 _CHUNK = 500
@@ -24,20 +23,13 @@ _LOOKS = 4
 _PAUSE_S = 0.1
 _TIMEOUT_S = 30.0
 
-#: Per thread: the watermark's version, the store's own, and how many messages the store holds.
-Versions = Callable[[Sequence[str]], Awaitable[Mapping[str, tuple[int, int | None, int]]]]
-
 
 class Verifier:
     """One self-check."""
 
-    def __init__(
-        self, log: Log, shared: SharedState, ledger: Ledger, subjects: Subjects, versions: Versions | None = None
-    ) -> None:
-        self._log = log
-        self._shared = shared
-        self._ledger = ledger
-        self._subjects = subjects
+    def __init__(self, parts: AnyParts, versions: Versions | None = None) -> None:
+        self._log, self._shared = parts.log, parts.shared
+        self._ledger, self._subjects = parts.ledger, parts.subjects
         self._versions = versions
         self._findings: list[Finding] = []
         self._wrong = 0

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from bufstore.buffer.chain import Parked, Watermark
+from bufstore.buffer.domain import Change
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.replay import ParkedEntry, ReplayPlan
 from bufstore.buffer.target import Target
@@ -32,8 +33,8 @@ class Cursor:
 class Decision:
     """What one flush transaction writes, decided while the rows are locked."""
 
-    #: The domain's changes, one per thread, each with its `thread_id`, and `gone` if nothing of the thread is left.
-    batch: Sequence[Any] = ()
+    #: One per thread.
+    batch: Sequence[Change] = ()
     watermarks: Mapping[str, Watermark] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
     #: The partitions' new cursors.
@@ -155,7 +156,7 @@ class Replay:
 
     plan: ReplayPlan
     #: The domain's change that equals the applied entries; None if none is.
-    change: Any
+    change: Change | None
 
 
 class Ledger(Protocol):

@@ -1,1 +1,1 @@
-"""The read path: what the store holds, joined with the tail in the log."""
+"""The read path: what the store holds, joined with the thread's tail in the log."""

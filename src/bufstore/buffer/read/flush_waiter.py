@@ -12,9 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.membership import owners
-from bufstore.buffer.ports.ledger import Ledger
-from bufstore.buffer.ports.shared_state import SharedState
-from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError, FlushTimeout
 
 _ASK_INTERVAL_S = 0.25
@@ -23,10 +21,8 @@ _ASK_INTERVAL_S = 0.25
 class FlushWaiter:
     """Knows how far each partition is flushed, and waits for more. One per process and log."""
 
-    def __init__(self, shared: SharedState, ledger: Ledger, subjects: Subjects, flusher: Flusher | None) -> None:
-        self._shared = shared
-        self._ledger = ledger
-        self._subjects = subjects
+    def __init__(self, parts: AnyParts, flusher: Flusher | None) -> None:
+        self._shared, self._ledger, self._subjects = parts.shared, parts.ledger, parts.subjects
         self._flusher = flusher
         self._progress: dict[int, int] = {}
         self._moved = asyncio.Event()

@@ -8,6 +8,7 @@ from typing import Any
 import click
 import msgspec
 
+from bufstore.buffer.prepare import adopt as adopt_log
 from bufstore.buffer.target import Kind
 from bufstore.buffer.windows import Windows
 from bufstore.cli.connect import Options, Target, connects
@@ -15,11 +16,9 @@ from bufstore.cli.output import show
 from bufstore.cli.running import Finite, run
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import NoLog
+from bufstore.nats.change_log import change_log
 from bufstore.nats.finding import find_log
-from bufstore.nats.session import NatsSession
-from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.threads.changing import change_log
-from bufstore.threads.preparing import adopt as adopt_log
+from bufstore.threads.behind import buffer_of
 from bufstore.threads.protocol import DOMAIN
 
 _TIMEOUT_S = 5.0
@@ -120,17 +119,11 @@ async def _adopt(target: Target, kind: Kind, windows: dict[str, Any]) -> Windows
     config = await target.find_log()
     if config is None:
         raise NoLog(target.stream)
-    session = NatsSession(target.nats, BufferConfig.fitting(replace(config, **windows)), target.session)
+    fitting = BufferConfig.fitting(replace(config, **windows), flusher=False)
     store = target.plain(pool_size=1)
-    ledger = PostgresLedger(str(store.pool.conninfo), store, schema=target.schema, timeout_s=_TIMEOUT_S)
-    await session.open()
-    try:
-        await ledger.open()
-        await adopt_log(session.log, ledger, target.stream, kind)
-        return session.log.windows
-    finally:
-        await ledger.aclose()
-        await session.aclose()
+    async with buffer_of(store, target.nats, fitting, name=target.session, timeout_s=_TIMEOUT_S).connected() as buffer:
+        await adopt_log(buffer.log, buffer.ledger, target.stream, kind)
+        return buffer.log.windows
 
 
 def _show(options: Options, target: Target, windows: Windows, title: str) -> None:

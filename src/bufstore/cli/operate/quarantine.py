@@ -209,7 +209,7 @@ def discard(options: Options, ids: Sequence[int]) -> None:
 @asynccontextmanager
 async def _quarantine(target: Target, *, applies: bool = False) -> AsyncIterator[Quarantine]:
     async with inspecting(target, applies=applies) as inspection:
-        yield inspection.quarantine()
+        yield inspection.quarantine
 
 
 def _nothing(thread_id: str) -> list[Replayed]:

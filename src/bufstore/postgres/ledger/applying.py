@@ -5,25 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import psycopg
 from psycopg import AsyncConnection
 
+from bufstore.buffer.domain import Applies
 from bufstore.buffer.flush.verdict import Verdict, verdict
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.errors import BufstoreError
 
 #: A probe that finds more to refuse than to write ends after this.
 _PROBE_S = 2.0
-
-
-class Applies(Protocol):
-    """The part of a store that a flush needs."""
-
-    async def apply(self, connection: Any, batch: Sequence[Any]) -> None:
-        """Write the batch on the connection; see `bufstore.threads.protocol.WrappableStore`."""
-        ...
 
 
 @contextmanager
@@ -37,7 +30,7 @@ def flush_errors(*, of_batch: bool = False) -> Iterator[None]:
         raise _refusal(e, of_batch) from e
 
 
-async def apply_batch(target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
+async def apply_batch(target: Applies[Any], connection: AsyncConnection[Any], batch: Sequence[Any]) -> None:
     """Have the store write the batch. Raises FlushFailed."""
     try:
         with flush_errors(of_batch=True):
@@ -50,7 +43,7 @@ async def apply_batch(target: Applies, connection: AsyncConnection[Any], batch: 
 
 
 async def probe_batch(
-    target: Applies, connection: AsyncConnection[Any], batch: Sequence[Any], limit: int
+    target: Applies[Any], connection: AsyncConnection[Any], batch: Sequence[Any], limit: int
 ) -> tuple[dict[str, FlushFailed], set[str]]:
     """Have the store write the batch in parts, as far as it takes them: what it refuses of which threads.
 

@@ -9,6 +9,7 @@ from typing import Any
 from psycopg import AsyncConnection
 
 from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Applies
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner
 from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
@@ -16,7 +17,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
-from bufstore.postgres.ledger.applying import Applies, apply_batch, flush_errors, probe_batch
+from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
 
 _FOLDER = files("bufstore.postgres.ledger") / "sql"
@@ -44,7 +45,7 @@ class PostgresLedger:
     def __init__(
         self,
         conninfo: str,
-        target: Applies,
+        target: Applies[Any],
         *,
         schema: str = "bufstore",
         timeout_s: float = 30.0,
@@ -133,14 +134,10 @@ class PostgresLedger:
     async def broken(self) -> frozenset[str]:
         return frozenset(row[0] for row in await self._fetch("broken"))
 
-    async def has_threads(self) -> bool:
-        """Whether a PostgresThreadStore has its tables in the same schema."""
-        return bool((await self._fetch("has_threads", self.schema))[0][0])
-
     async def versions(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
-        """Where the store is a PostgresThreadStore in the same schema: see
-        `bufstore.buffer.operate.verify.Versions`.
-        """
+        """See `bufstore.buffer.domain.Versions`; nothing where no PostgresThreadStore has its tables in this schema."""
+        if not (await self._fetch("has_threads", self.schema))[0][0]:
+            return {}
         return {t: (a, b, c) for t, a, b, c in await self._fetch("counts", arrays.texts(thread_ids))}
 
     @property

@@ -10,6 +10,7 @@ import msgspec
 from psycopg import AsyncConnection, errors
 
 from bufstore.buffer.chain import Parked, Watermark
+from bufstore.buffer.domain import Applies
 from bufstore.buffer.entry import Malformed, StoredEntry
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry
 from bufstore.buffer.ports.ledger import ParkedInfo, QuarantineBusy, QuarantineFull, Replay
@@ -17,7 +18,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import Pool
-from bufstore.postgres.ledger.applying import Applies, apply_batch, flush_errors
+from bufstore.postgres.ledger.applying import apply_batch, flush_errors
 
 #: How much of a thread one replay transaction takes.
 _REPLAY_ENTRIES = 500
@@ -35,7 +36,7 @@ class PostgresParked:
         pool: Pool,
         setup: Callable[[], Awaitable[None]],
         queries: dict[str, LiteralString],
-        target: Applies,
+        target: Applies[Any],
         timeout_s: float,
         limit: int,
         idle_max: str,

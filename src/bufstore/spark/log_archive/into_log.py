@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import NamedTuple
 
 import msgspec
@@ -20,18 +21,15 @@ import msgspec
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, StoredEntry, assemble, encode, entry_id
 from bufstore.buffer.flush.owned_partition import Item
-from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, Conflict, Outgoing
-from bufstore.nats.session import NatsSession
-from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
+from bufstore.threads.behind import buffer_of
 from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.protocol import kind_of
 
 _TIMEOUT_S = 30.0
 _UNIT_BYTES = 4 << 20
@@ -81,10 +79,10 @@ def _chained(entries: Sequence[Entry], last: int, in_log: bool, seen: int) -> li
     chained: list[Entry] = []
     for entry in entries:
         if in_log:
-            session = {"prev_id": last, "base": Base.CHAINED, "seen": 0}
+            link = {"prev_id": last, "base": Base.CHAINED, "seen": 0}
         else:
-            session = {"prev_id": last, "base": Base.STORED if last else Base.NONE, "seen": seen}
-        chained.append(msgspec.structs.replace(entry, **session))
+            link = {"prev_id": last, "base": Base.STORED if last else Base.NONE, "seen": seen}
+        chained.append(msgspec.structs.replace(entry, **link))
         last, in_log = entry.id, True
     return chained
 
@@ -95,28 +93,28 @@ class IntoLog:
     def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
         self._deployment = deployment
         self._dry_run = dry_run
-        self._store = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=1)
-        self._ledger = PostgresLedger(deployment.postgres, self._store, schema=deployment.schema)
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> IntoLog:
         log, named = await self._deployment.look()
-        # Of an app's own store, only its row of a thread is known.
-        self._ours = named is None or named.kind == kind_of(PostgresThreadStore)
-        self._subjects = Subjects(log.subject, log.partitions)
-        self._session = NatsSession(self._deployment.server, BufferConfig.fitting(log), "bufstore-restore")
-        await self._session.open()
-        await self._ledger.open()
-        await self._store.open()
-        self._group = GroupCommit(self._session.log, timeout_s=_TIMEOUT_S)
-        self._group.start()
-        self._room = asyncio.Semaphore(_AT_ONCE)
+        store = PostgresThreadStore(self._deployment.postgres, schema=self._deployment.schema, pool_size=1)
+        config = BufferConfig.fitting(log, flusher=False)
+        buffer = buffer_of(store, self._deployment.server, config, name="bufstore-restore")
+        # Of an app's own store, only its watermark of a thread is known.
+        self._held = store.versions if named is None or named.kind == buffer.backing.kind else None
+        self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
+        self._group = GroupCommit(self._log, timeout_s=_TIMEOUT_S)
+        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(buffer.connected())
+            await stack.enter_async_context(store)
+            self._group.start()
+            stack.push_async_callback(self._group.aclose)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._group.aclose()
-        await self._store.aclose()
-        await self._ledger.aclose()
-        await self._session.aclose()
+        await self._stack.aclose()
 
     async def setup(self, epoch: int, named: Target | None) -> None:
         """Raise ConfigError unless Postgres and the log (whose generation is `epoch`) go together."""
@@ -134,10 +132,10 @@ class IntoLog:
     async def apply(self, threads: Mapping[str, Sequence[Item]]) -> RestoreCounts:
         """Write what is missing of these threads: threads, entries written, present and refused, and why."""
         names = {self._subjects.of(thread_id): thread_id for thread_id in threads}
-        last = {names[s]: m for s, m in (await self._session.log.last(list(names), _TIMEOUT_S)).items()}
-        end = 1 + await self._session.log.end(_TIMEOUT_S)
+        last = {names[s]: m for s, m in (await self._log.last(list(names), _TIMEOUT_S)).items()}
+        end = 1 + await self._log.end(_TIMEOUT_S)
         rows = await self._ledger.watermarks(list(threads))
-        versions = await self._store.versions(list(threads)) if self._ours else {}
+        versions = await self._held(list(threads)) if self._held is not None else {}
         counts = RestoreCounts(threads=len(threads))
 
         async def one(thread_id: str, items: Sequence[Item]) -> None:
@@ -147,7 +145,7 @@ class IntoLog:
             row = rows[thread_id][0] if thread_id in rows else Watermark()
             todo = wanted(thread_id, row, versions.get(thread_id, 0), held, items, end)
             if not self._dry_run:
-                async with self._room:
+                async with self._at_once:
                     todo = await self._write(thread_id, todo, last[thread_id].seq if thread_id in last else 0)
             reasons = [todo.reason] if todo.reason else []
             counts.add(applied=len(todo.entries), present=todo.present, refused=todo.refused, reasons=reasons)
@@ -158,7 +156,7 @@ class IntoLog:
         return counts
 
     async def _ids(self, thread_id: str) -> list[int]:
-        messages = await self._session.log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
+        messages = await self._log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
         return [item.entry.id if isinstance(item, StoredEntry) else 0 for item in assemble(messages, thread_id)]
 
     async def _write(self, thread_id: str, todo: Wanted, behind: int) -> Wanted:
@@ -179,7 +177,7 @@ class IntoLog:
 
     def _units(self, thread_id: str, entries: Sequence[Entry]) -> list[list[list[Outgoing]]]:
         """The entries' messages, in units of what is stored as neighbours."""
-        subject, bytes_max = self._subjects.of(thread_id), self._session.log.message_bytes_max
+        subject, bytes_max = self._subjects.of(thread_id), self._log.message_bytes_max
         units: list[list[list[Outgoing]]] = []
         count = size = 0
         for entry in entries:

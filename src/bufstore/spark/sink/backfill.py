@@ -18,18 +18,14 @@ from bufstore.buffer import producers
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
-from bufstore.buffer.subjects import Subjects
-from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import InvalidRecord, StoreUnavailable
-from bufstore.nats.session import NatsSession
-from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.spark.config import SinkConfig
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.digests import ids_of
 from bufstore.threads.model import Run, RunSave, ThreadChange, check_run, encode_messages, encode_run
 from bufstore.threads.payload import Payload
 from bufstore.threads.postgres.store import PostgresThreadStore
+from bufstore.threads.runs import ThreadBuffer
 from bufstore.threads.write import save_of
 from bufstore.types import check_id
 
@@ -114,24 +110,15 @@ def fold(thread_id: str, watermark: Watermark, version: int, writes: Sequence[Pr
 class BackfillWriter:
     """Writes into one deployment's database."""
 
-    def __init__(self, config: SinkConfig, log: LogConfig) -> None:
-        self._store = PostgresThreadStore(config.postgres, schema=config.schema, pool_size=1)
-        self._ledger = PostgresLedger(config.postgres, self._store, schema=config.schema)
-        self._session = NatsSession(config.server, BufferConfig.fitting(log), "bufstore-backfill")
-        self._subjects = Subjects(log.subject, log.partitions)
-
-    async def open(self) -> None:
-        """Connect, and make the tables."""
-        await self._session.open()
-        await self._ledger.open()
-        await self._store.open()
-        await self._store.setup()
-        await self._ledger.setup()
+    def __init__(self, store: PostgresThreadStore, buffer: ThreadBuffer) -> None:
+        """`store`: what `buffer`, which is open, flushes into."""
+        self._store = store
+        self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
 
     async def in_log(self, threads: Collection[str]) -> set[str]:
         """Those that the log shows. Raises LogUnavailable."""
         subjects = {self._subjects.of(thread_id): thread_id for thread_id in threads}
-        return {subjects[subject] for subject in await self._session.log.last(list(subjects), _TIMEOUT_S)}
+        return {subjects[subject] for subject in await self._log.last(list(subjects), _TIMEOUT_S)}
 
     async def write(self, threads: Mapping[str, Sequence[Prepared]]) -> tuple[int, int]:
         """Write all rows in one transaction: how many were written, and how many were there.

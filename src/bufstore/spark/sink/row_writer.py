@@ -259,9 +259,7 @@ async def _opened(config: SinkConfig) -> _Opened:
         store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
         ledger = SparkLedger(config.postgres, config.schema)
         await ledger.open()
-        direct = BackfillWriter(config, log) if config.mode == "postgres" else None
-        if direct is not None:
-            await direct.open()
+        direct = BackfillWriter(inner, store.buffer) if config.mode == "postgres" else None
         return _Opened(store, ledger, direct)
 
     c = config

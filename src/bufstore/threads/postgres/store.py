@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, Self
 from psycopg import AsyncConnection
 from psycopg.errors import UniqueViolation
 
+from bufstore.buffer.domain import Backing
+from bufstore.config import BufferConfig
 from bufstore.errors import (
     AlreadyExists,
     BufstoreError,
@@ -25,6 +27,7 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads import edits, lineage
 from bufstore.threads.lineage import Children, NamedParents
 from bufstore.threads.model import (
@@ -46,6 +49,7 @@ from bufstore.threads.postgres.copying import COPY_FROM, copied, copy
 from bufstore.threads.postgres.edits import DirectEdits
 from bufstore.threads.postgres.lists import Lists
 from bufstore.threads.postgres.rows import ThreadRows, thread_of, thread_rows
+from bufstore.threads.protocol import kind_of
 from bufstore.threads.queries import (
     ALL_MESSAGES,
     ALL_RUNS,
@@ -59,6 +63,8 @@ from bufstore.threads.queries import (
     ThreadPage,
     ThreadQuery,
 )
+from bufstore.threads.state import ThreadState
+from bufstore.threads.state_readers import SnapshotReader
 from bufstore.types import Message, Receipt, check_id
 
 _FOLDER = files("bufstore.threads.postgres") / "sql"
@@ -127,6 +133,32 @@ class PostgresThreadStore:
         """
         async with self.pool.lend(self._timeout_s) as connection:
             await migrate(connection, self.schema, _FOLDER, "threads")
+
+    def behind(
+        self, postgres: str | None, config: BufferConfig, timeout_s: float
+    ) -> tuple[PostgresLedger, Backing[ThreadState]]:
+        """What a buffer in front of it works with: a ledger in the same schema, and all that this store can do.
+
+        `postgres`: another way to the same database, for the ledger's connections.
+        """
+        dsn = postgres or str(self.pool.conninfo)
+        ledger = PostgresLedger(
+            dsn,
+            self,
+            schema=self.schema,
+            timeout_s=timeout_s,
+            quarantine_max=config.quarantine_max,
+            lease_s=config.lease_s,
+        )
+        return ledger, Backing(
+            kind_of(self),
+            SnapshotReader(self),
+            open=self.open,
+            setup=self.setup,
+            aclose=self.aclose,
+            held=self.versions,
+            versions=ledger.versions,
+        )
 
     # -- writes ------------------------------------------------------------------------------------------------
 

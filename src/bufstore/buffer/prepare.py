@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from typing import Any
 
+from bufstore.buffer.domain import Backing
 from bufstore.buffer.flush.takeover import mismatch, proven
 from bufstore.buffer.operate.salvage import reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
@@ -14,23 +16,21 @@ from bufstore.buffer.target import Kind, Target, check_kind, check_proof, check_
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, NoLog, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
-from bufstore.threads.postgres.store import PostgresThreadStore
-from bufstore.threads.protocol import WrappableStore, kind_of
 
 #: A log's metadata has no compare-and-set: who writes into it at the same time has done so by then.
 _OTHERS_S = 1.0
 
 
-async def prepare_log(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
+async def prepare_log(log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig) -> None:
     """Make sure that the log exists and that it is the one that Postgres speaks of."""
     epoch = await log.epoch()
     if epoch is not None:
-        check_kind(f"stream {config.log.stream}", log.target, kind_of(store))
+        check_kind(f"stream {config.log.stream}", log.target, backing.kind)
         config.check_fits(log.windows.rely_s)  # while the log's window is changed, that may be less than is configured
     try:
         # A Postgres that hangs must not hold up an app that can do without it.
         async with asyncio.timeout(config.flush_timeout_s if epoch is not None else None):
-            await prepare_store(log, ledger, store, config)
+            await prepare_store(log, ledger, backing, config)
     except TimeoutError:
         return
     except StoreUnavailable as e:
@@ -42,12 +42,11 @@ async def prepare_log(log: Log, ledger: Ledger, store: WrappableStore, config: B
         ) from e
 
 
-async def prepare_store(log: Log, ledger: Ledger, store: WrappableStore, config: BufferConfig) -> None:
+async def prepare_store(log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig) -> None:
     """Create or migrate the tables, and compare the log with what they say; create it if it is missing."""
     await ledger.setup()
-    if isinstance(store, PostgresThreadStore):
-        await store.setup()
-    await meet(log, ledger, config.log.stream, kind_of(store))
+    await backing.setup()
+    await meet(log, ledger, config.log.stream, backing.kind)
 
 
 async def meet(log: Log, ledger: Ledger, stream: str, ours: Kind) -> None:

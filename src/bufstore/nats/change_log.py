@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from bufstore.buffer.windows import Windows
-from bufstore.config import BufferConfig, LogConfig, NatsConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import NoLog
-from bufstore.memory.server import MemoryNats
-from bufstore.threads.wrapping import session_for
+from bufstore.nats.session import Nats, session_to
 
 
 async def change_log(
     *,
-    nats: str | Sequence[str] | NatsConfig | MemoryNats = "nats://127.0.0.1:4222",
+    nats: Nats = "nats://127.0.0.1:4222",
     stream: str = LogConfig.stream,
     failover_window_s: float | None = None,
     archive: bool | None = None,
@@ -28,7 +25,7 @@ async def change_log(
 
     Raises ConfigError (NoLog; nothing to settle; an impossible window), LogUnavailable.
     """
-    session = session_for(nats, BufferConfig(log=LogConfig(stream=stream)), "bufstore-change")
+    session = session_to(nats, BufferConfig(log=LogConfig(stream=stream)), "bufstore-change")
     await session.open()
     try:
         if await session.log.epoch(checked=False) is None:

@@ -1,4 +1,4 @@
-"""How a buffered store is doing."""
+"""How a buffer is doing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.operate.log_fill import FillForecast
-from bufstore.buffer.ports.ledger import Cursor, Ledger
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import Session
-from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.messages import AppendUnknown
 
@@ -104,26 +104,24 @@ def health_of(*, log: str, store: str, flusher: str, full: str = "", flushers: b
 
 
 class Vitals:
-    """Looks at the parts of one buffered store."""
+    """Looks at the parts of one buffer."""
 
     def __init__(
         self,
+        parts: AnyParts,
         session: Session,
-        ledger: Ledger,
-        rooms: FillForecast,
-        appender: Appender[Any],
+        fill: FillForecast,
+        appender: Appender[Any, Any],
         flusher: Flusher | None,
-        subjects: Subjects,
     ) -> None:
         self._session = session
-        self._ledger = ledger
-        self._fill = rooms
+        self._ledger, self._subjects = parts.ledger, parts.subjects
+        self._fill = fill
         self._appender = appender
         self._flusher = flusher
-        self._subjects = subjects
 
     async def statistics(self) -> Statistics:
-        """See `BufferedThreadStore.statistics`."""
+        """See `Buffer.statistics`."""
         fill, full_in_s = await self._fill.now()
         sent, received = self._session.traffic
         return Statistics(
@@ -139,7 +137,7 @@ class Vitals:
         )
 
     async def health(self) -> Health:
-        """See `BufferedThreadStore.health`."""
+        """See `Buffer.health`."""
         (log, full), (store, _), (_, members) = await asyncio.gather(
             asked(is_full(self._session.log)), asked(self._ledger.cursors()), asked(self._session.shared.members())
         )
@@ -156,7 +154,7 @@ class Vitals:
         )
 
     async def lag(self) -> dict[int, int]:
-        """See `BufferedThreadStore.lag`."""
+        """See `Buffer.lag`."""
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
         ends, cursors = await asyncio.gather(self._session.log.ends(filters, _LAG_TIMEOUT_S), self._ledger.cursors())
         return {p: behind(end, cursors.get(p)) for p, end in enumerate(ends)}

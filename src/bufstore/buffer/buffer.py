@@ -1,0 +1,210 @@
+"""The buffer: one log, what stands beside and behind it, and everything that works with it.
+
+A domain's store (`bufstore.threads.buffered` is one) is the typed face of a `Buffer`: it drafts entries and hands them
+to `appender`, and reads states through `reads`. The command line, repair and the Spark jobs use the same object without
+starting it: `connected` opens what is needed to look.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Generic, Self
+
+from bufstore.buffer.append.appender import Appender
+from bufstore.buffer.domain import Backing, C, Domain, M, S
+from bufstore.buffer.flush.flusher import Flusher
+from bufstore.buffer.operate.audit import Verification
+from bufstore.buffer.operate.erase import Eraser
+from bufstore.buffer.operate.health import Health, Statistics, Vitals
+from bufstore.buffer.operate.log_fill import FillForecast, look
+from bufstore.buffer.operate.quarantine import Quarantine
+from bufstore.buffer.operate.verify import Verifier
+from bufstore.buffer.parts import Parts
+from bufstore.buffer.ports.ledger import Ledger
+from bufstore.buffer.ports.shared_state import Session
+from bufstore.buffer.prepare import apart, prepare_log, prepare_store
+from bufstore.buffer.read.flush_waiter import FlushWaiter
+from bufstore.buffer.read.reads import Reads
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import BufstoreError
+
+
+class Buffer(Generic[C, S, M]):
+    """Everything that works with one log in one process. Making it needs a running event loop and does no I/O.
+
+    `open` and `aclose` begin and end its work; `connected` is for a look from outside.
+    """
+
+    def __init__(
+        self,
+        domain: Domain[C, S, M],
+        session: Session,
+        ledger: Ledger,
+        backing: Backing[S],
+        config: BufferConfig,
+        *,
+        member: str | None = None,
+    ) -> None:
+        """`member`: the name of this process among the flushers; a random one if it is left out."""
+        self.session, self.ledger, self.backing, self.config = session, ledger, backing, config
+        self.log, self.shared = session.log, session.shared
+        self.subjects = Subjects(config.log.subject, config.log.partitions)
+        self.parts = parts = Parts(
+            domain=domain,
+            log=self.log,
+            shared=self.shared,
+            ledger=ledger,
+            subjects=self.subjects,
+            config=config,
+        )
+        self.flusher = Flusher(parts, member or secrets.token_hex(8), self._prepare_store) if config.flusher else None
+        #: What could not be applied: list, show, replay, discard.
+        self.quarantine = Quarantine(parts)
+        self.waiter = FlushWaiter(parts, self.flusher)
+        self.reads = Reads(parts, backing.reader, self.waiter, own_seq=self._own_seq)
+        flushed = self.flusher.cursors if self.flusher is not None else dict[int, int]
+        self.fill = FillForecast(lambda: look(self.log, self.shared, flushed()))
+        self.appender = Appender(parts, self.reads, self.fill.explain)
+        self.eraser = Eraser(parts, self.waiter)
+        self._vitals = Vitals(parts, session, self.fill, self.appender, self.flusher)
+        self._closing: asyncio.Task[None] | None = None
+
+    # --- lifecycle ----------------------------------------------------------------------------------------------
+
+    async def open(self) -> Self:
+        """Connect, create what is missing, check what is there, and begin to flush.
+
+        Postgres may be down, if the log exists already. Raises ConfigError (ConfigDrift names the field),
+        LogUnavailable, LogRolledBack, and StoreUnavailable when the log does not exist and Postgres is down; then
+        everything is released.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._release()
+            raise
+        return self
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Self]:
+        """Connected to log and ledger for the block, and nothing else: nothing is checked, created or flushed.
+
+        Raises ConfigError, LogUnavailable. The store is the caller's to open.
+        """
+        try:
+            await self.session.open()
+            await self.ledger.open()
+            yield self
+        finally:
+            await self.ledger.aclose()
+            await self.session.aclose()
+
+    async def _start(self) -> None:
+        await self.session.open()
+        await self.ledger.open()
+        await self.backing.open()
+        stream, kind = self.config.log.stream, self.backing.kind
+        self.log.vouched_by(lambda: apart(self.log, self.ledger, stream, kind))
+        await prepare_log(self.log, self.ledger, self.backing, self.config)
+        await self.shared.setup()
+        self.appender.start()
+        await self.waiter.start()
+        # A writer that builds on an entry that was parked would only have its own parked too.
+        await self.shared.on_parked(self.appender.forget)
+        if self.flusher is not None:
+            await self.flusher.start()
+
+    async def _prepare_store(self) -> None:
+        await prepare_store(self.log, self.ledger, self.backing, self.config)
+
+    async def aclose(self) -> None:
+        """Finish the writes on their way, flush what this process still can, stop, and release everything.
+
+        Bounded by ``append_timeout_s`` + ``flush_timeout_s``. What is not flushed by then stays in the log. Idempotent.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="bufstore-close")
+        # Shielded: a caller who is cancelled must not leave half of it open.
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self.appender.aclose()
+        if self.flusher is not None and not self.flusher.state.trouble:
+            with contextlib.suppress(BufstoreError):
+                await self.force_flush_all()
+        await self._release()
+
+    async def _release(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the others do
+            stack.push_async_callback(self.backing.aclose)
+            stack.push_async_callback(self.ledger.aclose)
+            stack.push_async_callback(self.session.aclose)
+            stack.push_async_callback(self.fill.aclose)
+            stack.push_async_callback(self.appender.aclose)
+            stack.push_async_callback(self.reads.aclose)
+            if self.flusher is not None:
+                stack.push_async_callback(self.flusher.aclose)
+
+    # --- reading and flushing -----------------------------------------------------------------------------------
+
+    def _own_seq(self, thread_id: str) -> int:
+        tip = self.appender.tip(thread_id)
+        return tip.seq if tip is not None else 0
+
+    async def learn_new(self, thread_ids: Collection[str]) -> None:
+        """Find out which of many threads are new, in a few requests: their first writes, right after, ask nobody then.
+
+        Nothing is learnt if the store cannot tell which threads it has. Raises Unavailable errors.
+        """
+        held = self.backing.held
+        if held is None:
+            return
+
+        async def known(absent: Sequence[str]) -> Collection[str]:
+            return {*await self.ledger.watermarks(absent), *await held(absent)}
+
+        await self.appender.learn_new(thread_ids, known)
+
+    async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
+        """Return once everything of the thread that is acknowledged now is in the store, whoever flushes it.
+
+        Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable.
+        """
+        await self.reads.force_flush(thread_id, timeout_s or self.config.flush_timeout_s)
+
+    async def force_flush_all(self, *, timeout_s: float | None = None) -> None:
+        """Return once everything that is acknowledged now is in the store. Raises like `force_flush`."""
+        await self.reads.force_flush_all(timeout_s or self.config.flush_timeout_s)
+
+    # --- operating ----------------------------------------------------------------------------------------------
+
+    async def statistics(self) -> Statistics:
+        """Counters, fill, and how long the log has room. Raises LogUnavailable."""
+        return await self._vitals.statistics()
+
+    async def health(self) -> Health:
+        """What can be done at this moment, and what is wrong.
+
+        Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
+        """
+        return await self._vitals.health()
+
+    async def lag(self) -> Mapping[int, int]:
+        """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
+        return await self._vitals.lag()
+
+    async def verify(self) -> Verification:
+        """Check log, shared state and Postgres against each other, while they work. Raises Unavailable errors.
+
+        Reads every thread that the log shows, in bounded memory. What it finds is damage, or a bug of ours: see
+        docs/OPERATIONS.md.
+        """
+        # Of another kind of store, tables of this one in the same place say nothing.
+        named = self.log.target
+        ours = named is None or named.kind == self.backing.kind
+        return await Verifier(self.parts, self.backing.versions if ours else None).run()

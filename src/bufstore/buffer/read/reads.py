@@ -1,0 +1,213 @@
+"""The read path: what the store holds, joined with the thread's tail in the log.
+
+Both are asked at once. If the log's last entry of the thread is above the watermark, the tail between is fetched
+and overlaid by the same decision that a flush of it makes. An entry may leave the log only `failover_window_s` after
+Postgres has it, and no read takes half as long: so what one answer lacks the other has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic
+
+from bufstore.buffer import elapsed
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import S, StateReader
+from bufstore.buffer.entry import assemble
+from bufstore.buffer.parts import Parts
+from bufstore.buffer.read.flush_waiter import FlushWaiter
+from bufstore.buffer.read.overlay import from_log_alone, overlay
+from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch, end
+from bufstore.errors import FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+from bufstore.types import Consistency, Quarantined
+
+
+class Reads(Generic[S]):
+    """Reads threads at a consistency level."""
+
+    def __init__(
+        self,
+        parts: Parts[Any, S, Any],
+        reader: StateReader[S],
+        waiter: FlushWaiter,
+        own_seq: Callable[[str], int],
+    ) -> None:
+        """`own_seq`: up to which position this process itself has written to a thread, as far as it remembers."""
+        self._domain, self._log, self._ledger = parts.domain, parts.log, parts.ledger
+        self._subjects, self._config = parts.subjects, parts.config
+        self._reader = reader
+        self._waiter = waiter
+        self._own_seq = own_seq
+        #: Whether the store answers.
+        self.store = StoreWatch(reader, parts.config.read_timeout_s)
+
+    async def aclose(self) -> None:
+        """Stop looking whether the store is back."""
+        await self.store.aclose()
+
+    async def thread(
+        self,
+        thread_id: str,
+        level: Consistency,
+        at_least: int = 0,
+        quarantined: Quarantined = "raise",
+        *,
+        proven: bool = True,
+    ) -> S:
+        """The thread's state; the domain's empty one if it does not exist.
+
+        `at_least`: a position that the state must include. `proven`: see `joined`.
+
+        Raises ReadNotFresh when the level cannot be reached in `read_timeout_s`, StoreUnavailable when only Postgres
+        could tell and it does not answer, ThreadQuarantined.
+        """
+        needed = max(at_least, self._own_seq(thread_id)) if level is not Consistency.EVENTUAL else at_least
+        try:
+            async with asyncio.timeout(self._config.read_timeout_s):
+                if level is Consistency.EVENTUAL:
+                    state = await self._until(thread_id, lambda: self._reader.state(thread_id), needed)
+                elif level is Consistency.STRONG:
+                    target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
+                    state = await self._until(thread_id, lambda: self._reader.state(thread_id), target)
+                else:
+                    state = await self._until(thread_id, lambda: self._joined_state(thread_id, proven), needed)
+        except TimeoutError:
+            raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value} in time") from None
+        except (FlushTimeout, LogUnavailable, AppendUnknown) as e:
+            raise ReadNotFresh(f"thread {thread_id!r} could not be read as {level.value}: {e}") from e
+        broken_since = state.watermark.broken_since
+        if broken_since is not None and level is not Consistency.EVENTUAL and quarantined == "raise":
+            raise ThreadQuarantined(thread_id, broken_since)
+        return state
+
+    async def watermark(self, thread_id: str) -> Watermark:
+        """The thread's watermark. Raises StoreUnavailable, soon."""
+        try:
+            # One small row, whatever the thread holds. And what was seen of the log before must not grow old meanwhile:
+            # see `bufstore.buffer.append.tip_finder`.
+            async with asyncio.timeout(STORE_PATIENCE_S):
+                return await self._ledger.watermark(thread_id)
+        except TimeoutError:
+            raise StoreUnavailable("Postgres, which alone remembers this thread, does not answer") from None
+
+    async def force_flush(self, thread_id: str, timeout_s: float) -> int:
+        """Wait until everything of the thread that is in the log now is flushed; up to which position that is."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
+        except TimeoutError:
+            raise LogUnavailable("the log does not tell in time what is to be flushed") from None
+        if last:
+            await self._waiter.thread(thread_id, last, timeout_s)
+        return last
+
+    async def force_flush_all(self, timeout_s: float) -> None:
+        """Wait until everything that is in the log now is flushed."""
+        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
+        await self._log.prove_leader(timeout_s)
+        ends = await self._log.ends(filters, timeout_s)
+        await self._waiter.partitions({p: seq for p, seq in enumerate(ends) if seq}, timeout_s)
+
+    async def joined(self, thread_id: str, *, proven: bool = False) -> tuple[S, int]:
+        """The thread's state with its tail, and the position of its last entry in the log (0: none there).
+
+        `proven`: it has all that was acknowledged to anybody before the call. Without, a leader that the others have
+        left may tell how it was seconds ago; that is enough for whoever writes on condition that it is so.
+
+        Raises StoreUnavailable when only Postgres could tell, and it is down or does not tell in `read_timeout_s`;
+        LogUnavailable.
+        """
+        subject = self._subjects.of(thread_id)
+        loop = asyncio.get_running_loop()
+        while True:
+            began = elapsed.now_s()
+            deadline = loop.time() + self._config.read_timeout_s
+            asked = None if self.store.down is not None else self.store.ask(thread_id)
+            in_log = loop.create_task(self._last(subject, proven))
+            try:
+                state = await self.store.stored(asked, deadline) if asked is not None else None
+                last = await in_log
+            except BaseException:
+                await end(in_log, asked)
+                raise
+            if state is None:
+                state, last = await self._without_store(thread_id, asked, deadline, last, proven)
+            elif last > state.watermark.flushed_seq:
+                state, last = await self._with_tail(thread_id, state, last, proven)
+            # A pause in between (of this process or machine, say) may have outlived an entry in the log: look again.
+            if elapsed.now_s() - began < self._log.windows.rely_s / 2:
+                return state, last
+
+    async def _joined_state(self, thread_id: str, proven: bool) -> S:
+        return (await self.joined(thread_id, proven=proven))[0]
+
+    async def _with_tail(self, thread_id: str, state: S, last: int, proven: bool) -> tuple[S, int]:
+        """`state` with what the log holds above it, at least up to `last`, and the position of the last of that."""
+        messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
+        if not messages:
+            return state, last
+        items = assemble(messages, thread_id)
+        joined = overlay(self._domain, state, thread_id, items)
+        if joined.watermark.broken_since is not None and state.watermark.broken_since is None:
+            # Either an entry is missing because Postgres has moved since, or the chain is really broken.
+            joined = overlay(self._domain, await self._reader.state(thread_id), thread_id, items)
+        return joined, last
+
+    async def _without_store(
+        self, thread_id: str, asked: asyncio.Task[S] | None, deadline: float, last: int, proven: bool
+    ) -> tuple[S, int]:
+        """What the log tells without the store, else what the store tells after all. `asked`: it was, before."""
+        try:
+            messages, last = await self._tail(thread_id, 0, last, proven)
+            state = from_log_alone(self._domain, thread_id, assemble(messages, thread_id))
+            if state is not None:
+                return state, last
+            stored = await self.store.told_after_all(thread_id, asked, deadline)
+        finally:
+            self.store.let_go(asked)
+        return await self._with_tail(thread_id, stored, last, proven)
+
+    async def _tail(self, thread_id: str, above: int, last: int, proven: bool) -> tuple[list[StoredMessage], int]:
+        """The thread's messages in the log above a position, at least up to `last` if that is still there.
+
+        And the position of the thread's last message there, 0 for none.
+        """
+        subject = self._subjects.of(thread_id)
+        pause = 0.001
+        while last > above:
+            messages = await self._log.after(subject, above, self._config.read_timeout_s)
+            if messages and messages[-1].seq >= last:
+                return messages, messages[-1].seq
+            # It is gone since, or this came from one who had not got it: nothing is told without what stands there.
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.25)
+            last = await self._last(subject, proven)
+        return [], last
+
+    async def _until(self, thread_id: str, read: Callable[[], Awaitable[S]], needed: int) -> S:
+        """Read until the state includes position `needed`; the caller bounds the time."""
+        pause = 0.005
+        while True:
+            state = await read()
+            flushed = state.watermark.flushed_seq
+            if flushed >= needed or (not flushed and await self._gone(thread_id, needed)):
+                return state
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.25)
+
+    async def _gone(self, thread_id: str, needed: int) -> bool:
+        """Whether a thread without a watermark had position `needed`, and was deleted, purged and buried since.
+
+        The log that has come so far shows nothing of it; so it is purged, and was committed long before.
+        """
+        if await self._last(self._subjects.of(thread_id), proven=False):
+            return False
+        return await self._log.end(self._config.read_timeout_s) >= needed
+
+    async def _last(self, subject: str, proven: bool) -> int:
+        if proven:
+            return await self._log.latest(subject, self._config.read_timeout_s)
+        found = (await self._log.last([subject], self._config.read_timeout_s)).get(subject)
+        return found.seq if found is not None else 0

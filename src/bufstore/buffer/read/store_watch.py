@@ -1,0 +1,127 @@
+"""Whether the store answers: asked for one thread it may take long; a small question tells whether it is down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any, Generic
+
+from bufstore.buffer.domain import S, StateReader
+from bufstore.errors import BufstoreError, StoreUnavailable
+
+_log = logging.getLogger(__name__)
+
+#: How long a call waits for the store before it tries to do with the log alone, or gives up.
+STORE_PATIENCE_S = 2.0
+_PROBE_INTERVAL_S = 0.25
+
+
+class StoreWatch(Generic[S]):
+    """Asks the store, and does not make every read wait for one that is away."""
+
+    def __init__(self, reader: StateReader[S], read_timeout_s: float) -> None:
+        self._reader = reader
+        self._patience = min(STORE_PATIENCE_S, read_timeout_s / 2)
+        self._probe: asyncio.Task[None] | None = None
+        self._question: asyncio.Task[None] | None = None
+        #: Questions to the store that nobody waits for any more.
+        self._ending: set[asyncio.Task[S]] = set()
+        #: Why the store is taken for down; None while it answers.
+        self.down: str | None = None
+
+    async def aclose(self) -> None:
+        """Stop looking whether the store is back."""
+        await end(self._probe, self._question, *self._ending)
+
+    def ask(self, thread_id: str) -> asyncio.Task[S]:
+        """Ask for the thread's state."""
+        return asyncio.get_running_loop().create_task(self._reader.state(thread_id))
+
+    async def stored(self, asked: asyncio.Task[S], deadline: float) -> S | None:
+        """What the store answers, however long it takes for that as long as it is up; None if it does not answer."""
+        while not await self._done(asked, deadline, self._patience / 2):
+            if deadline <= asyncio.get_running_loop().time() or (await self._is_down() and not asked.done()):
+                return None
+        try:
+            return asked.result()
+        except StoreUnavailable:
+            pass
+        except BufstoreError:
+            raise
+        except Exception as e:
+            # An app's own store raises its driver's errors; whatever they mean, it did not answer.
+            _log.debug("a read of the store failed: %s", type(e).__name__, extra={"action": "store_read_failed"})
+        await self._is_down()
+        return None
+
+    async def told_after_all(self, thread_id: str, asked: asyncio.Task[S] | None, deadline: float) -> S:
+        """What only the store can tell: wait for it. `asked`: it was, before. Raises StoreUnavailable."""
+        if asked is None or asked.done():
+            asked = self.ask(thread_id)
+        try:
+            while not await self._done(asked, deadline, self._patience):
+                late = asyncio.get_running_loop().time() >= deadline
+                if late or self.down is not None:
+                    reason = self.down or "it did not tell in BufferConfig.read_timeout_s"
+                    raise StoreUnavailable(f"only Postgres can tell about thread {thread_id!r}: {reason}")
+            return asked.result()
+        finally:
+            self.let_go(asked)
+
+    def let_go(self, asked: asyncio.Task[S] | None) -> None:
+        """End the question, without waiting for that: a server that hangs takes its time for it."""
+        if asked is not None:
+            self._ending.add(asked)
+            asked.add_done_callback(self._ended)
+            asked.cancel()
+
+    def _ended(self, asked: asyncio.Task[S]) -> None:
+        self._ending.discard(asked)
+        if not asked.cancelled():
+            asked.exception()  # or asyncio complains that nobody looked at it
+
+    async def _done(self, asked: asyncio.Task[S], deadline: float, within_s: float) -> bool:
+        """Wait so long for the store's answer, at most until `deadline`; whether it is there."""
+        left = max(deadline - asyncio.get_running_loop().time(), 0)
+        done, _ = await asyncio.wait([asked], timeout=min(within_s, left))
+        return bool(done)
+
+    async def _is_down(self) -> bool:
+        """Whether the store does not answer a small question either, asked once for all who want to know."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.create_task(self._ask_little(), name="bufstore-store-question")
+        await asyncio.shield(self._question)
+        return self.down is not None
+
+    async def _ask_little(self) -> None:
+        try:
+            async with asyncio.timeout(self._patience):
+                await self._reader.answers()
+        except TimeoutError:
+            self._take_for_down("it did not answer in time")
+        except Exception as e:
+            self._take_for_down(str(e) if isinstance(e, BufstoreError) else type(e).__name__)
+
+    def _take_for_down(self, reason: str) -> None:
+        if self.down is None:
+            self.down = reason
+            _log.warning("reads do without Postgres: %s", reason, extra={"action": "store_down"})
+            self._probe = asyncio.create_task(self._look_for_store(), name="bufstore-store-probe")
+
+    async def _look_for_store(self) -> None:
+        while self.down is not None:
+            with contextlib.suppress(Exception):  # whatever an app's store raises: it is not back yet
+                await self._reader.answers()
+                self.down = None
+                _log.info("Postgres is back", extra={"action": "store_up"})
+                return
+            await asyncio.sleep(_PROBE_INTERVAL_S)
+
+
+async def end(*tasks: asyncio.Task[Any] | None) -> None:
+    """End these tasks, if they have not ended; nobody wants their answers any more."""
+    left = [task for task in tasks if task is not None]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)

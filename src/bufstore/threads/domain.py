@@ -1,0 +1,39 @@
+"""What the entries of a log of threads mean: see `bufstore.buffer.domain.Domain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.entry import StoredEntry
+from bufstore.threads.coalesce import coalesce
+from bufstore.threads.digests import MessageMemory, digests_of, ids_of_encoded
+from bufstore.threads.model import ThreadChange
+from bufstore.threads.payload import decode_payload
+from bufstore.threads.state import ThreadState, changed
+
+
+class Threads:
+    """Threads of messages, with runs."""
+
+    def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
+        return coalesce(thread_id, version, entries)
+
+    def empty(self, thread_id: str, watermark: Watermark) -> ThreadState:
+        return ThreadState(watermark=watermark)
+
+    def overlay(self, state: ThreadState, thread_id: str, change: ThreadChange, watermark: Watermark) -> ThreadState:
+        return changed(state, thread_id, change, watermark)
+
+    def nothing(self) -> MessageMemory:
+        return MessageMemory()
+
+    def remember(self, state: ThreadState) -> MessageMemory:
+        return MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+
+    def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
+        payload = decode_payload(entry.entry.payload)
+        memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
+
+
+THREADS = Threads()

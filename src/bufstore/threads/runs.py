@@ -1,0 +1,95 @@
+"""Runs of a buffered store: who has an id, and a run as it was last saved, in the store or in the tail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+
+from bufstore.buffer.buffer import Buffer
+from bufstore.errors import AlreadyExists, FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable
+from bufstore.failpoints import Failpoint, reach
+from bufstore.threads.digests import MessageMemory
+from bufstore.threads.model import Run, ThreadChange, decode_run
+from bufstore.threads.protocol import WrappableStore
+from bufstore.threads.state import ThreadState
+from bufstore.types import Consistency, Quarantined
+
+#: The buffer of a store of threads.
+ThreadBuffer = Buffer[ThreadChange, ThreadState, MessageMemory]
+
+
+class Runs:
+    """Claims and reads runs."""
+
+    def __init__(self, store: WrappableStore, buffer: ThreadBuffer) -> None:
+        self._store = store
+        self._reads, self._shared, self._config = buffer.reads, buffer.shared, buffer.config
+        self._claimed: OrderedDict[str, str] = OrderedDict()
+
+    def claimed(self, run: Run) -> bool:
+        """Whether this process has claimed the run lately."""
+        return self._claimed.get(run.run_id) == run.thread_id
+
+    async def claim(self, run: Run) -> None:
+        """Make the run findable and its id unique, once, before its first checkpoint. Raises AlreadyExists."""
+        if self.claimed(run):
+            return
+        reach(Failpoint.CLAIM_BEFORE)
+        owner = await self._shared.claim_run(run.run_id, run.thread_id, self._config.append_timeout_s)
+        reach(Failpoint.CLAIM_STORED)
+        if owner != run.thread_id:
+            raise AlreadyExists(f"run {run.run_id!r} belongs to another thread")
+        self._claimed[run.run_id] = run.thread_id
+        while len(self._claimed) > self._config.cached_threads:
+            self._claimed.popitem(last=False)
+
+    async def load(self, run_id: str, level: Consistency, quarantined: Quarantined = "raise") -> Run | None:
+        """The run as it was last saved; None if nobody knows it. Raises as `Reads.thread` does."""
+        if level is Consistency.EVENTUAL:
+            return await self._store.load_run(run_id)
+        thread_id = await self._thread_of(run_id)
+        if thread_id is None:
+            return None
+        state = await self._reads.thread(thread_id, level, quarantined=quarantined)
+        return await self._in_state(run_id, state)
+
+    async def has(self, run_id: str, state: ThreadState) -> bool:
+        """Whether the thread of this state has such a run."""
+        return await self._in_state(run_id, state) is not None
+
+    async def _in_state(self, run_id: str, state: ThreadState) -> Run | None:
+        if state.thread is None:
+            return None
+        if run_id in state.tail_runs:
+            return decode_run(state.tail_runs[run_id])
+        if state.deleted:
+            return None
+        if state.latest_run is not None:
+            latest = decode_run(state.latest_run)
+            if latest.run_id == run_id:
+                return latest
+        if state.partial:
+            whole, _ = await self._reads.joined(state.thread.thread_id, proven=True)
+            if whole.partial:
+                raise StoreUnavailable(f"only Postgres can tell about run {run_id!r}: {self._reads.store.down}")
+            return await self._in_state(run_id, whole)
+        # Not in the tail, so it is older than the watermark, where the store has it.
+        return await self._store.load_run(run_id)
+
+    async def _thread_of(self, run_id: str) -> str | None:
+        try:
+            async with asyncio.timeout(self._config.read_timeout_s):
+                with contextlib.suppress(LogUnavailable):
+                    thread_id = await self._shared.thread_of_run(run_id, self._config.read_timeout_s)
+                    if thread_id is not None:
+                        return thread_id
+                # The key may have expired (then Postgres has the run), or the bucket was lost: then a run that is
+                # only in the log is not found before it is flushed.
+                run = await self._store.load_run(run_id)
+                if run is None:
+                    await self._reads.force_flush_all(self._config.read_timeout_s)
+                    run = await self._store.load_run(run_id)
+        except (TimeoutError, FlushTimeout, LogUnavailable) as e:
+            raise ReadNotFresh(f"run {run_id!r} could not be looked up in time: {e}") from None
+        return run.thread_id if run is not None else None

@@ -1,0 +1,42 @@
+"""A thread as a read shows it, and what a change makes of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import State
+from bufstore.threads.model import Thread, ThreadChange
+
+
+class ThreadState(State, frozen=True, kw_only=True):
+    """A thread of one moment, encoded, with the watermark that tells which moment."""
+
+    thread: Thread | None = None
+    messages: list[bytes] = msgspec.field(default_factory=list)
+    latest_run: bytes | None = None
+    #: Records of runs saved in the overlaid tail, newest of each.
+    tail_runs: dict[str, bytes] = msgspec.field(default_factory=dict)
+    #: What `save_thread_state` saved, encoded.
+    state: bytes | None = None
+    #: True when the tail deletes the thread: of its runs, the store may still show some that are no more.
+    deleted: bool = False
+
+
+def changed(state: ThreadState, thread_id: str, change: ThreadChange, watermark: Watermark) -> ThreadState:
+    """`state` once `change` is written, with the watermark that it has then."""
+    if change.deleted:
+        state = ThreadState(watermark=watermark, deleted=True)
+        if change.gone:
+            return state
+    thread = change.project(state.thread or Thread(thread_id=thread_id))
+    latest = thread.latest_run_id
+    return ThreadState(
+        watermark=watermark,
+        thread=thread,
+        messages=[*state.messages[: change.keep], *change.messages],
+        latest_run=change.runs.get(latest, state.latest_run) if latest is not None else None,
+        tail_runs={**state.tail_runs, **change.runs},
+        state=change.state if change.state is not None else state.state,
+        deleted=state.deleted,
+    )
