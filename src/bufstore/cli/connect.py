@@ -5,19 +5,21 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import msgspec
 from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
 from bufstore.buffer.target import check_flushable
 from bufstore.cli.certificates import tls_context
-from bufstore.cli.running import configure_logs, reporting_errors
+from bufstore.cli.output import show_fields, show_json
+from bufstore.cli.running import configure_logs, reporting_errors, run
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import ConfigError, EmbeddedError
 from bufstore.nats.finding import find_log
@@ -30,7 +32,14 @@ from bufstore.threads.protocol import kind_of
 if TYPE_CHECKING:
     from bufstore.embedded import Servers
 
+T = TypeVar("T")
+R = TypeVar("R")
+
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+STREAM = click.option("--stream", default="THREADLOG", show_default=True, envvar="BUFSTORE_STREAM", show_envvar=True,
+                      help="JetStream stream that is the log.")  # fmt: skip
+BUCKET = click.option("--bucket", default="thread-hot", show_default=True, envvar="BUFSTORE_BUCKET", show_envvar=True,
+                      help="JetStream bucket beside the log.")  # fmt: skip
 _OPTIONS = (
     click.option("--nats", metavar="URL", envvar="BUFSTORE_NATS", show_envvar=True,
                  help="NATS server; several are separated by commas."),
@@ -51,10 +60,8 @@ _OPTIONS = (
                  help="The private key of --tls-cert, if that file does not hold it."),
     click.option("--schema", default="bufstore", show_default=True, envvar="BUFSTORE_SCHEMA", show_envvar=True,
                  help="Postgres schema of bufstore's tables."),
-    click.option("--stream", default="THREADLOG", show_default=True, envvar="BUFSTORE_STREAM", show_envvar=True,
-                 help="JetStream stream that is the log."),
-    click.option("--bucket", default="thread-hot", show_default=True, envvar="BUFSTORE_BUCKET", show_envvar=True,
-                 help="JetStream bucket beside the log."),
+    STREAM,
+    BUCKET,
     click.option("--json", "as_json", is_flag=True,
                  help="Print one JSON object on standard output, and nothing else there."),
     click.option("-v", "--verbose", count=True, help="Show logs on standard error; twice: all of them."),
@@ -143,6 +150,30 @@ class Options:
             yield replace(self._unopened, nats=NatsConfig(servers=(servers.nats.url,)), postgres=servers.postgres.dsn)
         finally:
             servers.stop()
+
+    def run(self, work: Callable[[Target], Coroutine[Any, Any, T]]) -> T:
+        """What `work` returns of the target, on an event loop of its own. Raises EmbeddedError."""
+        with self.target() as target:
+            return run(work(target))
+
+    def answer(
+        self, report: R, show: Callable[[R], None] | str, *, problems: Sequence[str] = (), code: int = 0
+    ) -> None:
+        """Print the report, as one line of JSON or by `show`, and end the command with `code`.
+
+        `show`: prints it for people; a text: the title of a table of its fields. `problems` go to standard error.
+        """
+        if self.as_json:
+            show_json(report)
+        elif isinstance(show, str):
+            assert isinstance(report, msgspec.Struct)
+            show_fields(report, show)
+        else:
+            show(report)
+        for problem in problems:
+            click.echo(problem, err=True)
+        if code:
+            raise click.exceptions.Exit(code)
 
 
 def connects(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import click
 import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
-def show(report: msgspec.Struct, *, as_json: bool, title: str) -> None:
+def show_json(report: object) -> None:
+    """Print the report as one line of JSON."""
+    click.echo(msgspec.json.encode(report))
+
+
+def show_fields(report: msgspec.Struct, title: str) -> None:
     """Print the report, a line for each field."""
-    if as_json:
-        show_json(report)
-        return
     table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE)
     table.add_column()
     table.add_column(justify="right")
@@ -24,9 +29,14 @@ def show(report: msgspec.Struct, *, as_json: bool, title: str) -> None:
     Console().print(table)
 
 
-def show_json(report: object) -> None:
-    """Print the report as one line of JSON."""
-    click.echo(msgspec.json.encode(report))
+def new_table(columns: Iterable[str], rows: Iterable[Iterable[object]], right: Collection[str] = ()) -> Table:
+    """A table of what these values are as text; the columns in `right` are justified there."""
+    table = Table(box=box.SIMPLE)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(value)) for value in row))  # no markup: a cause, say, may hold anything
+    return table
 
 
 def lasting(seconds: float) -> str:

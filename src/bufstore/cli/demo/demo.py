@@ -21,8 +21,7 @@ from bufstore.cli.conversations.generated import conversation
 from bufstore.cli.conversations.transactions import count_transactions
 from bufstore.cli.conversations.writer import ConversationWriter, Written, flush_all
 from bufstore.cli.demo.view import Sample, View, new_view
-from bufstore.cli.output import show
-from bufstore.cli.running import EXIT_WRONG, Finite, run
+from bufstore.cli.running import EXIT_WRONG, Finite
 from bufstore.errors import BufstoreError
 from bufstore.threads.buffered import BufferedThreadStore
 
@@ -110,13 +109,8 @@ def demo(options: Options, seconds: float, writers: int, outage: float, think_ms
         think_s=think_ms / 1000,
         seed=seed if seed is not None else secrets.randbits(32),
     )
-    with options.target() as target:
-        report, problems = run(Demonstration(target, plan, new_view()).run())
-    show(report, as_json=options.as_json, title="What happened")
-    for problem in problems:
-        click.echo(problem, err=True)
-    if not report.verified:
-        raise click.exceptions.Exit(EXIT_WRONG)
+    report, problems = options.run(lambda target: Demonstration(target, plan, new_view()).run())
+    options.answer(report, "What happened", problems=problems, code=0 if report.verified else EXIT_WRONG)
     if not options.as_json:
         click.echo(
             f"Verified: all {report.messages:,} messages of all {report.threads:,} threads are in Postgres, exactly."

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from typing import Protocol, Self
+from typing import Self
 
 import msgspec
 from rich.console import Console
@@ -34,18 +33,6 @@ class Sample(msgspec.Struct, frozen=True):
     p99_ms: float
 
 
-class View(Protocol):
-    """Receives the samples."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def update(self, sample: Sample) -> None:
-        """Show it."""
-        ...
-
-
 def new_view() -> View:
     """The view that suits standard error."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -67,6 +54,7 @@ class _Lines:
         pass
 
     def update(self, sample: Sample) -> None:
+        """Show it."""
         if sample.phase == self._phase and sample.elapsed_s < self._next_s:
             return
         self._phase, self._next_s = sample.phase, sample.elapsed_s + _LINE_EVERY_S
@@ -84,14 +72,13 @@ class _Screen:
         self._live = Live(console=console, transient=True)
         self._rates: deque[float] = deque(maxlen=_BARS_SHOWN)
         self._lags: deque[float] = deque(maxlen=_BARS_SHOWN)
-        self._opened = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._opened.enter_context(self._live)
+        self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._opened.close()
+        self._live.stop()
 
     def update(self, sample: Sample) -> None:
         self._rates.append(sample.appends_per_s)
@@ -109,6 +96,10 @@ class _Screen:
         trouble = "Postgres" in sample.phase
         title = f"[{'bold red' if trouble else 'bold'}]{sample.phase}[/]  {sample.elapsed_s:.0f} s"
         self._live.update(Panel(table, title=title, title_align="left", border_style="red" if trouble else "none"))
+
+
+#: Receives the samples.
+View = _Lines | _Screen
 
 
 def _bars(values: deque[float]) -> str:

@@ -36,11 +36,11 @@ async def check_sync(
     notes = Notes("NATS")
     try:
         if known is not None:
-            _judge(notes, [{"server_name": "embedded", "always": known == "always", "interval": known}])
+            _judge(notes, [("embedded", known == "always", known)])
         elif sys_url is not None:
-            _judge(notes, [_of(v) for v in await _ask_servers(sys_url, tls)])
+            _judge(notes, _syncs(await _ask_servers(sys_url, tls)))
         elif monitor_url is not None:
-            _judge(notes, [_of(await asyncio.to_thread(_fetch, monitor_url, tls))])
+            _judge(notes, _syncs([await asyncio.to_thread(_fetch, monitor_url, tls)]))
         else:
             notes.say(_WHAT, Level.UNKNOWN, "unknown", _HOW)
     except (BufstoreError, OSError, ValueError) as e:
@@ -48,28 +48,25 @@ async def check_sync(
     return notes.checks
 
 
-def _of(varz: dict[str, Any]) -> dict[str, Any]:
-    config = (varz.get("jetstream") or {}).get("config")
-    if config is None:
-        return {"server_name": varz.get("server_name", "?"), "always": None, "interval": ""}
-    # The field is absent when it is not so.
-    seconds = config.get("sync_interval", 0) / 1e9
-    return {
-        "server_name": varz.get("server_name", "?"),
-        "always": config.get("sync_always", False),
-        "interval": f"every {seconds:g} s",
-    }
+def _syncs(servers: list[dict[str, Any]]) -> list[tuple[str, bool, str]]:
+    """Of each that has JetStream: its name, whether it always syncs, and how often it does otherwise."""
+    configs = [(s.get("server_name", "?"), (s.get("jetstream") or {}).get("config")) for s in servers]
+    return [
+        # A field is absent when it is false or zero.
+        (name, config.get("sync_always", False), f"every {config.get('sync_interval', 0) / 1e9:g} s")
+        for name, config in configs
+        if config is not None
+    ]
 
 
-def _judge(notes: Notes, servers: list[dict[str, Any]]) -> None:
-    servers = [s for s in servers if s["always"] is not None]
-    lazy = [s for s in servers if not s["always"]]
-    if not servers:
+def _judge(notes: Notes, syncs: list[tuple[str, bool, str]]) -> None:
+    lazy = [f"{name}: lazy, {interval}" for name, always, interval in syncs if not always]
+    if not syncs:
         notes.say(_WHAT, Level.UNKNOWN, "no server with JetStream answered", _HOW)
     elif lazy:
-        notes.say(_WHAT, Level.WARNING, "; ".join(f"{s['server_name']}: lazy, {s['interval']}" for s in lazy), _LAZY)
+        notes.say(_WHAT, Level.WARNING, "; ".join(lazy), _LAZY)
     else:
-        notes.say(_WHAT, Level.OK, f"always ({len(servers)} servers)" if len(servers) > 1 else "always")
+        notes.say(_WHAT, Level.OK, f"always ({len(syncs)} servers)" if len(syncs) > 1 else "always")
 
 
 async def _ask_servers(url: str, tls: SSLContext | None) -> list[dict[str, Any]]:

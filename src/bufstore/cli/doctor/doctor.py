@@ -12,8 +12,6 @@ from bufstore.cli.doctor.diagnosis import Diagnosis, Level, diagnosis
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.cli.doctor.nats import check_nats
 from bufstore.cli.doctor.postgres import check_postgres
-from bufstore.cli.output import show_json
-from bufstore.cli.running import run
 from bufstore.nats.permissions import Role
 
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.BAD: "bold red"}
@@ -47,13 +45,8 @@ def doctor(options: Options, role: str, nats_sys: str | None, nats_monitor: str 
 
     Exit codes: 0 all fine; 1 it works, but something is worth a look or could not be found out; 2 it cannot work.
     """
-    with options.target() as target:
-        found = run(_look(target, Role(role), nats_sys, nats_monitor))
-    if options.as_json:
-        show_json(found)
-    else:
-        _show(found)
-    raise click.exceptions.Exit(found.code)
+    found = options.run(lambda target: _look(target, Role(role), nats_sys, nats_monitor))
+    options.answer(found, _show, code=found.code)
 
 
 async def _look(target: Target, role: Role, nats_sys: str | None, nats_monitor: str | None) -> Diagnosis:

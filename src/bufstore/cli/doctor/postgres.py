@@ -103,11 +103,7 @@ async def _tables(notes: Notes, connection: AsyncConnection[Any], schema: str, e
             notes.say(f"{part} tables", Level.WARNING if fits else Level.BAD, found, advice)
         else:
             notes.require(f"{part} tables", theirs == known, found, "the next store that opens migrates them")
-    refused = await _value(
-        connection,
-        _REFUSED,
-        schema,
-    )
+    refused = await _value(connection, _REFUSED, schema)
     may = "read and write all tables" if refused is None else f"not all of SELECT, INSERT, UPDATE, DELETE on {refused}"
     notes.require("permissions", refused is None, may, "grant them to bufstore's user", Level.BAD)
     if refused is not None:

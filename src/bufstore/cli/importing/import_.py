@@ -23,8 +23,7 @@ from bufstore.cli.conversations.transactions import count_transactions
 from bufstore.cli.conversations.writer import ConversationWriter, flush_all
 from bufstore.cli.importing.journal import Journal
 from bufstore.cli.importing.lines import BadLine, Input, Line
-from bufstore.cli.output import show
-from bufstore.cli.running import EXIT_WRONG, Failure, run
+from bufstore.cli.running import EXIT_WRONG, Failure
 from bufstore.errors import FlushTimeout, StoreUnavailable
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
@@ -94,13 +93,10 @@ def import_(options: Options, file: str, overwrite: bool) -> None:
     "postgres_transactions" is the server's own count for the whole database, from before the store is opened until
     after the last flush. Do not write to the same threads meanwhile.
     """
-    with closing(Input(file)) as source, options.target() as target:
-        report, comparison, incomplete = run(_import(target, source, overwrite))
-    show(report, as_json=options.as_json, title="import")
-    for problem in comparison.problems:
-        click.echo(problem, err=True)
-    if incomplete or not comparison.ok:
-        raise click.exceptions.Exit(EXIT_WRONG)
+    with closing(Input(file)) as source:
+        report, comparison, incomplete = options.run(lambda target: _import(target, source, overwrite))
+    wrong = incomplete or not comparison.ok
+    options.answer(report, "import", problems=comparison.problems, code=EXIT_WRONG if wrong else 0)
 
 
 async def _import(target: Target, source: Input, overwrite: bool) -> _Outcome:

@@ -10,8 +10,7 @@ import msgspec
 
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.operate.flush import standing_in
-from bufstore.cli.output import show_json
-from bufstore.cli.running import EXIT_WRONG, run
+from bufstore.cli.running import EXIT_WRONG
 from bufstore.threads.erasing import Erasure
 from bufstore.threads.lineage import Children
 
@@ -39,15 +38,9 @@ def erase(options: Options, threads: tuple[str, ...], children: str) -> None:
     touched: the report says whether they may hold the content. Exit code 1 if something may be left, or there was
     nothing.
     """
-    with options.target() as target:
-        report = run(_erase(target, threads, Children(children)))
-    if options.as_json:
-        show_json(report)
-    else:
-        for erasure in report.erased:
-            click.echo(_said(erasure))
-    if any(_left(erasure) or not erasure.found for erasure in report.erased):
-        raise SystemExit(EXIT_WRONG)
+    report = options.run(lambda target: _erase(target, threads, Children(children)))
+    wrong = any(e.archived_below or e.written_again or not e.found for e in report.erased)
+    options.answer(report, _show, code=EXIT_WRONG if wrong else 0)
 
 
 async def _erase(target: Target, threads: Sequence[str], children: Children) -> EraseReport:
@@ -57,8 +50,9 @@ async def _erase(target: Target, threads: Sequence[str], children: Children) -> 
         )
 
 
-def _left(erasure: Erasure) -> bool:
-    return bool(erasure.archived_below or erasure.written_again)
+def _show(report: EraseReport) -> None:
+    for erasure in report.erased:
+        click.echo(_said(erasure))
 
 
 def _said(erasure: Erasure) -> str:

@@ -13,8 +13,7 @@ import msgspec
 
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.inspection import inspecting
-from bufstore.cli.output import show_json
-from bufstore.cli.running import Finite, run
+from bufstore.cli.running import Finite
 from bufstore.errors import BufstoreError
 
 _LOOK_EVERY_S = 0.25
@@ -46,14 +45,7 @@ def flush(options: Options, thread: str | None, everything: bool, timeout: float
     """
     if (thread is None) is not everything:
         raise click.UsageError("Flush what? Give either a THREAD or --all.")
-    with options.target() as target:
-        report = run(_flush(target, thread, timeout))
-    if options.as_json:
-        show_json(report)
-    else:
-        what = "everything" if thread is None else f"thread {thread!r}"
-        how = ", by this command: no flusher was alive" if report.flushed_here else ""
-        click.echo(f"{what} is flushed ({report.seconds:.2f} s{how})")
+    options.answer(options.run(lambda target: _flush(target, thread, timeout)), _show)
 
 
 async def _flush(target: Target, thread: str | None, timeout_s: float) -> FlushReport:
@@ -70,6 +62,12 @@ async def _flush(target: Target, thread: str | None, timeout_s: float) -> FlushR
             flushed_here=stand_in.is_set(),
             seconds=round(time.perf_counter() - began, 3),
         )
+
+
+def _show(report: FlushReport) -> None:
+    what = "everything" if report.thread_id is None else f"thread {report.thread_id!r}"
+    how = ", by this command: no flusher was alive" if report.flushed_here else ""
+    click.echo(f"{what} is flushed ({report.seconds:.2f} s{how})")
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,7 @@ from bufstore.buffer.prepare import adopt as adopt_log
 from bufstore.buffer.target import Kind
 from bufstore.buffer.windows import Windows
 from bufstore.cli.connect import Options, Target, connects
-from bufstore.cli.output import show
-from bufstore.cli.running import Finite, run
+from bufstore.cli.running import Finite
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import NoLog
 from bufstore.nats.change_log import change_log
@@ -52,8 +52,7 @@ def log() -> None:
 @connects()
 def show_(options: Options) -> None:
     """Show it."""
-    with options.target() as target:
-        _show(options, target, run(change_log(nats=target.nats, stream=target.stream)), "log")
+    _change(options)
 
 
 @log.command("set")
@@ -67,10 +66,7 @@ def set_(options: Options, failover_window: float | None, archive: bool | None) 
     """
     if failover_window is None and archive is None:
         raise click.UsageError("Set what? Give --failover-window, --archive or --no-archive.")
-    with options.target() as target:
-        change = change_log(nats=target.nats, stream=target.stream, failover_window_s=failover_window, archive=archive)
-        windows = run(change)
-        _show(options, target, windows, "log, changing" if windows.changing else "log")
+    windows = _change(options, failover_window_s=failover_window, archive=archive)
     if windows.changing and not options.as_json:
         click.echo(
             "Restart every process with LogConfig("
@@ -83,8 +79,7 @@ def set_(options: Options, failover_window: float | None, archive: bool | None) 
 @connects()
 def settle(options: Options) -> None:
     """End a change, when every process that has the log open was started after it began."""
-    with options.target() as target:
-        _show(options, target, run(change_log(nats=target.nats, stream=target.stream, settle=True)), "log")
+    _change(options, settle=True)
 
 
 @log.command("adopt")
@@ -111,8 +106,11 @@ def adopt(options: Options, store: str, **windows: Any) -> None:
     What it does not say of its windows and bucket either it says from now on, so give those of the app's LogConfig.
     """
     wanted = {name: value for name, value in windows.items() if value is not None}
-    with options.target() as target:
-        _show(options, target, run(_adopt(target, Kind(DOMAIN, store), wanted)), "log")
+    _answer(options, lambda target: _adopt(target, Kind(DOMAIN, store), wanted))
+
+
+def _change(options: Options, **change: Any) -> Windows:
+    return _answer(options, lambda target: change_log(nats=target.nats, stream=target.stream, **change))
 
 
 async def _adopt(target: Target, kind: Kind, windows: dict[str, Any]) -> Windows:
@@ -126,14 +124,21 @@ async def _adopt(target: Target, kind: Kind, windows: dict[str, Any]) -> Windows
         return buffer.log.windows
 
 
-def _show(options: Options, target: Target, windows: Windows, title: str) -> None:
-    found = run(find_log(target.nats, target.stream, target.bucket, target.session))
-    config, named = found if found is not None else (LogConfig(stream=target.stream, bucket=target.bucket), None)
-    shown = LogSettings(
-        stream=target.stream,
-        bucket=config.bucket,
-        store=named.store if named is not None else None,
-        database=named.id if named is not None else None,
-        **msgspec.structs.asdict(windows),
-    )
-    show(shown, as_json=options.as_json, title=title)
+def _answer(options: Options, work: Callable[[Target], Coroutine[Any, Any, Windows]]) -> Windows:
+    """Do it, and show what the log says then."""
+
+    async def work_and_look(target: Target) -> tuple[Windows, LogSettings]:
+        windows = await work(target)
+        found = await find_log(target.nats, target.stream, target.bucket, target.session)
+        config, named = found if found is not None else (LogConfig(stream=target.stream, bucket=target.bucket), None)
+        return windows, LogSettings(
+            stream=target.stream,
+            bucket=config.bucket,
+            store=named.store if named is not None else None,
+            database=named.id if named is not None else None,
+            **msgspec.structs.asdict(windows),
+        )
+
+    windows, settings = options.run(work_and_look)
+    options.answer(settings, "log, changing" if windows.changing else "log")
+    return windows

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from bufstore.cli.connect import BUCKET, STREAM
 from bufstore.cli.output import show_json
 from bufstore.cli.running import reporting_errors
 from bufstore.config import LogConfig, NatsConfig
@@ -14,26 +15,12 @@ from bufstore.nats import permissions as nats
 
 @click.command()
 @click.argument("role", type=click.Choice([role.value for role in nats.Role]))
-@click.option(
-    "--stream",
-    default="THREADLOG",
-    show_default=True,
-    envvar="BUFSTORE_STREAM",
-    show_envvar=True,
-    help="JetStream stream that is the log.",
-)
-@click.option(
-    "--bucket",
-    default="thread-hot",
-    show_default=True,
-    envvar="BUFSTORE_BUCKET",
-    show_envvar=True,
-    help="JetStream bucket beside the log.",
-)
+@STREAM
+@BUCKET
 @click.option("--subject", default="thread", show_default=True, help="First word of the log's subjects.")
 @click.option("--replicas", type=int, default=1, show_default=True, help="LogConfig.replicas: an app needs more then.")
 @click.option("--api-prefix", metavar="SUBJECT", help="Of the JetStream API, where it is not $JS.API.")
-@click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the subjects as one JSON object.")
 def permissions(role: str, api_prefix: str | None, as_json: bool, **log: Any) -> None:
     """Print what NATS must permit a user of this role, to stand in a nats-server's configuration.
 

@@ -10,10 +10,7 @@ from typing import Any
 
 import click
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from bufstore.buffer.entry import Malformed
 from bufstore.buffer.operate.quarantine import Quarantine
@@ -21,8 +18,8 @@ from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed
 from bufstore.buffer.ports.ledger import ParkedInfo
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.inspection import inspecting
-from bufstore.cli.output import show, show_json
-from bufstore.cli.running import EXIT_WRONG, run
+from bufstore.cli.output import new_table, show_fields
+from bufstore.cli.running import EXIT_WRONG
 from bufstore.errors import NotFound
 from bufstore.threads.model import decode_message, decode_run
 from bufstore.threads.payload import Removal, decode_payload
@@ -44,14 +41,14 @@ class ShownEntry(msgspec.Struct, kw_only=True):
 
     id: int
     thread_id: str | None
-    entry_id: int | None
-    prev_id: int | None
+    entry_id: int | None = None
+    prev_id: int | None = None
     cause: str
     parked_at: datetime
     #: Of the entry: how many messages of its predecessor stay, and what comes behind them; None: undecodable.
-    keeps: int | None
-    messages: list[Any] | None
-    run: Any
+    keeps: int | None = None
+    messages: list[Any] | None = None
+    run: Any = None
     #: The beginning of what is kept, as text; with --json all of it, in base64.
     body: str | bytes
 
@@ -98,22 +95,7 @@ def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
                 total=await it.count(), entries=list(await it.page(thread_id=thread, after=after, limit=limit))
             )
 
-    with options.target() as target:
-        page = run(look(target))
-    if options.as_json:
-        show_json(page)
-        return
-    table = Table(box=box.SIMPLE)
-    for name in ("ID", "thread", "parked at", "bytes", "state", "cause"):
-        table.add_column(name, justify="right" if name in ("ID", "bytes") else "left", overflow="fold")
-    for e in page.entries:
-        state = "superseded" if e.superseded else "waits" if e.entry_id is not None else "undecodable"
-        when = f"{e.parked_at.astimezone():%Y-%m-%d %H:%M:%S}"
-        table.add_row(*(_text(v) for v in (e.seq, e.thread_id or "-", when, e.bytes, state, e.cause)))
-    console = Console(highlight=False)
-    console.print(f"{page.total} entries in quarantine, {len(page.entries)} shown")
-    if page.entries:
-        console.print(table)
+    options.answer(options.run(look), _show_page)
 
 
 @quarantine.command("show")
@@ -126,15 +108,7 @@ def show_(options: Options, id_: int) -> None:
         async with _quarantine(target) as it:
             return await it.show(id_)
 
-    with options.target() as target:
-        entry = run(look(target))
-    shown = _shown(entry)
-    if options.as_json:
-        show_json(shown)
-        return
-    body = shown.body if isinstance(shown.body, bytes) else shown.body.encode()
-    shown.body = repr(body[:_BYTES_SHOWN]) + (f" … {len(body)} bytes" if len(body) > _BYTES_SHOWN else "")
-    show(shown, as_json=False, title=f"entry {id_}")
+    options.answer(_shown(options.run(look)), _show_entry)
 
 
 @quarantine.command("replay")
@@ -167,19 +141,11 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
                 after = threads[-1]
             return done + await _nameless(it)
 
-    with options.target() as target:
-        done = run(work(target))
+    done = options.run(work)
     counts = Counter(o.outcome for o in done)
     left = [o for o in done if o.outcome is not Outcome.APPLIED]
     report = ReplayReport(**{o.value: counts[o] for o in Outcome}, left=left)
-    if options.as_json:
-        show_json(report)
-    else:
-        click.echo(f"{report.applied} entries applied, {len(left)} stay in quarantine")
-        for o in left:
-            click.echo(f"  {o.seq} of thread {o.thread_id or '-'}: {o.outcome.value}: {o.reason}")
-    if left:
-        raise click.exceptions.Exit(EXIT_WRONG)
+    options.answer(report, _show_replay, code=EXIT_WRONG if left else 0)
 
 
 @quarantine.command("discard")
@@ -195,15 +161,10 @@ def discard(options: Options, ids: Sequence[int]) -> None:
         async with _quarantine(target) as it:
             return await it.discard(ids)
 
-    with options.target() as target:
-        count = run(work(target))
+    count = options.run(work)
     report = DiscardReport(discarded=count, missing=len(set(ids)) - count)
-    if options.as_json:
-        show_json(report)
-    else:
-        click.echo(f"{count} entries discarded" + (f", {report.missing} not found" if report.missing else ""))
-    if report.missing:
-        raise click.exceptions.Exit(EXIT_WRONG)
+    said = f"{count} entries discarded" + (f", {report.missing} not found" if report.missing else "")
+    options.answer(report, lambda _: click.echo(said), code=EXIT_WRONG if report.missing else 0)
 
 
 @asynccontextmanager
@@ -230,32 +191,55 @@ async def _nameless(it: Quarantine) -> list[Replayed]:
     return found
 
 
+def _show_page(page: QuarantinePage) -> None:
+    console = Console(highlight=False)
+    console.print(f"{page.total} entries in quarantine, {len(page.entries)} shown")
+    rows = [
+        (e.seq, e.thread_id or "-", f"{e.parked_at.astimezone():%Y-%m-%d %H:%M:%S}", e.bytes, _state(e), e.cause)
+        for e in page.entries
+    ]
+    if rows:
+        columns = ("ID", "thread", "parked at", "bytes", "state", "cause")
+        console.print(new_table(columns, rows, right=("ID", "bytes")))
+
+
+def _state(entry: ParkedInfo) -> str:
+    return "superseded" if entry.superseded else "waits" if entry.entry_id is not None else "undecodable"
+
+
+def _show_entry(shown: ShownEntry) -> None:
+    body = shown.body if isinstance(shown.body, bytes) else shown.body.encode()
+    shown.body = repr(body[:_BYTES_SHOWN]) + (f" … {len(body)} bytes" if len(body) > _BYTES_SHOWN else "")
+    show_fields(shown, f"entry {shown.id}")
+
+
+def _show_replay(report: ReplayReport) -> None:
+    click.echo(f"{report.applied} entries applied, {len(report.left)} stay in quarantine")
+    for o in report.left:
+        click.echo(f"  {o.seq} of thread {o.thread_id or '-'}: {o.outcome.value}: {o.reason}")
+
+
 def _shown(entry: ParkedEntry) -> ShownEntry:
     item = entry.item
-    common: dict[str, Any] = {
-        "id": entry.seq,
-        "thread_id": entry.thread_id,
-        "cause": entry.cause,
-        "parked_at": entry.parked_at,
-    }
-    nothing: dict[str, Any] = {"keeps": None, "messages": None, "run": None}
     if isinstance(item, Malformed):
-        body = b"".join(m.body for m in item.messages)
-        return ShownEntry(**common, **nothing, entry_id=None, prev_id=None, body=body)
-    e = item.entry
+        kept: dict[str, Any] = {"body": b"".join(m.body for m in item.messages)}
+    else:
+        e = item.entry
+        kept = {"entry_id": e.id, "prev_id": e.prev_id, "body": e.payload, **_content(e.payload)}
+    return ShownEntry(id=entry.seq, thread_id=entry.thread_id, cause=entry.cause, parked_at=entry.parked_at, **kept)
+
+
+def _content(body: bytes) -> dict[str, Any]:
+    """What the payload says; nothing if it is not of this release, or holds what JSON does not."""
     try:
-        payload = decode_payload(e.payload)
+        payload = decode_payload(body)
         run = None if isinstance(payload, Removal) else payload.run
-        content: dict[str, Any] = {
+        content = {
             "keeps": payload.keep,
             "messages": [decode_message(m) for m in payload.messages],
             "run": decode_run(run) if run is not None else None,
         }
         msgspec.json.encode(content)
-    except (ValueError, TypeError, msgspec.MsgspecError):  # not of this release, or nothing that JSON has
-        content = nothing
-    return ShownEntry(**common, **content, entry_id=e.id, prev_id=e.prev_id, body=e.payload)
-
-
-def _text(value: object) -> Text:
-    return Text(str(value))  # no markup: a cause may hold anything
+    except (ValueError, TypeError, msgspec.MsgspecError):
+        return {}
+    return content

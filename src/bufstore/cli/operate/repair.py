@@ -6,8 +6,7 @@ import click
 
 from bufstore.buffer.operate.repair import Repaired
 from bufstore.cli.connect import Options, Target, connects
-from bufstore.cli.output import show_json
-from bufstore.cli.running import EXIT_WRONG, run
+from bufstore.cli.running import EXIT_WRONG
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift
 from bufstore.threads.repairing import repair as repair_log
@@ -23,15 +22,9 @@ def repair(options: Options, apply: bool) -> None:
     to quarantine if it fits nowhere; then the stream is removed, and the next start makes a new one.
     Exit code 1 without --apply when there is something to repair.
     """
-    with options.target() as target:
-        found, how = run(_repair(target, apply))
-    if options.as_json:
-        show_json(found)
-    else:
-        for line in _lines(found, how):
-            click.echo(line)
-    if found.reason is not None and not found.done:
-        raise click.exceptions.Exit(EXIT_WRONG)
+    found, how = options.run(lambda target: _repair(target, apply))
+    code = EXIT_WRONG if found.reason is not None and not found.done else 0
+    options.answer(found, lambda found: click.echo("\n".join(_lines(found, how))), code=code)
 
 
 async def _repair(target: Target, apply: bool) -> tuple[Repaired, str]:

@@ -12,8 +12,7 @@ import msgspec
 from psycopg import AsyncConnection
 
 from bufstore.cli.connect import Options, Target, connects
-from bufstore.cli.output import show_json
-from bufstore.cli.running import reporting_errors, run
+from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.postgres.connection.migrate import check_schema
 from bufstore.threads.buffered import BufferedThreadStore
@@ -62,7 +61,7 @@ class SetupReport(msgspec.Struct, kw_only=True):
     "--failover-window", "failover_window_s", type=float, help="LogConfig.failover_window_s of a new log. [default: 60]"
 )
 @click.option("--archive", is_flag=True, default=None, help="LogConfig.archive of a new log.")
-@connects(nats_needed=False)  # fmt: skip
+@connects(nats_needed=False)
 def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: bool, **log: Any) -> None:
     """Make or migrate tables, stream and bucket, with an owner's rights, so that apps need none.
 
@@ -79,19 +78,13 @@ def setup(options: Options, roles: tuple[str, ...], as_sql: bool, own_store: boo
         raise click.UsageError("--nats (or BUFSTORE_NATS) is missing; only --sql and --own-store do without it.")
     wanted = {name: value for name, value in log.items() if value is not None}
     reporting_errors(LogConfig)(**wanted)
-    with options.target() as target:
-        report = run(_setup(target, parts, roles, None if own_store else wanted))
-    if options.as_json:
-        show_json(report)
-    else:
-        _show(report)
+    options.answer(options.run(lambda target: _setup(target, parts, roles, None if own_store else wanted)), _show)
 
 
 def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: str) -> str:
     if not options.named:
         return tables.script(check_schema(schema), tables.everything(schema, parts), roles)
-    with options.target() as target:
-        return run(_missing(target, parts, roles))
+    return options.run(lambda target: _missing(target, parts, roles))
 
 
 async def _missing(target: Target, parts: Sequence[str], roles: Sequence[str]) -> str:
@@ -106,9 +99,8 @@ async def _setup(target: Target, parts: Sequence[str], roles: Sequence[str], log
     found = await target.find_log() if log is not None else None
     async with _owner(target, roles) as connection:
         if found is not None and not await tables.has_flushed(connection, target.schema):
-            await target.find_log(
-                applies=True
-            )  # it may be that of an app's own store, which must be the one to name it
+            # It may be that of an app's own store, which must be the one to name it.
+            await target.find_log(applies=True)
         migrated = await tables.make_tables(connection, target.schema, parts)
         async with connection.transaction():
             for role in roles:

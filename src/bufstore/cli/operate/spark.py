@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bufstore.cli.connect import Options, Target, connects
-from bufstore.cli.output import show
 from bufstore.cli.running import EXIT_WRONG, Failure, Finite
 from bufstore.spark.config import Deployment
 
@@ -42,7 +41,7 @@ def drain(options: Options, master: str, tasks: int | None, timeout: float) -> N
 
     with options.target() as target, _session(master) as session, _bar(options) as on_lag:
         report = bulk_drain(session, _deployment(target), tasks=tasks, timeout_s=timeout, on_lag=on_lag)
-    show(report, as_json=options.as_json, title="drained")
+    options.answer(report, "drained")
 
 
 @spark.command()
@@ -57,7 +56,7 @@ def archive(options: Options, path: str, master: str, tasks: int | None, start: 
 
     with options.target() as target, _session(master, progress=not options.as_json) as session:
         report = write(session, _deployment(target), path, start=start, tasks=tasks)
-    show(report, as_json=options.as_json, title="archived")
+    options.answer(report, "archived")
 
 
 @spark.command()
@@ -76,9 +75,8 @@ def restore(options: Options, path: str, master: str, tasks: int | None, into: A
 
     with options.target() as target, _session(master, progress=not options.as_json) as session:
         report = bring_back(session, path, _deployment(target), into=into, tasks=tasks, dry_run=dry_run)
-    show(report, as_json=options.as_json, title="restored" if not dry_run else "would be restored")
-    if report.refused:
-        raise click.exceptions.Exit(EXIT_WRONG)
+    title = "would be restored" if dry_run else "restored"
+    options.answer(report, title, code=EXIT_WRONG if report.refused else 0)
 
 
 def _deployment(target: Target) -> Deployment:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import click
-from rich import box
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.inspection import Status, inspecting
-from bufstore.cli.output import lasting, show_json
-from bufstore.cli.running import EXIT_UNUSABLE, run
+from bufstore.cli.output import lasting, new_table
+from bufstore.cli.running import EXIT_UNUSABLE
 
 
 @click.command()
@@ -23,14 +21,8 @@ def status(options: Options) -> None:
     number the entries of all partitions together. Exit code 2 when there is no log, or NATS or Postgres does not
     answer; with Postgres away, the log's side is shown all the same.
     """
-    with options.target() as target:
-        found = run(_look(target))
-    if options.as_json:
-        show_json(found)
-    else:
-        _show(found)
-    if not found.ok:
-        raise click.exceptions.Exit(EXIT_UNUSABLE)
+    found = options.run(_look)
+    options.answer(found, _show, code=0 if found.ok else EXIT_UNUSABLE)
 
 
 async def _look(target: Target) -> Status:
@@ -57,14 +49,9 @@ def _show(found: Status) -> None:
     console.print(f"Postgres: {found.postgres_trouble or 'ok'}", markup=False)
     console.print(f"flushers: {', '.join(found.members) or 'none alive'}", markup=False)
     console.print(f"quarantined entries: {_shown(found.quarantined)}", markup=False)
-    table = Table(box=box.SIMPLE)
-    for name in ("partition", "end", "flushed to", "lag", "term"):
-        table.add_column(name, justify="right")
-    table.add_column("owner")
-    for p in found.partitions:
-        row = (p.partition, p.end, p.cursor, p.lag, p.term, p.owner or "-")
-        table.add_row(*(_shown(value) for value in row))
-    console.print(table)
+    numbers = ("partition", "end", "flushed to", "lag", "term")
+    rows = ((p.partition, p.end, p.cursor, p.lag, p.term, p.owner or "-") for p in found.partitions)
+    console.print(new_table((*numbers, "owner"), (map(_shown, row) for row in rows), right=numbers))
 
 
 def _shown(value: object) -> str:

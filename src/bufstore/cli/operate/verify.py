@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import click
 import msgspec
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from bufstore.buffer.operate.audit import Verification
 from bufstore.cli.connect import Options, Target, connects
 from bufstore.cli.inspection import inspecting
-from bufstore.cli.output import show_json
-from bufstore.cli.running import EXIT_WRONG, run
+from bufstore.cli.output import new_table
+from bufstore.cli.running import EXIT_WRONG
 
 
 @click.command()
@@ -24,14 +21,9 @@ def verify(options: Options) -> None:
     Reads every thread that the log shows and changes nothing. What it finds is damage, or a bug of
     bufstore's: exit code 1.
     """
-    with options.target() as target:
-        found = run(_look(target))
-    if options.as_json:
-        show_json({"ok": found.ok, **msgspec.structs.asdict(found)})
-    else:
-        _show(found)
-    if not found.ok:
-        raise click.exceptions.Exit(EXIT_WRONG)
+    found = options.run(_look)
+    report = {"ok": found.ok, **msgspec.structs.asdict(found)}
+    options.answer(report, lambda _: _show(found), code=0 if found.ok else EXIT_WRONG)
 
 
 async def _look(target: Target) -> Verification:
@@ -49,9 +41,5 @@ def _show(found: Verification) -> None:
     console.print("all is as it should be" if found.ok else f"{found.wrong} rules do not hold:")
     if found.ok:
         return
-    table = Table(box=box.SIMPLE)
-    for name in ("rule", "partition", "thread", "what is there"):
-        table.add_column(name, overflow="fold")
-    for f in found.findings:
-        table.add_row(*(Text(str(v)) for v in (f.rule, f.partition, f.thread_id or "-", f.detail)))
-    console.print(table)
+    rows = ((f.rule, f.partition, f.thread_id or "-", f.detail) for f in found.findings)
+    console.print(new_table(("rule", "partition", "thread", "what is there"), rows))
