@@ -28,7 +28,7 @@ def read_credentials(credentials: str | Path) -> RawCredentials:
         except (OSError, ValueError) as e:
             reason = getattr(e, "strerror", None) or "no text"
             raise ConfigError(f"cannot read the file that NatsConfig.credentials names: {reason}") from None
-    # Without these lines nats-py would look for them for ever, and the event loop would stand still.
+    # Without these lines nats-py would look for them forever, and the event loop would stand still.
     if _JWT not in text or _SEED not in text:
         raise ConfigError(f"NatsConfig.credentials are invalid: a line with {_JWT!r} or with {_SEED!r} is missing")
     return RawCredentials(text)

@@ -37,7 +37,7 @@ def concerns() -> list[str]:
     if not frames.supported:
         found.append("bufstore was not checked with it: every message takes a slower way")
     if "_process_headers" in (gone := changed()):
-        found.append("it parses headers in another way: one message with headers that are none may end the connection")
+        found.append("it parses headers in another way: one message with invalid headers may end the connection")
     if GUARD in gone:
         found.append("it signs in in another way: TLS is refused")
     return found

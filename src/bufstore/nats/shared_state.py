@@ -122,7 +122,7 @@ class NatsSharedState:
 
     async def leave(self, member: str) -> None:
         self._renewed.pop(member, None)
-        # The shortest time to live there is: a delete marker would stay for ever.
+        # The shortest time to live there is: a delete marker would stay forever.
         await self._put(Outgoing(f"{self._keys}member.{member}", b"left", ttl_s=1), _TIMEOUT_S)
         await self._tell(self._calls + "members", b"")
 
@@ -144,7 +144,8 @@ class NatsSharedState:
 
         Any replica answers a read with a wildcard, also one that was cut off and does not catch up for half a minute.
         Members that go by different lists take partitions from each other all that time. A copy that has our own
-        record has all that was written before it; otherwise, and for who has none, the leader is asked for each.
+        record has all that was written before it; otherwise, and for a process without a record, ask the leader for
+        each.
         """
         every = f"{self._keys}member.*"
         if self._config.replicas > 1:

@@ -59,7 +59,7 @@ async def a_feed_delivers_one_partition_in_order(logs: Logs) -> None:
     await put(writer, a, c, b)
     follower = await _follow(log)
     await follower.until(lambda: len(follower.seen) == 2)
-    # What comes later wakes who follows.
+    # What comes later wakes the follower.
     await put(writer, c, a, c, b)
     await follower.until(lambda: len(follower.seen) == 4)
     assert follower.seen == [FIRST, FIRST + 2, FIRST + 4, FIRST + 6]

@@ -37,7 +37,7 @@ class Logs:
 
     #: How the log is configured: four partitions, and ``max_bytes`` of a few MiB, which the checks fill.
     config: BufferConfig
-    #: Opens one more instance's way to the server. Whoever calls the check closes them.
+    #: Opens one more instance's way to the server. The check's caller closes them.
     open: Callable[[], Awaitable[Session]]
 
     @property

@@ -1,4 +1,4 @@
-"""Who owns which partition: live flushers share them by rendezvous hashing with a bound.
+"""Which flusher owns which partition: rendezvous hashing with a bound over the live flushers.
 
 Each flusher keeps one expiring record of itself in the shared state. For each partition the members are ranked by a
 hash of both; the partition goes to the first member below the bound: the partitions divided by the members, rounded up.
@@ -21,7 +21,7 @@ class Pulse:
     """Which members are alive: those whose record was renewed lately, as far as one observer has seen.
 
     The server removes a record that is not renewed. But a server that was killed may have lost the record's expiry: the
-    record stays for ever, and nobody would flush its member's partitions.
+    record stays forever, and nobody would flush its member's partitions.
     """
 
     def __init__(self, ttl_s: float) -> None:

@@ -72,7 +72,7 @@ class _Reads:
     def _first_offset(self, log: LogState, position: str | None, timestamp_ns: int | None, default: str) -> Offset:
         whole_from = loop().run(log_scan.whole_from(self.options, log))
         at = _position(self.options, log, position, timestamp_ns, default)
-        # A caller who names a position must hear what is missing behind it; earliest means what is still there.
+        # A caller that names a position must hear what is missing behind it; earliest means what is still there.
         named = position is not None and position not in ("earliest", "latest")
         return Offset(created=log.created, position=at, whole_from=at if named else max(at, whole_from))
 
