@@ -33,10 +33,14 @@ _LONG_FIRST = (
     "tests/spark/",
     "tests/bench/test_bench_smoke.py",
     "tests/integration/test_cli.py",
+    "tests/integration/test_buffered_store.py",
+    "tests/integration/test_postgres_store.py",
+    "tests/integration/test_faults.py",
+    "tests/integration/test_least_rights.py",
+    "tests/integration/test_cluster.py",
+    "tests/integration/test_target.py",
     "tests/integration/test_mailbox.py",
     "tests/integration/test_mailbox_faults.py",
-    "tests/integration/test_cluster.py",
-    "tests/integration/test_crash_sweep.py",
     "tests/integration/",
     "tests/embedded/",
     "tests/unit/test_store_model.py",
@@ -124,8 +128,7 @@ async def _remove_streams(url: str) -> None:
     client = await nats.connect(url)
     try:
         names = json.loads((await client.request("$JS.API.STREAM.NAMES", timeout=10)).data)["streams"] or []
-        for name in names:
-            await client.request(f"$JS.API.STREAM.DELETE.{name}", timeout=10)
+        await asyncio.gather(*(client.request(f"$JS.API.STREAM.DELETE.{name}", timeout=30) for name in names))
     finally:
         await client.close()
 

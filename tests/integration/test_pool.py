@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
+import socket
 from collections.abc import AsyncIterator
 
 import psycopg
@@ -173,3 +175,14 @@ def test_a_url_of_sqlalchemy_is_explained(scheme: str) -> None:
     with pytest.raises(ConfigError, match=r"SQLAlchemy.*leave out '\+") as caught:
         check_conninfo(f"{scheme}://u:geheim@127.0.0.1/x")
     assert "geheim" not in str(caught.value)
+
+
+async def test_a_pipeline_that_ends_with_a_large_statement_sends_all_of_it(pool: Pool) -> None:
+    """More than a socket takes at once: the server answers when it has all, so the rest must not wait for an answer."""
+    async with pool.lend(10) as connection:
+        with socket.socket(fileno=os.dup(connection.fileno())) as ours:
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
+        large = "x" * (8 << 20)
+        async with connection.pipeline():
+            found = await connection.execute("SELECT length(%s::text)", [large])
+        assert await found.fetchall() == [(len(large),)]

@@ -21,6 +21,7 @@ from psycopg import AsyncConnection, AsyncPipeline, IsolationLevel
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.pq import TransactionStatus
 from psycopg.rows import TupleRow
+from psycopg.waiting import Ready, Wait
 from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from bufstore.errors import ConfigError, StoreMisconfigured, StoreUnavailable
@@ -103,6 +104,10 @@ def _end(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
     try:
         pipeline._enqueue_sync()
         yield from pipeline._communicate_gen()
+        # Of a large statement the socket may not have taken all, and `_fetch_gen` waits for answers only.
+        while pipeline.pgconn.flush():
+            if (yield Wait.RW) & Ready.R:
+                pipeline.pgconn.consume_input()
     finally:
         yield from pipeline._fetch_gen(flush=False)
 
