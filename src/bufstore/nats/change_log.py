@@ -16,7 +16,7 @@ async def change_log(
     archive: bool | None = None,
     settle: bool = False,
 ) -> Windows:
-    """Change what a log says of its failover window (seconds) and of archiving; what it says then. None: as it is.
+    """Change what a log says of its failover window (seconds) and of archiving. None: as it is. Returns the result.
 
     A change has two steps. This call begins it: from now on the log says both what was and what will be, flushers keep
     the larger window, writers that start rely on the smaller, and both configurations may open it. Once every process

@@ -19,7 +19,7 @@ from bufstore.threads.state_readers import ComparingReader
 
 
 def check_wrappable(store: object) -> None:
-    """Raise ConfigError when the store lacks a method that the buffer calls: else only the first flush would tell."""
+    """Raise ConfigError when the store lacks a method that the buffer calls, before the first flush shows it."""
     methods = ("load_checkpoint", "load_run", "apply")
     wrong = [name for name in methods if not callable(getattr(store, name, None))]
     if wrong:

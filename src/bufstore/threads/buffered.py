@@ -135,11 +135,11 @@ class BufferedThreadStore:
     ) -> Receipt:
         """See `ThreadRunStore.checkpoint`. Also raises LogFull, LogUnavailable (nothing stored) and OutcomeUnknown.
 
-        `source`: for pipelines that may do their work again. A write whose number the thread has from this source
-        already is not done again, however much later it comes; the receipt says ``repeated``. Not together with a key.
+        `producer`: for pipelines that may repeat their work. If the thread already has this number from this producer,
+        the write has no effect, however much later it comes; the receipt says ``repeated``. Not together with a key.
 
-        Needs Postgres only with a key or source, on a thread of which the log shows nothing or its first entry: then
-        StoreUnavailable.
+        Needs Postgres only with a key or producer, on a thread of which the log shows nothing or only its first entry:
+        then StoreUnavailable.
         """
         call = call_of(thread_id, messages, run, idempotency_key, producer)
         if run.parent_thread_id is not None or not self._runs.claimed(run):
@@ -162,7 +162,7 @@ class BufferedThreadStore:
         idempotency_key: str | None = None,
         producer: ProducerSequence | None = None,
     ) -> Receipt:
-        """See `ThreadRunStore.checkpoint_append`, and `checkpoint` for `source`. Also raises ThreadQuarantined.
+        """See `ThreadRunStore.checkpoint_append`, and `checkpoint` for `producer`. Also raises ThreadQuarantined.
 
         Needs Postgres when this process has not written to the thread lately: then StoreUnavailable.
         """
@@ -376,7 +376,7 @@ class BufferedThreadStore:
         await self.buffer.force_flush_all(timeout_s=timeout_s)
 
     async def statistics(self) -> Statistics:
-        """Counters, fill, and how long the log has room. Raises LogUnavailable."""
+        """Counters, fill, and how long the log has space. Raises LogUnavailable."""
         return await self.buffer.statistics()
 
     async def health(self) -> Health:
@@ -391,7 +391,7 @@ class BufferedThreadStore:
         return await self.quarantine.count()
 
     async def verify(self) -> Verification:
-        """Check log, hot state and Postgres against each other, while they work. Raises Unavailable errors.
+        """Check log, shared state and Postgres against each other, while they work. Raises Unavailable errors.
 
         Reads every thread that the log shows, in bounded memory. What it finds is damage, or a bug of ours: see
         docs/OPERATIONS.md.

@@ -1,8 +1,8 @@
 """Edits of a buffered store: decided on the thread as reads show it, and appended directly behind what was read.
 
-The entry names the one that the decision was made on; if another one is the thread's last by then, the thread is read
-and the edit decided again. So an edit is as strict as a transaction, at the price of a read; checkpoints pay nothing
-for it.
+The entry names the entry that the decision was made on; if another entry is the thread's last by then, the thread is
+read and the edit decided again. So an edit is as strict as a transaction, at the price of a read; checkpoints pay
+nothing for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bufstore.types import Consistency, Receipt
 
 
 class Overtaken(Exception):
-    """Somebody else has done this already."""
+    """Another process has done this already."""
 
 
 class BufferedEdits:
@@ -46,7 +46,7 @@ class BufferedEdits:
         """
         self.check_store()
         deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s + self._config.append_timeout_s
-        # What is written holds only if what was read still is so; what is refused must be right by itself.
+        # A write holds only if what was read still is so; a refusal must be right by itself.
         proven = False
         while True:
             try:
@@ -63,7 +63,7 @@ class BufferedEdits:
             except TimeoutError:
                 raise LogUnavailable(f"no turn to write to thread {wanted.thread_id!r} in time") from None
             try:
-                # Not within that timeout: an append ends by itself, and knows what came of it.
+                # Not within that timeout: an append ends by itself, and knows its outcome.
                 return await self._append(wanted.thread_id, payload, state)
             except Moved as moved:
                 if moved.tip_seq < state.watermark.flushed_seq or not state.watermark.flushed_seq:

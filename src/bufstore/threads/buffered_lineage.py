@@ -1,17 +1,18 @@
 """Changes of lineage of a buffered store, one at a time, across processes.
 
-They touch several threads, whose entries no single message can hold. So each is first written, whole, to one record in
-the hot bucket, with the record's last sequence as compare-and-set: that is where it takes its place among the others,
-and proves that none came between its checks and it. Then its edits are appended, and the record is marked as done.
+They touch several threads, whose entries no single message can hold. So each change is first written, whole, to one
+record in the shared state, with the record's last sequence as compare-and-set: this gives it its place among the
+others, and proves that no other came between its checks and it. Then its edits are appended, and the record is marked
+as done.
 
-Failure model. Who finds a change that is not marked carries it out first: edits can be repeated. Who comes back to his
-own, late, looks at the record between reading a thread and the append that stands directly behind what was read: if the
-record has moved on, his change has been carried out by somebody else; if it moves after the look, that change of the
-thread fails the append. What fails after a change took its place leaves it to the next one: its outcome is not known.
-Only what is refused for good (a thread in quarantine) ends it: it is marked as done and goes no further, so that it
-stops nobody else. Another's deletion is carried out only on the thread that it was decided on: if that has got entries
-since, it may have been deleted before them, and deleting them would lose what was acknowledged later. A bucket that is
-lost while two changes are under way lets them overlap.
+Failure model. A process that finds an unmarked change carries it out first: edits can be repeated. A process that comes
+back late to its own change looks at the record between reading a thread and the append that stands directly behind what
+was read. If the record has moved on, another process has carried the change out; if it moves after the look, the
+other's change of the thread fails the append. A failure after a change took its place leaves the change to the next
+process: its outcome is not known. Only a final refusal (a thread in quarantine) ends it: it is marked as done and goes
+no further, so that it stops nobody else. Another's deletion is carried out only on the thread that it was decided on:
+if the thread has entries since, it may have been deleted before them, and deleting them would lose what was
+acknowledged later. If the bucket is lost while two changes are under way, they may overlap.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class BufferedLineage:
                 seq, record = await self._record()
                 if record is None or record.id != mine.id:
                     self._placed.discard(mine.id)
-                    continue  # another's; if mine was there before it, it has been carried out and repeats
+                    continue  # another's; if mine was there before, it is carried out, and repeating is harmless
             reach(Failpoint.LINEAGE_PLACED)
             try:
                 receipt = await self._carry_out(mine, seq)
@@ -162,17 +163,17 @@ class BufferedLineage:
         except LogFull:
             raise
         except (Overtaken, Rejected):
-            pass  # done by somebody else; or it can be carried out no further, and must not stop others
+            pass  # another process did it; or it can go no further, and must not stop others
         await self._mark(record, seq)
 
     async def _carry_out(self, record: _Record, seq: int) -> Receipt:
         return await carry_out(_Family(self, seq), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> bool:
-        """Note that the change is done, however often that has to be tried; False when somebody else was faster.
+        """Mark the change as done, trying as often as needed; False when another process was faster.
 
-        The caller bounds the time. Nobody may be told before that his change is done: the next one would do it again,
-        and delete a second time what was written in between.
+        The caller bounds the time. No caller may be told before this that its change is done: the next process would
+        repeat it, and delete a second time what was written in between.
         """
         done = _encode(msgspec.structs.replace(record, done=True))
         async for attempt in AsyncRetrying(
@@ -189,10 +190,10 @@ class BufferedLineage:
         try:
             return seq, _decode(body) if body else None
         except msgspec.MsgspecError:
-            raise LineageError("the lineage record in the hot bucket is none of this release") from None
+            raise LineageError("this release cannot read the lineage record in the shared state") from None
 
     async def thread(self, thread_id: str) -> Thread | None:
-        """The thread as reads show it, also with a broken chain."""
+        """The thread as reads show it, even with a broken chain."""
         return (await self._reads.joined(thread_id))[0].thread
 
     async def children(self, thread_id: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Writes of pipelines: many threads at once, and of each thread many in order, of which none may pass a refused one."""
+"""Writes of pipelines: many threads at once, and many writes per thread in order; a refused one stops its thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 class Series(NamedTuple):
     """How far a series came."""
 
-    #: Of its first steps, all that are stored.
+    #: The receipts of its stored steps, which are the first ones.
     receipts: Sequence[Receipt]
     #: Why the next step is not; the steps behind it were not tried. None: all are stored.
     error: BufstoreError | None
@@ -53,7 +53,7 @@ class BulkWriter:
         await self._buffer.learn_new(thread_ids)
 
     async def claim(self, runs: Iterable[Run]) -> None:
-        """Make runs findable ahead of their first checkpoints, in a few requests. What fails is left to `write`."""
+        """Register runs ahead of their first checkpoints, in a few requests. Failures are left to `write`."""
         new: dict[str, Run] = {}
         for run in runs:
             if run.parent_thread_id is None and not self._runs.claimed(run):

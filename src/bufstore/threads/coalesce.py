@@ -13,7 +13,7 @@ from bufstore.threads.payload import AnyPayload, Payload, Removal, decode_payloa
 def coalesce(thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
     """The change that equals `entries` in order, on a thread of `version` messages.
 
-    A thread that the buffer has no row of may be in the store all the same; the writer of an entry with base NONE
+    A thread without a watermark may be in the store all the same; the writer of an entry with base NONE
     has looked there, so what its entry keeps is what there is.
 
     Raises Inapplicable for the first entry that is no payload, keeps more messages than there are, or does not
@@ -42,7 +42,7 @@ class Fold:
         self._begin()
 
     def begin_at(self, version: int) -> None:
-        """The thread has so many messages, whatever was said before."""
+        """Set the thread's number of messages, whatever was said before."""
         self._version = self._keep = version
 
     def _begin(self) -> None:
@@ -91,7 +91,7 @@ class Fold:
         self._run_seqs.setdefault(run_id, self._seq)
 
     def change(self) -> ThreadChange:
-        """What all of them do."""
+        """The change that all of them make."""
         return ThreadChange(
             thread_id=self._thread_id,
             keep=self._keep,

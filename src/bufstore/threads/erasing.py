@@ -1,4 +1,4 @@
-"""Erasing a thread: deleting it, and removing its content wherever else the buffer keeps it."""
+"""Erases a thread: deletes it, and removes its content wherever else the buffer keeps it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Erasure:
     thread_ids: tuple[str, ...]
     #: Whether there was anything of them: the thread itself, or entries in log or quarantine.
     found: bool
-    #: Threads that somebody has written to since they were deleted: they are there, and what they were may be, too.
+    #: Threads written to since they were deleted: they exist, and their earlier content may exist too.
     written_again: tuple[str, ...]
     #: Messages removed from the log.
     log_messages: int

@@ -3,7 +3,7 @@
 A list cannot be overlaid with the tails of all threads and stay a page. So everything that the log holds at the time
 of the call is flushed first; then the wrapped store answers, from its indices. A thread whose chain is broken shows
 its flushed state, and the page says so (`Page.quarantined`): which threads are broken is asked before the page, so that
-one that heals in between is at worst marked without need. What has no page to mark raises ThreadQuarantined. With an
+a thread that heals in between is at worst marked without need. A read without a page raises ThreadQuarantined. With an
 app's own store that has no such queries, the messages of a thread are read whole; the rest is refused.
 """
 
@@ -139,7 +139,7 @@ class BufferedLists:
             async with asyncio.timeout(self._config.read_timeout_s):
                 return await answer
         except TimeoutError:
-            raise StoreUnavailable("Postgres, which knows of the quarantine, does not answer") from None
+            raise StoreUnavailable("Postgres, which knows the quarantine, does not answer") from None
 
     async def _barrier(self, level: Consistency, thread_id: str | None = None) -> None:
         """Wait until the thread, or everything, is flushed as far as the log knows it now."""

@@ -326,7 +326,7 @@ class MemoryThreadStore:
         for known, known_content in self._keys.get(thread_id, ()):
             if known == key:
                 if known_content != content:
-                    raise IdempotencyConflict(f"thread {thread_id!r}: this key was used with other content")
+                    raise IdempotencyConflict(f"thread {thread_id!r}: this key was used with different content")
                 last = self._last[thread_id]
                 return Receipt(last.thread_id, last.thread_seq, last.id, last.version, repeated=True)
         return None
@@ -334,7 +334,7 @@ class MemoryThreadStore:
     async def _save(self, change: ThreadChange, key: str | None, content: object) -> Receipt:
         await self.apply(None, [change])
         thread_id = change.thread_id
-        # A checkpoint without a key takes a place among the remembered ones, too.
+        # A checkpoint without a key takes a place among the remembered ones too.
         keys = self._keys.setdefault(thread_id, deque(maxlen=_REMEMBERED_KEYS))
         keys.append((key or secrets.token_hex(8), content))
         return self._receipt(thread_id, change.version)

@@ -26,7 +26,7 @@ async def repair(
     config: BufferConfig | None = None,
     apply: bool = False,
 ) -> Repaired:
-    """Find out why log and Postgres do not fit together, and with `apply` mend it: save what the log has, begin anew.
+    """Find out why log and Postgres do not fit together, and with `apply` repair it: save what the log has, begin anew.
 
     The other arguments are those of `BufferedThreadStore.open`. Without `apply` nothing is changed, and the report says
     what would be done. With it, all instances must have been stopped (ConfigError while flushers are alive); what the

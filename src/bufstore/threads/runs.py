@@ -32,7 +32,7 @@ class Runs:
         return self._claimed.get(run.run_id) == run.thread_id
 
     async def claim(self, run: Run) -> None:
-        """Make the run findable and its id unique, once, before its first checkpoint. Raises AlreadyExists."""
+        """Register the run and claim its id, once, before its first checkpoint. Raises AlreadyExists."""
         if self.claimed(run):
             return
         reach(Failpoint.CLAIM_BEFORE)

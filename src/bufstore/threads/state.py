@@ -19,7 +19,7 @@ class ThreadState(State, frozen=True, kw_only=True):
     tail_runs: dict[str, bytes] = msgspec.field(default_factory=dict)
     #: What `save_thread_state` saved, encoded.
     state: bytes | None = None
-    #: True when the tail deletes the thread: of its runs, the store may still show some that are no more.
+    #: True when the tail deletes the thread: the store may still show runs that no longer exist.
     deleted: bool = False
 
 

@@ -1,4 +1,4 @@
-"""Reading what a store holds of a thread, together with the watermark that says how fresh it is."""
+"""Reads what a store holds of a thread, together with the watermark that says how fresh it is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SnapshotReader:
 
 
 class ComparingReader:
-    """Any store: read the row before and after the state; equal rows mean that no flush came between."""
+    """Any store: read the watermark before and after the state; if both are equal, no flush came between."""
 
     def __init__(self, store: WrappableStore, ledger: Ledger) -> None:
         self._store = store

@@ -286,7 +286,7 @@ class WindowFlusher:
         everybodys = self._is_everybodys(error.cause)
         if everybodys and error.cause not in self._told and error.verdict is not Verdict.LOCKED:
             self._told.add(error.cause)
-            text = "the store refuses this to all threads; nothing is parked, entries wait in the log: %s"
+            text = "the store refuses many threads for one reason; nothing is parked, entries wait in the log: %s"
             _log.error(text, error, extra={"action": "refused_to_all"})
         elif not everybodys and not self.waiting.tries(thread_id):
             _log.warning(

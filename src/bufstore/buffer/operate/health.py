@@ -20,7 +20,7 @@ from bufstore.jetstream.messages import AppendUnknown
 
 _TIMEOUT_S = 2.0
 _LAG_TIMEOUT_S = 10.0
-#: With less than this part of the log free, it is taken for full before it refuses a write.
+#: With less than this fraction of the log free, it counts as full before it refuses a write.
 _FREE_MIN = 0.01
 
 
@@ -48,21 +48,21 @@ class Health:
     """What this process can do, and what is wrong; empty strings mean nothing is.
 
     A readiness probe asks `can_write`, and `can_read` if the app cannot serve without reads of everything. A liveness
-    probe asks none of these: what they tell passes by itself or needs an operator, and no restart mends it.
+    probe asks none of these: such trouble passes by itself or needs an operator, and no restart cures it.
     """
 
     #: Of the parts: NATS, Postgres, this process's flusher.
     log: str
     store: str
     flusher: str
-    #: Why checkpoints are not taken, not everything can be read, and nothing is flushed.
+    #: Why no checkpoints are accepted, some reads fail, and nothing is flushed.
     write_trouble: str
     read_trouble: str
     flush_trouble: str
 
     @property
     def can_write(self) -> bool:
-        """Whether the log takes checkpoints; Postgres may be away."""
+        """Whether the log accepts checkpoints; Postgres may be away."""
         return not self.write_trouble
 
     @property
@@ -166,8 +166,8 @@ def behind(end: int, cursor: Cursor | None) -> int:
 
 
 async def is_full(log: Log) -> str:
-    """Why the log takes no entries; empty if it does. Raises LogUnavailable, AppendUnknown."""
-    # A leader that the others have left would answer as if all were well. Who waits less long than this gives up the
+    """Why the log accepts no entries; empty if it does. Raises LogUnavailable, AppendUnknown."""
+    # A leader that the others have left would answer as if all were well. Waiting less than this gives up the
     # question, not the connection.
     await log.prove_leader(2 * _TIMEOUT_S)
     used, limit = await log.fill()
@@ -175,7 +175,7 @@ async def is_full(log: Log) -> str:
 
 
 async def asked(question: Awaitable[Any]) -> tuple[str, Any]:
-    """What is wrong with whom is asked, and the answer; in two seconds at most."""
+    """What is wrong with the part that is asked, and its answer; in two seconds at most."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             return "", await question

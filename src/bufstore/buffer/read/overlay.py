@@ -41,7 +41,7 @@ def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[
         if state.watermark.broken_since is not None:
             continue
         if item.entry.base is not Base.CHAINED:
-            # If it does not count, no key and no number in it was used; who wrote behind it has seen to that.
+            # If it does not count, its keys and numbers were never used; the writer behind it has made sure of that.
             last = items[-1].entry if items[-1] is not item and isinstance(items[-1], StoredEntry) else None
             keys, numbers = (last.keys, last.producers) if last is not None else (b"", None)
             watermark = msgspec.structs.replace(state.watermark, keys=keys, producers=numbers or b"")

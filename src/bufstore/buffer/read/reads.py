@@ -98,7 +98,7 @@ class Reads(Generic[S]):
             async with asyncio.timeout(timeout_s):
                 last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
         except TimeoutError:
-            raise LogUnavailable("the log does not tell in time what is to be flushed") from None
+            raise LogUnavailable("the log did not say in time what must be flushed") from None
         if last:
             await self._waiter.thread(thread_id, last, timeout_s)
         return last
@@ -114,7 +114,8 @@ class Reads(Generic[S]):
         """The thread's state with its tail, and the position of its last entry in the log (0: none there).
 
         `proven`: it has all that was acknowledged to anybody before the call. Without, a leader that the others have
-        left may tell how it was seconds ago; that is enough for whoever writes on condition that it is so.
+        left may show the state of seconds ago; that is enough for a writer whose write holds only if the state still is
+        so.
 
         Raises StoreUnavailable when only Postgres could tell, and it is down or does not tell in `read_timeout_s`;
         LogUnavailable.
@@ -180,7 +181,7 @@ class Reads(Generic[S]):
             messages = await self._log.after(subject, above, self._config.read_timeout_s)
             if messages and messages[-1].seq >= last:
                 return messages, messages[-1].seq
-            # It is gone since, or this came from one who had not got it: nothing is told without what stands there.
+            # It has left since, or the server that answered lacked it: report nothing without what stands there.
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.25)
             last = await self._last(subject, proven)

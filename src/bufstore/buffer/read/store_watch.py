@@ -25,7 +25,7 @@ class StoreWatch(Generic[S]):
         self._patience = min(STORE_PATIENCE_S, read_timeout_s / 2)
         self._probe: asyncio.Task[None] | None = None
         self._question: asyncio.Task[None] | None = None
-        #: Questions to the store that nobody waits for any more.
+        #: Requests to the store that nobody waits for any more.
         self._ending: set[asyncio.Task[S]] = set()
         #: Why the store is taken for down; None while it answers.
         self.down: str | None = None
@@ -79,7 +79,7 @@ class StoreWatch(Generic[S]):
     def _ended(self, asked: asyncio.Task[S]) -> None:
         self._ending.discard(asked)
         if not asked.cancelled():
-            asked.exception()  # or asyncio complains that nobody looked at it
+            asked.exception()  # or asyncio reports an exception that was never retrieved
 
     async def _done(self, asked: asyncio.Task[S], deadline: float, within_s: float) -> bool:
         """Wait so long for the store's answer, at most until `deadline`; whether it is there."""
@@ -88,7 +88,7 @@ class StoreWatch(Generic[S]):
         return bool(done)
 
     async def _is_down(self) -> bool:
-        """Whether the store does not answer a small question either, asked once for all who want to know."""
+        """Whether the store does not even answer a small query, which is asked once for all callers."""
         if self._question is None or self._question.done():
             self._question = asyncio.create_task(self._ask_little(), name="bufstore-store-question")
         await asyncio.shield(self._question)
@@ -106,7 +106,11 @@ class StoreWatch(Generic[S]):
     def _take_for_down(self, reason: str) -> None:
         if self.down is None:
             self.down = reason
-            _log.warning("reads do without Postgres: %s", reason, extra={"action": "store_down"})
+            _log.warning(
+                "Postgres does not answer; reads do without it as far as the log can tell: %s",
+                reason,
+                extra={"action": "store_down"},
+            )
             self._probe = asyncio.create_task(self._look_for_store(), name="bufstore-store-probe")
 
     async def _look_for_store(self) -> None:
@@ -114,7 +118,7 @@ class StoreWatch(Generic[S]):
             with contextlib.suppress(Exception):  # whatever an app's store raises: it is not back yet
                 await self._reader.answers()
                 self.down = None
-                _log.info("Postgres is back", extra={"action": "store_up"})
+                _log.info("Postgres answers again; reads use it", extra={"action": "store_up"})
                 return
             await asyncio.sleep(_PROBE_INTERVAL_S)
 

@@ -467,5 +467,5 @@ def _refusal(outcome: str, call: _Call, expected: int | None, version: int) -> B
             assert expected is not None
             return VersionConflict(call.thread_id, expected=expected, actual=version)
         case "other content":
-            return IdempotencyConflict(f"thread {call.thread_id!r}: this key was used with other content")
+            return IdempotencyConflict(f"thread {call.thread_id!r}: this key was used with different content")
     raise AssertionError(f"checkpoint_v1 returned {outcome!r}")
