@@ -16,7 +16,7 @@ from bufstore.embedded import Servers
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.testing import LEDGER_CHECKS, Check, Ledgers
-from bufstore.testing.ledger import QUARANTINE_MAX, RAISES, REFUSED, Change
+from bufstore.testing.ledger import QUARANTINE_MAX, RAISES, REFUSED, LedgerChange
 
 
 class PostgresValues:
@@ -25,7 +25,7 @@ class PostgresValues:
     def __init__(self, schema: str) -> None:
         self.schema = schema
 
-    async def apply(self, connection: psycopg.AsyncConnection[Any], batch: Sequence[Change]) -> None:
+    async def apply(self, connection: psycopg.AsyncConnection[Any], batch: Sequence[LedgerChange]) -> None:
         assert batch
         if any(change.value == RAISES for change in batch):
             raise ArithmeticError
@@ -40,7 +40,7 @@ class PostgresValues:
 class MemoryValues(dict[str, str]):
     """The same in memory."""
 
-    async def apply(self, connection: Any, batch: Sequence[Change]) -> None:
+    async def apply(self, connection: Any, batch: Sequence[LedgerChange]) -> None:
         assert batch
         if any(change.value == RAISES for change in batch):
             raise ArithmeticError

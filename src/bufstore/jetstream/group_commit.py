@@ -58,7 +58,7 @@ _BEGIN_AT = 8
 _GROUP_TIMEOUT_S = 5.0
 
 
-class Unit:
+class AppendUnit:
     """What is stored as neighbours or not at all. Subclasses say what happens then."""
 
     __slots__ = ("messages", "over")
@@ -78,7 +78,7 @@ class Unit:
         raise NotImplementedError
 
 
-class _Awaited(Unit):
+class _Awaited(AppendUnit):
     __slots__ = ("stored",)
 
     def __init__(self, messages: Sequence[Outgoing]) -> None:
@@ -107,19 +107,19 @@ class GroupCommit:
         self._stream = stream
         self._timeout_s = min(timeout_s, _GROUP_TIMEOUT_S)
         self._shapes = PublishModes()
-        self._waiting: deque[Unit] = deque()
+        self._waiting: deque[AppendUnit] = deque()
         #: Large ones, one at a time.
-        self._large: deque[Unit] = deque()
+        self._large: deque[AppendUnit] = deque()
         self._large_task: asyncio.Task[None] | None = None
         #: Groups on their way; more than one only while the rest of a group goes out again.
         self._tasks: set[asyncio.Task[None]] = set()
         #: The group that the next one waits for.
-        self._ahead: list[Unit] | None = None
+        self._ahead: list[AppendUnit] | None = None
         #: Messages in the last group; and whether the next one is to be a batch, when that is decided early.
         self._last = 0
         self._choice: bool | None = None
         #: A batch of which the first message was sent, and the unit that waits at the head of the queue with it.
-        self._begun: tuple[Unit, BegunBatch] | None = None
+        self._begun: tuple[AppendUnit, BegunBatch] | None = None
         self._linger = linger
         #: How many units were on their way or waiting when the last group ended, and until when to wait for them.
         self._writers = 0
@@ -160,7 +160,7 @@ class GroupCommit:
         self.add(unit)
         return unit.stored
 
-    def add(self, unit: Unit) -> None:
+    def add(self, unit: AppendUnit) -> None:
         """Queue a unit, whose `ended` is called later: see `submit`."""
         if self._closed:
             asyncio.get_running_loop().call_soon(_end, [unit], Closed("the store is closed"))
@@ -214,7 +214,7 @@ class GroupCommit:
         if self._ahead is None and not self._closed:
             self._send(self._take(alone=True))
 
-    def _send(self, group: list[Unit]) -> None:
+    def _send(self, group: list[AppendUnit]) -> None:
         if group:
             assert self._loop is not None
             self._ahead, self._sent_at = group, self._now()
@@ -235,7 +235,7 @@ class GroupCommit:
         self._large_task = None
         self._send_large()
 
-    def _go_on(self, group: list[Unit]) -> None:
+    def _go_on(self, group: list[AppendUnit]) -> None:
         """Nothing need wait for `group` any more: send what waits."""
         if self._ahead is not group:
             return
@@ -251,7 +251,7 @@ class GroupCommit:
         else:
             self._send(self._take(alone=False))
 
-    async def _guarded(self, group: list[Unit], *, large: bool = False) -> None:
+    async def _guarded(self, group: list[AppendUnit], *, large: bool = False) -> None:
         try:
             await (self._store_one(group[0]) if large else self._store(group))
         except asyncio.CancelledError:
@@ -266,12 +266,12 @@ class GroupCommit:
         finally:
             self._go_on(group)
 
-    def _take(self, *, alone: bool) -> list[Unit]:
+    def _take(self, *, alone: bool) -> list[AppendUnit]:
         """The next group. `alone`: nothing is waiting behind it, so of many it is half."""
         room = BATCH_MESSAGES_MAX
         if alone and len(self._waiting) >= _SPLIT_FROM:
             room = min(room, len(self._waiting) // 2)
-        group: list[Unit] = []
+        group: list[AppendUnit] = []
         messages = size = 0
         waiting = self._waiting
         while waiting:
@@ -288,7 +288,7 @@ class GroupCommit:
                 group.append(unit)
         return group
 
-    async def _store(self, group: list[Unit]) -> None:
+    async def _store(self, group: list[AppendUnit]) -> None:
         units = group
         while units:
             messages = [message for unit in units for message in unit.messages]
@@ -321,7 +321,7 @@ class GroupCommit:
                 _end_one(unit, seq)
             return
 
-    def _shape(self, units: list[Unit], messages: int) -> tuple[bool, BegunBatch | None]:
+    def _shape(self, units: list[AppendUnit], messages: int) -> tuple[bool, BegunBatch | None]:
         """Whether they are to be a batch, and what has been sent of it."""
         if self._begun is not None and self._begun[0] is units[0]:
             (_, begun), self._begun, self._choice = self._begun, None, None
@@ -339,7 +339,7 @@ class GroupCommit:
         assert self._loop is not None
         return self._loop.time()
 
-    async def _store_each(self, units: list[Unit]) -> None:
+    async def _store_each(self, units: list[AppendUnit]) -> None:
         single = [unit for unit in units if len(unit.messages) == 1]
 
         def ended(number: int, outcome: int | Exception) -> None:
@@ -362,7 +362,7 @@ class GroupCommit:
         if len(single) == len(units):
             self._shapes.took(len(units), False, self._now() - began)
 
-    async def _store_one(self, unit: Unit) -> None:
+    async def _store_one(self, unit: AppendUnit) -> None:
         outcome: int | Exception
         try:
             if len(unit.messages) == 1:
@@ -376,7 +376,7 @@ class GroupCommit:
             outcome = e
         _end_one(unit, outcome)
 
-    async def _without_moved(self, units: list[Unit]) -> list[Unit]:
+    async def _without_moved(self, units: list[AppendUnit]) -> list[AppendUnit]:
         """Fail the units whose subject is not where they expect it; the rest."""
         expected = {_about(m): m.expected for u in units for m in u.messages if m.expected is not None}
         try:
@@ -399,7 +399,7 @@ class GroupCommit:
         return rest
 
 
-def _is_large(unit: Unit) -> bool:
+def _is_large(unit: AppendUnit) -> bool:
     messages = unit.messages
     if len(messages) == 1:
         return len(messages[0].body) > _LARGE_BYTES
@@ -410,12 +410,12 @@ def _about(message: Outgoing) -> str:
     return message.expected_of or message.subject
 
 
-def _end(units: Iterable[Unit], error: Exception) -> None:
+def _end(units: Iterable[AppendUnit], error: Exception) -> None:
     for unit in units:
         _end_one(unit, error)
 
 
-def _end_one(unit: Unit, outcome: int | Exception) -> None:
+def _end_one(unit: AppendUnit, outcome: int | Exception) -> None:
     if unit.over:
         return
     unit.over = True

@@ -31,7 +31,7 @@ QUARANTINE_MAX = 5
 _HERE, _ELSEWHERE = Target("counters", "table", "a"), Target("counters", "table", "b")
 
 
-class Change(msgspec.Struct, frozen=True):
+class LedgerChange(msgspec.Struct, frozen=True):
     """What the checks flush: the store has `value` for the thread afterwards."""
 
     thread_id: str
@@ -77,7 +77,7 @@ def writes(**values: str) -> Callable[[Mapping[str, Watermark]], Decision]:
 
     def decide(rows: Mapping[str, Watermark]) -> Decision:
         return Decision(
-            batch=[Change(t, values[t]) for t in sorted(rows)],
+            batch=[LedgerChange(t, values[t]) for t in sorted(rows)],
             watermarks={t: msgspec.structs.replace(row, flushed_seq=row.flushed_seq + 1) for t, row in rows.items()},
         )
 
@@ -203,7 +203,7 @@ async def of_two_flushes_with_one_cursor_one_commits(ledgers: Ledgers) -> None:
     held = await here.take([0], "me")
 
     async def attempt(ledger: Ledger, value: str) -> bool:
-        change = decides(batch=[Change("t", value)], cursors=[moved(held[0], 9)])
+        change = decides(batch=[LedgerChange("t", value)], cursors=[moved(held[0], 9)])
         try:
             await ledger.flush(held, ["t"], change)
         except (NotOwner, FlushFailed):  # FlushFailed: the other one holds the partition
@@ -227,7 +227,9 @@ async def a_flush_writes_changes_watermarks_and_cursors(ledgers: Ledgers) -> Non
         producers=b"producers",
     )  # fmt: skip
     after = moved(held, 1 << 41)
-    decision = decides(batch=[Change("t", "one"), Change("ü/1", "two")], watermarks={"t": watermark}, cursors=[after])
+    decision = decides(
+        batch=[LedgerChange("t", "one"), LedgerChange("ü/1", "two")], watermarks={"t": watermark}, cursors=[after]
+    )
     flushed = await ledger.flush([held], ["t", "ü/1"], decision, size=1000)
     assert (set(flushed.locked), dict(flushed.refused), set(flushed.untried)) == (set(), {}, set())
     assert flushed.decision.cursors == [after]
@@ -268,7 +270,7 @@ async def what_the_store_refuses_leaves_nothing_behind(ledgers: Ledgers) -> None
     ledger = await ledgers.open()
     (held,) = await ledger.take([0], "me")
     decision = decides(
-        batch=[Change("good", "one"), Change("bad", REFUSED)],
+        batch=[LedgerChange("good", "one"), LedgerChange("bad", REFUSED)],
         watermarks={"good": Watermark(flushed_seq=1), "bad": Watermark(flushed_seq=2)},
         parked=[parked(3, "good")],
         cursors=[moved(held, 3)],

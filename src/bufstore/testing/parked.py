@@ -13,7 +13,17 @@ from bufstore.buffer.operate.replay import Outcome, ParkedEntry, plan_replay
 from bufstore.buffer.ports.ledger import FlushFailed, Ledger, QuarantineFull, Replay
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.testing.basics import Check, raises, registrar
-from bufstore.testing.ledger import QUARANTINE_MAX, REFUSED, Change, Ledgers, decides, flush, moved, parked, writes
+from bufstore.testing.ledger import (
+    QUARANTINE_MAX,
+    REFUSED,
+    LedgerChange,
+    Ledgers,
+    decides,
+    flush,
+    moved,
+    parked,
+    writes,
+)
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
@@ -34,7 +44,7 @@ def _replays(value: str) -> Callable[[Watermark, Sequence[ParkedEntry]], Replay]
 
     def decide(row: Watermark, entries: Sequence[ParkedEntry]) -> Replay:
         plan = plan_replay(row, entries)
-        return Replay(plan, Change(plan.apply[0].thread_id, value) if plan.apply else None)
+        return Replay(plan, LedgerChange(plan.apply[0].thread_id, value) if plan.apply else None)
 
     return decide
 
@@ -103,7 +113,7 @@ async def a_full_quarantine_refuses_the_flush_that_parks_more(ledgers: Ledgers) 
     (held,) = await ledger.take([0], "me")
     await _park(ledger, *(parked(seq, "t") for seq in range(1, QUARANTINE_MAX)))
     more = decides(
-        batch=[Change("u", "one")], watermarks={"u": Watermark(flushed_seq=9)}, cursors=[moved(held, 9)],
+        batch=[LedgerChange("u", "one")], watermarks={"u": Watermark(flushed_seq=9)}, cursors=[moved(held, 9)],
         parked=[parked(8, "u"), parked(9, "u")],
     )  # fmt: skip
     with raises(QuarantineFull) as caught:

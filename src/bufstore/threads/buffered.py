@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from bufstore.buffer import producers as producers
+from bufstore.buffer import producers
 from bufstore.buffer.operate.audit import Verification
 from bufstore.buffer.operate.health import Health, Statistics
 from bufstore.config import BufferConfig

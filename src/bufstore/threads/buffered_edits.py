@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from bufstore.errors import ConfigError, LogUnavailable, Rejected
-from bufstore.threads.edits import Change, Known
+from bufstore.threads.edits import Known, WantedEdit
 from bufstore.threads.model import Run
 from bufstore.threads.payload import Edit, Removal
 from bufstore.threads.protocol import Queryable, WrappableStore
@@ -33,13 +33,13 @@ class BufferedEdits:
         self._reads, self._appender, self._config = buffer.reads, buffer.appender, buffer.config
         self._runs = runs
 
-    async def create_run(self, run: Run, wanted: Change) -> Receipt:
+    async def create_run(self, run: Run, wanted: WantedEdit) -> Receipt:
         """Claim the run's id, then append. Raises AlreadyExists."""
         self.check_store()
         await self._runs.claim(run)
         return await self.edit(wanted)
 
-    async def edit(self, wanted: Change, *, overtaken: Callable[[], Awaitable[bool]] | None = None) -> Receipt:
+    async def edit(self, wanted: WantedEdit, *, overtaken: Callable[[], Awaitable[bool]] | None = None) -> Receipt:
         """Read, decide, append. Raises what the decision raises, and the errors of a read and of an append.
 
         `overtaken` is asked between the read and the append: Overtaken.
@@ -70,7 +70,7 @@ class BufferedEdits:
                     # What is remembered here is older than what was read; or deleted since, with all that told of it.
                     self._appender.forget(wanted.thread_id)
 
-    async def _state(self, wanted: Change, proven: bool) -> ThreadState:
+    async def _state(self, wanted: WantedEdit, proven: bool) -> ThreadState:
         if wanted.heals:
             return (await self._reads.joined(wanted.thread_id, proven=proven))[0]
         return await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES, proven=proven)
@@ -78,7 +78,7 @@ class BufferedEdits:
     async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState) -> Receipt:
         return await self._appender.append(thread_id, editing(payload, thread_id, state.watermark.applied_id))
 
-    async def _known(self, wanted: Change, state: ThreadState) -> Known:
+    async def _known(self, wanted: WantedEdit, state: ThreadState) -> Known:
         exists = wanted.run_id is not None and await self._runs.has(wanted.run_id, state)
         return Known(state.thread, state.messages, exists)
 

@@ -39,7 +39,7 @@ from bufstore.errors import (
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
-from bufstore.threads.edits import Change
+from bufstore.threads.edits import WantedEdit
 from bufstore.threads.lineage import Children, LineageChange, NamedParents, carry_out, check, descendants
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
@@ -212,7 +212,7 @@ class BufferedLineage:
         """The threads that a deletion with `Children.CASCADE` would take along."""
         return await descendants(_Family(self, None), thread_id)
 
-    async def edit(self, wanted: Change, seq: int | None) -> Receipt:
+    async def edit(self, wanted: WantedEdit, seq: int | None) -> Receipt:
         """Append an edit while the record still is the one at `seq`. Raises Overtaken."""
 
         async def overtaken() -> bool:
@@ -236,5 +236,5 @@ class _Family:
     async def children(self, thread_id: str) -> list[str]:
         return await self._lineage.children(thread_id)
 
-    async def edit(self, wanted: Change) -> Receipt:
+    async def edit(self, wanted: WantedEdit) -> Receipt:
         return await self._lineage.edit(wanted, self._seq)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from bufstore.buffer import producers as producers
+from bufstore.buffer import producers
 from bufstore.buffer.append.tip import Prepare
 from bufstore.errors import BufstoreError, Rejected
 from bufstore.threads.buffered_lineage import BufferedLineage

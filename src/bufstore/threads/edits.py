@@ -36,7 +36,7 @@ class Known(msgspec.Struct, frozen=True):
     run_exists: bool = False
 
 
-class Change(msgspec.Struct, frozen=True):
+class WantedEdit(msgspec.Struct, frozen=True):
     """An edit that is checked and encoded, and holds none of the caller's objects."""
 
     thread_id: str
@@ -47,7 +47,7 @@ class Change(msgspec.Struct, frozen=True):
     heals: bool = False
 
 
-def create_run(run: Run) -> Change:
+def create_run(run: Run) -> WantedEdit:
     """See `ThreadRunStore.create_run`."""
     check_run(run)
     record = encode_run(run)
@@ -57,16 +57,16 @@ def create_run(run: Run) -> Change:
             raise AlreadyExists(f"run {run.run_id!r} exists")
         return Edit(keep=len(known.messages), run=record, run_id=run.run_id)
 
-    return Change(run.thread_id, decide, run.run_id)
+    return WantedEdit(run.thread_id, decide, run.run_id)
 
 
-def save_thread(thread_id: str, metadata: ThreadMetadata) -> Change:
+def save_thread(thread_id: str, metadata: ThreadMetadata) -> WantedEdit:
     """See `ThreadRunStore.save_thread`."""
     encoded = encode_metadata(metadata)
-    return Change(check_id(thread_id, "thread_id"), lambda known: Edit(len(known.messages), metadata=encoded))
+    return WantedEdit(check_id(thread_id, "thread_id"), lambda known: Edit(len(known.messages), metadata=encoded))
 
 
-def update_metadata(thread_id: str, metadata: ThreadMetadata) -> Change:
+def update_metadata(thread_id: str, metadata: ThreadMetadata) -> WantedEdit:
     """See `ThreadRunStore.update_metadata`."""
     encoded = encode_metadata(metadata)
 
@@ -74,10 +74,10 @@ def update_metadata(thread_id: str, metadata: ThreadMetadata) -> Change:
         _there(thread_id, known)
         return Edit(len(known.messages), metadata=encoded)
 
-    return Change(check_id(thread_id, "thread_id"), decide)
+    return WantedEdit(check_id(thread_id, "thread_id"), decide)
 
 
-def save_state(thread_id: str, state: Any) -> Change:
+def save_state(thread_id: str, state: Any) -> WantedEdit:
     """See `ThreadRunStore.save_thread_state`."""
     encoded = encode_value(state, "thread state")
 
@@ -85,10 +85,10 @@ def save_state(thread_id: str, state: Any) -> Change:
         _there(thread_id, known)
         return Edit(len(known.messages), state=encoded)
 
-    return Change(check_id(thread_id, "thread_id"), decide)
+    return WantedEdit(check_id(thread_id, "thread_id"), decide)
 
 
-def append_messages(thread_id: str, messages: Sequence[Message], expected_version: int | None) -> Change:
+def append_messages(thread_id: str, messages: Sequence[Message], expected_version: int | None) -> WantedEdit:
     """See `ThreadRunStore.append_messages`."""
     check_id(thread_id, "thread_id")
     encoded = encode_messages(messages)
@@ -104,10 +104,10 @@ def append_messages(thread_id: str, messages: Sequence[Message], expected_versio
             raise AlreadyExists(f"thread {thread_id!r} has a message with the id of a new one already")
         return Edit(version, encoded)
 
-    return Change(thread_id, decide)
+    return WantedEdit(thread_id, decide)
 
 
-def delete_messages(thread_id: str, message_ids: Sequence[str] | None) -> Change:
+def delete_messages(thread_id: str, message_ids: Sequence[str] | None) -> WantedEdit:
     """See `ThreadRunStore.delete_messages`."""
     check_id(thread_id, "thread_id")
     wanted = None if message_ids is None else {check_message_id(i) for i in message_ids}
@@ -124,20 +124,20 @@ def delete_messages(thread_id: str, message_ids: Sequence[str] | None) -> Change
         rest = [m for m, i in zip(known.messages[keep:], ids[keep:], strict=True) if i not in wanted]
         return Edit(keep, rest)
 
-    return Change(thread_id, decide)
+    return WantedEdit(thread_id, decide)
 
 
-def set_parent(thread_id: str, parent_thread_id: str | None) -> Change:
+def set_parent(thread_id: str, parent_thread_id: str | None) -> WantedEdit:
     """The thread gets a parent, or loses it. The caller has checked the lineage."""
 
     def decide(known: Known) -> Edit:
         _there(thread_id, known)
         return Edit(len(known.messages), parent=(parent_thread_id,))
 
-    return Change(thread_id, decide)
+    return WantedEdit(thread_id, decide)
 
 
-def detach(thread_id: str, parent_thread_id: str) -> Change:
+def detach(thread_id: str, parent_thread_id: str) -> WantedEdit:
     """The thread loses this parent. NotFound if it has another one, or none, by now."""
 
     def decide(known: Known) -> Edit:
@@ -145,20 +145,20 @@ def detach(thread_id: str, parent_thread_id: str) -> Change:
             raise NotFound(f"thread {thread_id!r} is not a child of {parent_thread_id!r}")
         return Edit(len(known.messages), parent=(None,))
 
-    return Change(thread_id, decide)
+    return WantedEdit(thread_id, decide)
 
 
-def delete_thread(thread_id: str) -> Change:
+def delete_thread(thread_id: str) -> WantedEdit:
     """The thread goes, with all that belongs to it. The caller has handled its children."""
 
     def decide(known: Known) -> Removal:
         _there(thread_id, known)
         return Removal()
 
-    return Change(thread_id, decide, heals=True)
+    return WantedEdit(thread_id, decide, heals=True)
 
 
-def remove_remains(thread_id: str) -> Change:
+def remove_remains(thread_id: str) -> WantedEdit:
     """A removal of a thread that is not there, behind what the log may hold of it. AlreadyExists if it is there."""
 
     def decide(known: Known) -> Removal:
@@ -166,7 +166,7 @@ def remove_remains(thread_id: str) -> Change:
             raise AlreadyExists(f"thread {thread_id!r} was written again")
         return Removal()
 
-    return Change(thread_id, decide, heals=True)
+    return WantedEdit(thread_id, decide, heals=True)
 
 
 def _there(thread_id: str, known: Known) -> None:

@@ -51,7 +51,7 @@ class Family(Protocol):
         """The ids of all its children."""
         ...
 
-    async def edit(self, wanted: edits.Change) -> Receipt:
+    async def edit(self, wanted: edits.WantedEdit) -> Receipt:
         """Decide and write an edit."""
         ...
 

@@ -309,7 +309,7 @@ class MemoryThreadStore:
         await lineage.check(family, wanted)
         return await lineage.carry_out(family, wanted)
 
-    async def _edit(self, wanted: edits.Change) -> Receipt:
+    async def _edit(self, wanted: edits.WantedEdit) -> Receipt:
         thread_id = wanted.thread_id
         known = edits.Known(
             self._threads.get(thread_id), self._messages.get(thread_id, []), wanted.run_id in self._runs
@@ -362,7 +362,7 @@ class _Family:
     async def children(self, thread_id: str) -> list[str]:
         return [t.thread_id for t in self._store._threads.values() if t.parent_thread_id == thread_id]
 
-    async def edit(self, wanted: edits.Change) -> Receipt:
+    async def edit(self, wanted: edits.WantedEdit) -> Receipt:
         return await self._store._edit(wanted)
 
 

@@ -44,7 +44,7 @@ class Write(Generic[M]):
         return self.done.done() and (self.done.cancelled() or self.done.exception() is not None)
 
 
-class Unit(group_commit.Unit, Generic[M]):
+class Unit(group_commit.AppendUnit, Generic[M]):
     """Writes of one thread on their way, and what is undone if they fail."""
 
     __slots__ = ("_on_end", "after", "before", "drafts", "lane", "writes")

@@ -8,8 +8,7 @@ from typing import Generic, NamedTuple, Protocol
 
 import msgspec
 
-from bufstore.buffer import producers as producers
-from bufstore.buffer import recent_keys
+from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip
 from bufstore.buffer.domain import M
 from bufstore.buffer.entry import Base, Entry, encode
@@ -20,7 +19,7 @@ from bufstore.types import Receipt
 UNIT_BYTES_MAX = 8 << 20
 
 
-class Waiting(Protocol[M]):
+class QueuedWrite(Protocol[M]):
     """A write that waits in a queue."""
 
     @property
@@ -43,7 +42,7 @@ class Waiting(Protocol[M]):
         ...
 
     @property
-    def after(self) -> Waiting[M] | None:
+    def after(self) -> QueuedWrite[M] | None:
         """The write that must be stored before this one, or with it."""
         ...
 
@@ -102,7 +101,7 @@ class Taken(NamedTuple, Generic[M]):
 
 
 def next_unit(
-    thread_id: str, queue: Iterable[Waiting[M]], before: Tip[M], limits: Limits, *, looked_up: bool
+    thread_id: str, queue: Iterable[QueuedWrite[M]], before: Tip[M], limits: Limits, *, looked_up: bool
 ) -> Taken[M]:
     """Decide which of the queue's first writes go out behind the tip `before`, and which end without.
 
@@ -110,7 +109,7 @@ def next_unit(
     does not send them undoes them, the last first.
     """
     outcomes: list[Drafted[M] | Receipt | Exception | None] = []
-    refused: list[Waiting[M]] = []
+    refused: list[QueuedWrite[M]] = []
     tip = before
     size = count = 0
     for write in queue:
@@ -146,7 +145,7 @@ def next_unit(
 
 
 def _judge(
-    thread_id: str, write: Waiting[M], tip: Tip[M], limits: Limits, *, first: bool, looked_up: bool
+    thread_id: str, write: QueuedWrite[M], tip: Tip[M], limits: Limits, *, first: bool, looked_up: bool
 ) -> Drafted[M] | Receipt | Exception | Need:
     """What happens to a write behind `tip`; a draft is undone unless the write goes out."""
     if write.keyed:
@@ -187,7 +186,7 @@ def _judge(
     return Drafted(draft, messages, after)
 
 
-def _entry(write: Waiting[M], tip: Tip[M], draft: Draft[M]) -> Entry:
+def _entry(write: QueuedWrite[M], tip: Tip[M], draft: Draft[M]) -> Entry:
     keys = recent_keys.add(tip.keys, write.item)
     return Entry(
         id=write.id,

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Generic, Protocol
 
-from bufstore.buffer import elapsed, recent_keys
-from bufstore.buffer import producers as producers
+from bufstore.buffer import elapsed, producers, recent_keys
 from bufstore.buffer.append.lookups import Lookups
 from bufstore.buffer.append.tip import Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
 from bufstore.buffer.chain import Watermark, counts

@@ -44,7 +44,7 @@ class _Gap(Exception):
 
 
 @dataclass
-class Outcome:
+class WindowOutcome:
     """Of which threads the store took something, and which were left out."""
 
     taken: set[str] = field(default_factory=set)
@@ -52,7 +52,7 @@ class Outcome:
     refused: dict[str | None, FlushFailed] = field(default_factory=dict)
     untried: set[str | None] = field(default_factory=set)
 
-    def add(self, other: Outcome) -> None:
+    def add(self, other: WindowOutcome) -> None:
         """Add what became of another part."""
         self.taken |= other.taken
         self.locked |= other.locked
@@ -72,7 +72,7 @@ class Committed:
     owned_partitions: Collection[OwnedPartition]
     entries: int
     decision: Decision
-    outcome: Outcome
+    outcome: WindowOutcome
 
 
 class Committer:
@@ -138,7 +138,7 @@ class Committer:
         for owned, cursor in zip(owned_partitions, decision.cursors, strict=True):
             owned.settle(settled, cursor, now)
         taken = {change.thread_id for change in decision.batch}
-        outcome = Outcome(
+        outcome = WindowOutcome(
             taken, set(flushed.locked), dict[str | None, FlushFailed](flushed.refused.items()), set(flushed.untried)
         )
         return Committed(owned_partitions, len(settled), decision, outcome)

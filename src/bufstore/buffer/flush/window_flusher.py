@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.flush.blame import THREADS_MIN, Blame
-from bufstore.buffer.flush.committer import Committed, Committer, NoRoom, Outcome
+from bufstore.buffer.flush.committer import Committed, Committer, NoRoom, WindowOutcome
 from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry
 from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.flush.owned_partition import Item
@@ -211,7 +211,7 @@ class WindowFlusher:
             return True
         return False
 
-    async def _attempt(self, threads: Threads, *, probe: int = 0) -> Outcome:
+    async def _attempt(self, threads: Threads, *, probe: int = 0) -> WindowOutcome:
         """Commit what can be committed. Raises FlushFailed for an error that does not concern single threads."""
         try:
             return await self._commit(threads, probe=probe)
@@ -224,8 +224,8 @@ class WindowFlusher:
         # Not found by savepoints: at the commit, or in the buffer's own tables.
         parts = by_partition(threads, self._committer.partition_of)
         if len(threads) == 1 or (error.verdict is Verdict.LOCKED and len(parts) == 1):
-            return Outcome(refused=dict.fromkeys(threads, error))
-        outcome = Outcome()
+            return WindowOutcome(refused=dict.fromkeys(threads, error))
+        outcome = WindowOutcome()
         for part in parts if len(parts) > 1 else halves(threads):
             if len(outcome.refused) < _REFUSED_MAX:
                 outcome.add(await self._attempt(part, probe=probe or _REFUSED_MAX))
@@ -311,10 +311,10 @@ class WindowFlusher:
         if rest:
             await self._settle(rest)
 
-    async def _commit(self, threads: Threads, *, probe: int) -> Outcome:
+    async def _commit(self, threads: Threads, *, probe: int) -> WindowOutcome:
         committed = await self._committer.commit(threads, probe=probe)
         if committed is None:
-            return Outcome()
+            return WindowOutcome()
         self._room = min(2 * self._room, self._config.flush_max_entries)
         self._count(threads, committed)
         await self._committer.acknowledge(committed)

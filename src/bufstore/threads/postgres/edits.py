@@ -14,7 +14,7 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.pool import Pool
 from bufstore.threads.coalesce import Fold
-from bufstore.threads.edits import Change, Known
+from bufstore.threads.edits import Known, WantedEdit
 from bufstore.threads.lineage import LineageChange, carry_out, check
 from bufstore.threads.model import Thread, ThreadChange
 from bufstore.threads.postgres.rows import thread_of, thread_rows
@@ -35,7 +35,7 @@ class DirectEdits:
         self._timeout_s = timeout_s
         self._apply = apply
 
-    async def edit(self, wanted: Change) -> Receipt:
+    async def edit(self, wanted: WantedEdit) -> Receipt:
         """Decide and write. Raises what the decision raises, and OutcomeUnknown (repeating an edit is safe)."""
         try:
             async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
@@ -56,7 +56,7 @@ class DirectEdits:
         except NoAnswer as e:
             raise OutcomeUnknown(wanted.thread_id, secrets.token_hex(8)) from e
 
-    async def edit_on(self, connection: AsyncConnection[Any], wanted: Change) -> Receipt:
+    async def edit_on(self, connection: AsyncConnection[Any], wanted: WantedEdit) -> Receipt:
         """Decide and write in the transaction of the connection."""
         thread_id = wanted.thread_id
         new = await self.run(connection, "lock_new_thread", thread_id)
@@ -94,7 +94,7 @@ class _Family:
     async def children(self, thread_id: str) -> list[str]:
         return [row[0] for row in await self._direct.run(self._connection, "children", thread_id)]
 
-    async def edit(self, wanted: Change) -> Receipt:
+    async def edit(self, wanted: WantedEdit) -> Receipt:
         # A savepoint: what is refused leaves no row behind.
         async with self._connection.transaction():
             return await self._direct.edit_on(self._connection, wanted)
