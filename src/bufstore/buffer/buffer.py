@@ -114,7 +114,7 @@ class Buffer(Generic[C, S, M]):
         await self.shared.setup()
         self.appender.start()
         await self.waiter.start()
-        # A writer that builds on an entry that was parked would only have its own parked too.
+        # A writer that builds on a parked entry would only have its own entry parked too.
         await self.shared.on_parked(self.appender.forget)
         if self.flusher is not None:
             await self.flusher.start()
@@ -129,7 +129,7 @@ class Buffer(Generic[C, S, M]):
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name="bufstore-close")
-        # Shielded: a caller who is cancelled must not leave half of it open.
+        # Shielded: a cancelled caller must not leave half of it open.
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
@@ -184,7 +184,7 @@ class Buffer(Generic[C, S, M]):
     # --- operating ----------------------------------------------------------------------------------------------
 
     async def statistics(self) -> Statistics:
-        """Counters, fill, and how long the log has room. Raises LogUnavailable."""
+        """Counters, fill, and how long the log has space. Raises LogUnavailable."""
         return await self._vitals.statistics()
 
     async def health(self) -> Health:

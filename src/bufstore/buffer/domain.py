@@ -26,12 +26,12 @@ class Change(Protocol):
 
     @property
     def thread_id(self) -> str:
-        """Whose change it is."""
+        """The thread that changes."""
         ...
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of the thread is left after it."""
+        """Whether nothing of the thread is left after the change."""
         ...
 
 
@@ -48,9 +48,9 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     """A thread of one moment, as a read shows it, with the watermark that tells which moment. Domains add fields."""
 
     watermark: Watermark
-    #: True when the log alone told it, from a snapshot on: the thread may have more that stands before that.
+    #: True when the state comes from the log alone, from a snapshot on: the thread may have earlier content.
     partial: bool = False
-    #: True when the log alone told it, from an entry on of which only the store knows whether it counts.
+    #: True when the state comes from the log alone, from an entry on of which only the store knows whether it counts.
     unjudged: bool = False
 
     @property
@@ -67,14 +67,14 @@ S_co = TypeVar("S_co", bound=State, covariant=True)
 
 
 class Inapplicable(Exception):
-    """An entry cannot be applied, on whatever base: it is poison."""
+    """An entry cannot be applied on any base: it is poison."""
 
     def __init__(self, entry_id: int, cause: str) -> None:
         super().__init__(cause)
         self.entry_id = entry_id
 
 
-#: `Domain.coalesce`, for those who need no more of it.
+#: `Domain.coalesce`, for callers that need only that.
 Coalesce = Callable[[str, int, Sequence[StoredEntry]], Change]
 
 

@@ -25,5 +25,5 @@ class Parts(Generic[C, S, M]):
     config: BufferConfig
 
 
-#: Of a part that does not ask what entries mean.
+#: The parts of a buffer, for code that does not ask what entries mean.
 AnyParts = Parts[Any, Any, Any]

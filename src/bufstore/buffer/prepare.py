@@ -1,4 +1,4 @@
-"""Making sure that tables and log exist, and that the log is the one that Postgres speaks of."""
+"""Makes sure that tables and log exist, and that the log is the one that Postgres knows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bufstore.config import BufferConfig
 from bufstore.errors import ConfigDrift, LogRolledBack, NoLog, StoreUnavailable
 from bufstore.failpoints import Failpoint, reach
 
-#: A log's metadata has no compare-and-set: who writes into it at the same time has done so by then.
+#: A log's metadata has no compare-and-set: a process that writes it at the same time has done so by then.
 _OTHERS_S = 1.0
 
 
 async def prepare_log(log: Log, ledger: Ledger, backing: Backing[Any], config: BufferConfig) -> None:
-    """Make sure that the log exists and that it is the one that Postgres speaks of."""
+    """Make sure that the log exists and that it is the one that Postgres knows."""
     epoch = await log.epoch()
     if epoch is not None:
         check_kind(f"stream {config.log.stream}", log.target, backing.kind)
         config.check_fits(log.windows.rely_s)  # while the log's window is changed, that may be less than is configured
     try:
-        # A Postgres that hangs must not hold up an app that can do without it.
+        # A hanging Postgres must not hold up an app that can do without it.
         async with asyncio.timeout(config.flush_timeout_s if epoch is not None else None):
             await prepare_store(log, ledger, backing, config)
     except TimeoutError:
@@ -60,7 +60,7 @@ async def meet(log: Log, ledger: Ledger, stream: str, ours: Kind) -> None:
         if named is None or noted is None:
             await _name(log, ledger, stream, ours, epoch, known or 0, named)
     except (ConfigDrift, LogRolledBack) as e:
-        log.refuse(_why(e))  # who finds out only when it begins to flush is not to write on
+        log.refuse(_why(e))  # a process that finds out only when it begins to flush must not go on writing
         raise
 
 
@@ -69,7 +69,7 @@ async def _name(
 ) -> None:
     """Have log and ledger, which are known to go together, say so; create the log if it is missing.
 
-    `named`: by the log when that was found out. What it says by now may be what another one has just written.
+    `named`: by the log when that was found out. By now another process may have written it.
     """
     if epoch is None:
         target = await ledger.claim(known, new_target(ours))
@@ -89,7 +89,7 @@ async def _name(
 
 
 async def adopt(log: Log, ledger: Ledger, stream: str, ours: Kind) -> Target:
-    """Make a log and a ledger of which one says nothing say that they belong together: somebody knows that they do.
+    """Make log and ledger, one of which says nothing, say that they belong together, because an operator knows it.
 
     Raises ConfigDrift when they say something else, NoLog.
     """
@@ -159,7 +159,7 @@ def _why(error: ConfigDrift | LogRolledBack) -> str:
 
 
 async def compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, known: int | None) -> str | None:
-    """Why the log is not the one that Postgres speaks of; None when it is. Raises Unavailable errors."""
+    """Why the log is not the one that Postgres knows; None when it is. Raises Unavailable errors."""
     return await proven(log, lambda: _compare(log, ledger, stream, epoch, known))
 
 
@@ -174,5 +174,5 @@ async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, kno
     )
     if reason is not None or epoch is None:
         return reason
-    # All partitions at once: where one went apart, the others are not to go on beside it.
+    # All partitions at once: if one went apart, the others must not go on beside it.
     return next(filter(None, await asyncio.gather(*(mismatch(log, cursor) for cursor in cursors))), None)

@@ -52,7 +52,7 @@ def _behind(
     store: WrappableStore, postgres: str | None, schema: str, config: BufferConfig, timeout_s: float
 ) -> tuple[Ledger, Backing[ThreadState]]:
     """Where the watermarks are kept, and what the store can do. Raises ConfigError when that cannot be told."""
-    # Not getattr: a store that hands everything on to the one in it would take its method for its own.
+    # Not getattr: a store that delegates every attribute to an inner store would take the inner store's method.
     if inspect.getattr_static(store, "behind", None) is not None:
         found: tuple[Ledger, Backing[ThreadState]] | None = store.behind(postgres, config, timeout_s)  # type: ignore[attr-defined]
         if found is not None:

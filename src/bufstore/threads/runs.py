@@ -1,4 +1,4 @@
-"""Runs of a buffered store: who has an id, and a run as it was last saved, in the store or in the tail."""
+"""Runs of a buffered store: the thread of a run's id, and a run as last saved, in the store or in the tail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the store answers: asked for one thread it may take long; a small question tells whether it is down."""
+"""Whether the store answers: a read of one thread may take long, so a small query decides whether it is down."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bufstore.errors import BufstoreError, StoreUnavailable
 
 _log = logging.getLogger(__name__)
 
-#: How long a call waits for the store before it tries to do with the log alone, or gives up.
+#: How long a call waits for the store before it tries the log alone, or gives up.
 STORE_PATIENCE_S = 2.0
 _PROBE_INTERVAL_S = 0.25
 
 
 class StoreWatch(Generic[S]):
-    """Asks the store, and does not make every read wait for one that is away."""
+    """Asks the store, and does not make every read wait while it is away."""
 
     def __init__(self, reader: StateReader[S], read_timeout_s: float) -> None:
         self._reader = reader
@@ -27,7 +27,7 @@ class StoreWatch(Generic[S]):
         self._question: asyncio.Task[None] | None = None
         #: Requests to the store that nobody waits for any more.
         self._ending: set[asyncio.Task[S]] = set()
-        #: Why the store is taken for down; None while it answers.
+        #: Why the store counts as down; None while it answers.
         self.down: str | None = None
 
     async def aclose(self) -> None:
@@ -70,7 +70,7 @@ class StoreWatch(Generic[S]):
             self.let_go(asked)
 
     def let_go(self, asked: asyncio.Task[S] | None) -> None:
-        """End the question, without waiting for that: a server that hangs takes its time for it."""
+        """End the request without waiting for its end, which takes long on a hanging server."""
         if asked is not None:
             self._ending.add(asked)
             asked.add_done_callback(self._ended)
@@ -82,7 +82,7 @@ class StoreWatch(Generic[S]):
             asked.exception()  # or asyncio reports an exception that was never retrieved
 
     async def _done(self, asked: asyncio.Task[S], deadline: float, within_s: float) -> bool:
-        """Wait so long for the store's answer, at most until `deadline`; whether it is there."""
+        """Wait this long for the store's answer, at most until `deadline`. Returns whether it is there."""
         left = max(deadline - asyncio.get_running_loop().time(), 0)
         done, _ = await asyncio.wait([asked], timeout=min(within_s, left))
         return bool(done)
