@@ -40,6 +40,8 @@ demo: $(DEMO_READY) ## Run the demo: real servers, many writers, an outage of Po
 # needs the whole machine is marked `alone` and runs after them.
 WORKERS ?= 4
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
+# Without servers nothing waits: as many as there are cores.
+WITHOUT_SERVERS := -n logical --dist loadfile tests/unit
 
 .PHONY: test
 test: check ## Run all tests on real servers (lint, types and layers first)
@@ -48,7 +50,7 @@ test: check ## Run all tests on real servers (lint, types and layers first)
 
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers (under a minute)
-	$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/unit
+	$(BIN)/python -m pytest -q $(WITHOUT_SERVERS)
 
 .PHONY: check
 check: $(READY) ## Lint, format, types, layers (no servers, under a minute)
@@ -85,7 +87,7 @@ model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, eac
 TIMES ?= 10
 .PHONY: thorough
 thorough: $(READY) ## Try TIMES=10 as many examples of each property as `make unit` (some minutes, no servers)
-	BUFSTORE_THOROUGH=$(TIMES) $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) -o faulthandler_timeout=3000 tests/unit
+	BUFSTORE_THOROUGH=$(TIMES) $(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -o faulthandler_timeout=3000
 
 .PHONY: storm
 storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some minutes; BUFSTORE_SEED=…)

@@ -64,7 +64,7 @@ def small_run(folder: Path, rows: list[str]) -> str:
     """What a small run of these rows printed; its results are in `folder`."""
     command = [sys.executable, "-m", "bench", "--scale", "0.002", "--rounds", "1", "--results", str(folder), *rows]
     environment = {name: value for name, value in os.environ.items() if name != "BUFSTORE_DATA"}
-    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
