@@ -15,6 +15,9 @@ from helpers import eventually, fresh, query, run_of, said
 from integration.test_cli import bufstore_cli, where
 from integration.test_quarantine import picky, poisoned
 
+#: What a flusher whose lease ran out mends by itself would not be found.
+pytestmark = pytest.mark.alone
+
 DAMAGES = {
     "watermark <= log": "UPDATE {s}.buffer_threads SET flushed_seq = flushed_seq + 1000 WHERE thread_id = %s",
     "watermark applied": "UPDATE {s}.buffer_threads SET applied_id = applied_id + 1 WHERE thread_id = %s",

@@ -92,17 +92,15 @@ class Buffer(Generic[C, S, M]):
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[Self]:
-        """Connected to log and ledger for the block, and nothing else: nothing is checked, created or flushed.
+        """Connected to log, ledger and store for the block, and no more: nothing is checked, created or flushed.
 
-        Raises ConfigError, LogUnavailable. The store is the caller's to open.
+        Raises ConfigError, LogUnavailable.
         """
-        try:
-            await self.session.open()
-            await self.ledger.open()
+        async with contextlib.AsyncExitStack() as stack:
+            for part in (self.session, self.ledger, self.backing):
+                stack.push_async_callback(part.aclose)
+                await part.open()
             yield self
-        finally:
-            await self.ledger.aclose()
-            await self.session.aclose()
 
     async def _start(self) -> None:
         await self.session.open()

@@ -1,4 +1,4 @@
-"""The options that every command shares, and what they lead to: a `Target`."""
+"""The options that every command shares, and what they lead to: `Endpoints`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _EMBEDDED_LOG_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class Endpoints:
     """Where the servers are, and how to open a store there."""
 
     nats: NatsConfig
@@ -127,7 +127,7 @@ class Options:
     """What the shared options say."""
 
     as_json: bool
-    _unopened: Target | None
+    _unopened: Endpoints | None
 
     @property
     def named(self) -> bool:
@@ -135,7 +135,7 @@ class Options:
         return self._unopened is not None
 
     @contextmanager
-    def target(self) -> Iterator[Target]:
+    def target(self) -> Iterator[Endpoints]:
         """The target, its servers running inside the block if they are ours. Raises EmbeddedError."""
         if self._unopened is None:
             raise click.UsageError(
@@ -151,7 +151,7 @@ class Options:
         finally:
             servers.stop()
 
-    def run(self, work: Callable[[Target], Coroutine[Any, Any, T]]) -> T:
+    def run(self, work: Callable[[Endpoints], Coroutine[Any, Any, T]]) -> T:
         """What `work` returns of the target, on an event loop of its own. Raises EmbeddedError."""
         with self.target() as target:
             return run(work(target))
@@ -200,7 +200,7 @@ _NAMES = ("nats", "postgres", "embedded", "data", "nats_creds", "nats_user", "tl
           "stream", "bucket", "as_json", "verbose")  # fmt: skip
 
 
-def _target(shared: dict[str, Any], embedded_by_default: bool, nats_needed: bool) -> Target | None:
+def _target(shared: dict[str, Any], embedded_by_default: bool, nats_needed: bool) -> Endpoints | None:
     """The target that the options name, servers not started; None if they name none."""
     context = click.get_current_context()
     typed = [n for n in ("nats", "postgres") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE]
@@ -215,14 +215,14 @@ def _target(shared: dict[str, Any], embedded_by_default: bool, nats_needed: bool
     reporting_errors(LogConfig)(stream=names["stream"], bucket=names["bucket"])
     reporting_errors(check_schema)(names["schema"])
     if embedded:
-        return Target(nats=NatsConfig(), postgres="", servers=reporting_errors(_servers)(shared["data"]), **names)
+        return Endpoints(nats=NatsConfig(), postgres="", servers=reporting_errors(_servers)(shared["data"]), **names)
     if not nats and not postgres:
         return None
     if not postgres or (not nats and nats_needed):
         missing = "--postgres (or BUFSTORE_POSTGRES)" if nats else "--nats (or BUFSTORE_NATS)"
         raise click.UsageError(f"{missing} is missing; both are needed, or --embedded.")
     config = reporting_errors(_nats_config)(nats, shared) if nats else NatsConfig()
-    return Target(nats=config, postgres=postgres, **names)
+    return Endpoints(nats=config, postgres=postgres, **names)
 
 
 def _servers(data: Path | None) -> Servers:

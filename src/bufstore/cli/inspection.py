@@ -14,7 +14,7 @@ from bufstore.buffer.operate.health import asked, behind, health_of, is_full
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.target import check_same
-from bufstore.cli.connect import Target
+from bufstore.cli.connect import Endpoints
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, ConfigError
 from bufstore.threads.behind import buffer_of
@@ -38,7 +38,7 @@ class Partition(msgspec.Struct, kw_only=True):
     owner: str | None
 
 
-class Status(msgspec.Struct, kw_only=True):
+class BufferStatus(msgspec.Struct, kw_only=True):
     """The fields of ``bufstore status --json``."""
 
     #: False when something below is wrong.
@@ -86,7 +86,7 @@ class Inspection:
         """The live flushers. Raises LogUnavailable."""
         return await living(self._shared)
 
-    async def status(self) -> Status:
+    async def status(self) -> BufferStatus:
         """Where everything stands; what cannot be asked is said in it. Raises LogUnavailable when NATS goes away."""
         subjects = self._buffer.subjects
         members = sorted(await self._shared.members())
@@ -103,7 +103,7 @@ class Inspection:
         health = health_of(log=nats_trouble, store=trouble, flusher="", full=full or "", flushers=bool(members))
         owner = owners(members, subjects.partitions)
         partitions = [_partition(p, end, cursors, owner.get(p)) for p, end in enumerate(ends)]
-        return Status(
+        return BufferStatus(
             ok=not trouble,
             postgres_trouble=trouble,
             stream=self._buffer.config.log.stream,
@@ -135,7 +135,7 @@ def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, owner: 
 
 
 @asynccontextmanager
-async def inspecting(target: Target, *, applies: bool = False) -> AsyncIterator[Inspection]:
+async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterator[Inspection]:
     """Look at the buffer of `target`. Raises ConfigError when it has none, LogUnavailable.
 
     `applies`: to write something into a PostgresThreadStore. Raises ConfigDrift when the log is not flushed into that.

@@ -47,12 +47,8 @@ async def repair(
             return await Repair(buffer.parts, reason).look()
         for named in (buffer.log.target, await ledger.target()):
             check_kind(f"stream {config.log.stream}", named, backing.kind)
-        await backing.open()
-        try:
-            await backing.setup()
-            return await Repair(buffer.parts, reason).carry_out()
-        finally:
-            await backing.aclose()
+        await backing.setup()
+        return await Repair(buffer.parts, reason).carry_out()
 
 
 async def _reason(log: Log, ledger: Ledger, stream: str) -> str | None:

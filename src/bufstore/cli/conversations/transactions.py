@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from bufstore.cli.connect import Target
+from bufstore.cli.connect import Endpoints
 
 _TIMEOUT_S = 5.0
 #: How long a session that we have closed may take to end.
 _SESSION_END_S = 5.0
 
 
-async def count_transactions(target: Target) -> int:
+async def count_transactions(target: Endpoints) -> int:
     """How many transactions the database has ended so far, by the server's own count.
 
     All of them, also other clients' and those of this question. A session reports what it did at most once a second

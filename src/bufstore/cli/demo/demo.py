@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.conversations.comparison import Comparison, Expected, compare
 from bufstore.cli.conversations.generated import conversation
 from bufstore.cli.conversations.transactions import count_transactions
@@ -143,7 +143,7 @@ class _Outage:
 class Demonstration:
     """One demo."""
 
-    def __init__(self, target: Target, plan: DemoPlan, view: View) -> None:
+    def __init__(self, target: Endpoints, plan: DemoPlan, view: View) -> None:
         self._target = target
         self._plan = plan
         self._view = view

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.doctor.diagnosis import Diagnosis, Level, diagnosis
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.cli.doctor.nats import check_nats
@@ -49,7 +49,7 @@ def doctor(options: Options, role: str, nats_sys: str | None, nats_monitor: str 
     options.answer(found, _show, code=found.code)
 
 
-async def _look(target: Target, role: Role, nats_sys: str | None, nats_monitor: str | None) -> Diagnosis:
+async def _look(target: Endpoints, role: Role, nats_sys: str | None, nats_monitor: str | None) -> Diagnosis:
     nats, epoch = await check_nats(target, role)
     known = target.servers.nats.sync_interval if target.servers is not None else None
     sync = await check_sync(nats_sys, nats_monitor, target.nats.tls, known)

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from bufstore.buffer.operate.log_fill import FillForecast, LogFill
 from bufstore.buffer.subjects import Subjects
-from bufstore.cli.connect import Target
+from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.output import lasting
 from bufstore.config import LogConfig
@@ -37,7 +37,7 @@ _FULL = 0.95
 _PRESSED = 0.7
 
 
-async def check_nats(target: Target, role: Role) -> tuple[list[CheckResult], int | None]:
+async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], int | None]:
     """The checks, and the epoch of the log, if there is one. `role`: what the user must be permitted."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
@@ -56,7 +56,7 @@ async def check_nats(target: Target, role: Role) -> tuple[list[CheckResult], int
 
 
 async def _look(
-    notes: Notes, connection: Connection, target: Target, stream: NatsStream, shared: NatsSharedState, role: Role
+    notes: Notes, connection: Connection, target: Endpoints, stream: NatsStream, shared: NatsSharedState, role: Role
 ) -> int | None:
     notes.say("reachable", Level.OK, "yes")
     concerns = hooks.concerns()

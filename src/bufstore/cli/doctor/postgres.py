@@ -6,7 +6,7 @@ from typing import Any
 
 from psycopg import AsyncConnection, sql
 
-from bufstore.cli.connect import Target
+from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.errors import BufstoreError
 from bufstore.postgres.connection.migrate import applied_migrations, newest, works_with
@@ -33,7 +33,7 @@ WHERE schemaname = %s AND tablename <> 'bufstore_migrations' AND NOT (
 """
 
 
-async def check_postgres(target: Target, epoch: int | None) -> list[CheckResult]:
+async def check_postgres(target: Endpoints, epoch: int | None) -> list[CheckResult]:
     """The checks; `epoch`: the generation of the log, if there is one."""
     notes = Notes("Postgres")
     pool = new_pool(str(target.plain(pool_size=1).pool.conninfo), size=1)

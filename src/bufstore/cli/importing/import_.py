@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.status import Status
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.conversations.comparison import Comparison, Expected, compare
 from bufstore.cli.conversations.concurrency import MemoryBudget, each, read_ahead
 from bufstore.cli.conversations.transactions import count_transactions
@@ -99,7 +99,7 @@ def import_(options: Options, file: str, overwrite: bool) -> None:
     options.answer(report, "import", problems=comparison.problems, code=EXIT_WRONG if wrong else 0)
 
 
-async def _import(target: Target, source: Input, overwrite: bool) -> _Outcome:
+async def _import(target: Endpoints, source: Input, overwrite: bool) -> _Outcome:
     began = time.perf_counter()
     before = await count_transactions(target)
     with _Progress() as progress:

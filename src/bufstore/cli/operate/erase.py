@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import click
 import msgspec
 
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.operate.flush import standing_in
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.threads.erasing import Erasure
@@ -43,7 +43,7 @@ def erase(options: Options, threads: tuple[str, ...], children: str) -> None:
     options.answer(report, _show, code=EXIT_WRONG if wrong else 0)
 
 
-async def _erase(target: Target, threads: Sequence[str], children: Children) -> EraseReport:
+async def _erase(target: Endpoints, threads: Sequence[str], children: Children) -> EraseReport:
     async with target.buffered(flusher=False, create=False) as store, standing_in(target):
         return EraseReport(
             erased=await asyncio.gather(*(store.erase(t, children=children) for t in dict.fromkeys(threads)))

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import click
 import msgspec
 
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.running import Finite
 from bufstore.errors import BufstoreError
@@ -48,7 +48,7 @@ def flush(options: Options, thread: str | None, everything: bool, timeout: float
     options.answer(options.run(lambda target: _flush(target, thread, timeout)), _show)
 
 
-async def _flush(target: Target, thread: str | None, timeout_s: float) -> FlushReport:
+async def _flush(target: Endpoints, thread: str | None, timeout_s: float) -> FlushReport:
     began = time.perf_counter()
     create = target.servers is not None  # in a folder of our own there is no wrong place to make a log
     async with target.buffered(flusher=False, create=create) as store, standing_in(target) as stand_in:
@@ -71,7 +71,7 @@ def _show(report: FlushReport) -> None:
 
 
 @asynccontextmanager
-async def standing_in(target: Target) -> AsyncIterator[asyncio.Event]:
+async def standing_in(target: Endpoints) -> AsyncIterator[asyncio.Event]:
     """Be a flusher inside the block if there is none, or none any more; the event is set from then on.
 
     A flusher that was killed counts as alive until its lease has run out, some seconds later.

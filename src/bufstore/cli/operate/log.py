@@ -12,7 +12,7 @@ import msgspec
 from bufstore.buffer.prepare import adopt as adopt_log
 from bufstore.buffer.target import Kind
 from bufstore.buffer.windows import Windows
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import Finite
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import NoLog
@@ -113,7 +113,7 @@ def _change(options: Options, **change: Any) -> Windows:
     return _answer(options, lambda target: change_log(nats=target.nats, stream=target.stream, **change))
 
 
-async def _adopt(target: Target, kind: Kind, windows: dict[str, Any]) -> Windows:
+async def _adopt(target: Endpoints, kind: Kind, windows: dict[str, Any]) -> Windows:
     config = await target.find_log()
     if config is None:
         raise NoLog(target.stream)
@@ -124,10 +124,10 @@ async def _adopt(target: Target, kind: Kind, windows: dict[str, Any]) -> Windows
         return buffer.log.windows
 
 
-def _answer(options: Options, work: Callable[[Target], Coroutine[Any, Any, Windows]]) -> Windows:
+def _answer(options: Options, work: Callable[[Endpoints], Coroutine[Any, Any, Windows]]) -> Windows:
     """Do it, and show what the log says then."""
 
-    async def work_and_look(target: Target) -> tuple[Windows, LogSettings]:
+    async def work_and_look(target: Endpoints) -> tuple[Windows, LogSettings]:
         windows = await work(target)
         found = await find_log(target.nats, target.stream, target.bucket, target.session)
         config, named = found if found is not None else (LogConfig(stream=target.stream, bucket=target.bucket), None)

@@ -16,7 +16,7 @@ from bufstore.buffer.entry import Malformed
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed
 from bufstore.buffer.ports.ledger import ParkedInfo
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.output import new_table, show_fields
 from bufstore.cli.running import EXIT_WRONG
@@ -89,7 +89,7 @@ def quarantine() -> None:
 def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
     """Show what waits, oldest first."""
 
-    async def look(target: Target) -> QuarantinePage:
+    async def look(target: Endpoints) -> QuarantinePage:
         async with _quarantine(target) as it:
             return QuarantinePage(
                 total=await it.count(), entries=list(await it.page(thread_id=thread, after=after, limit=limit))
@@ -104,7 +104,7 @@ def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
 def show_(options: Options, id_: int) -> None:
     """Show one entry, whole."""
 
-    async def look(target: Target) -> ParkedEntry:
+    async def look(target: Endpoints) -> ParkedEntry:
         async with _quarantine(target) as it:
             return await it.show(id_)
 
@@ -127,7 +127,7 @@ def replay(options: Options, what: str | None, thread: str | None, everything: b
     id_ = int(what) if what is not None and what.isascii() and what.isdecimal() else None
     name = thread if thread is not None else what if id_ is None else None
 
-    async def work(target: Target) -> list[Replayed]:
+    async def work(target: Endpoints) -> list[Replayed]:
         async with _quarantine(target, applies=True) as it:
             if id_ is not None:
                 return list(await it.replay(id_))
@@ -157,7 +157,7 @@ def discard(options: Options, ids: Sequence[int]) -> None:
     Exit code 1 when one of them is not in quarantine.
     """
 
-    async def work(target: Target) -> int:
+    async def work(target: Endpoints) -> int:
         async with _quarantine(target) as it:
             return await it.discard(ids)
 
@@ -168,7 +168,7 @@ def discard(options: Options, ids: Sequence[int]) -> None:
 
 
 @asynccontextmanager
-async def _quarantine(target: Target, *, applies: bool = False) -> AsyncIterator[Quarantine]:
+async def _quarantine(target: Endpoints, *, applies: bool = False) -> AsyncIterator[Quarantine]:
     async with inspecting(target, applies=applies) as inspection:
         yield inspection.quarantine
 

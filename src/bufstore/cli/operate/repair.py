@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from bufstore.buffer.operate.repair import Repaired
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift
@@ -27,7 +27,7 @@ def repair(options: Options, apply: bool) -> None:
     options.answer(found, lambda found: click.echo("\n".join(_lines(found, how))), code=code)
 
 
-async def _repair(target: Target, apply: bool) -> tuple[Repaired, str]:
+async def _repair(target: Endpoints, apply: bool) -> tuple[Repaired, str]:
     """What was found, and how to mend it."""
     log = await target.find_log(applies=apply) or LogConfig(stream=target.stream, bucket=target.bucket)
     found = await repair_log(

@@ -11,7 +11,7 @@ import click
 import msgspec
 from psycopg import AsyncConnection
 
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import reporting_errors
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.postgres.connection.migrate import check_schema
@@ -87,14 +87,16 @@ def _sql(options: Options, parts: Sequence[str], roles: Sequence[str], schema: s
     return options.run(lambda target: _missing(target, parts, roles))
 
 
-async def _missing(target: Target, parts: Sequence[str], roles: Sequence[str]) -> str:
+async def _missing(target: Endpoints, parts: Sequence[str], roles: Sequence[str]) -> str:
     async with _owner(target, roles) as connection:
         schema = target.schema
         there = await tables.has_schema(connection, schema)
         return tables.script(schema, await tables.missing(connection, schema, parts), roles, new_schema=not there)
 
 
-async def _setup(target: Target, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None) -> SetupReport:
+async def _setup(
+    target: Endpoints, parts: Sequence[str], roles: Sequence[str], log: dict[str, Any] | None
+) -> SetupReport:
     # Before anything is made: either side may be away.
     found = await target.find_log() if log is not None else None
     async with _owner(target, roles) as connection:
@@ -113,7 +115,7 @@ async def _setup(target: Target, parts: Sequence[str], roles: Sequence[str], log
 
 
 @asynccontextmanager
-async def _owner(target: Target, roles: Sequence[str]) -> AsyncIterator[AsyncConnection[Any]]:
+async def _owner(target: Endpoints, roles: Sequence[str]) -> AsyncIterator[AsyncConnection[Any]]:
     async with target.plain(pool_size=1) as plain:
         async with plain.pool.lend(_CONNECT_S) as connection:  # a migration may take longer
             for role in roles:
@@ -122,7 +124,7 @@ async def _owner(target: Target, roles: Sequence[str]) -> AsyncIterator[AsyncCon
             yield connection
 
 
-async def _make_log(target: Target, found: LogConfig, wanted: dict[str, Any]) -> None:
+async def _make_log(target: Endpoints, found: LogConfig, wanted: dict[str, Any]) -> None:
     """As the first start of an app would. Raises ConfigDrift."""
     config = BufferConfig.fitting(replace(found, **wanted), flusher=False)
     async with await BufferedThreadStore.open(target.plain(pool_size=2), nats=target.nats, config=config):

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import EXIT_WRONG, Failure, Finite
 from bufstore.spark.config import Deployment
 
@@ -79,7 +79,7 @@ def restore(options: Options, path: str, master: str, tasks: int | None, into: A
     options.answer(report, title, code=EXIT_WRONG if report.refused else 0)
 
 
-def _deployment(target: Target) -> Deployment:
+def _deployment(target: Endpoints) -> Deployment:
     return Deployment(
         nats=target.nats, postgres=target.postgres, schema=target.schema, stream=target.stream, bucket=target.bucket
     )

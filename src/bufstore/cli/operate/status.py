@@ -6,8 +6,8 @@ import click
 from rich.console import Console
 from rich.filesize import decimal
 
-from bufstore.cli.connect import Options, Target, connects
-from bufstore.cli.inspection import Status, inspecting
+from bufstore.cli.connect import Endpoints, Options, connects
+from bufstore.cli.inspection import BufferStatus, inspecting
 from bufstore.cli.output import lasting, new_table
 from bufstore.cli.running import EXIT_UNUSABLE
 
@@ -25,7 +25,7 @@ def status(options: Options) -> None:
     options.answer(found, _show, code=0 if found.ok else EXIT_UNUSABLE)
 
 
-async def _look(target: Target) -> Status:
+async def _look(target: Endpoints) -> BufferStatus:
     if target.servers is not None:
         # In a folder of our own there is no wrong place to make a log, and nothing to be told about its absence.
         async with target.buffered(flusher=False):
@@ -34,7 +34,7 @@ async def _look(target: Target) -> Status:
         return await inspection.status()
 
 
-def _show(found: Status) -> None:
+def _show(found: BufferStatus) -> None:
     console = Console(highlight=False)
     used = f"{decimal(found.log_bytes)} of {decimal(found.log_bytes_max)}"
     console.print(f"log {found.stream}: {used} ({found.log_bytes / found.log_bytes_max:.1%})", markup=False)

@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Console
 
 from bufstore.buffer.operate.audit import Verification
-from bufstore.cli.connect import Options, Target, connects
+from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.output import new_table
 from bufstore.cli.running import EXIT_WRONG
@@ -26,7 +26,7 @@ def verify(options: Options) -> None:
     options.answer(report, lambda _: _show(found), code=0 if found.ok else EXIT_WRONG)
 
 
-async def _look(target: Target) -> Verification:
+async def _look(target: Endpoints) -> Verification:
     async with inspecting(target) as inspection:
         return await inspection.verify()
 

@@ -134,12 +134,6 @@ class PostgresLedger:
     async def broken(self) -> frozenset[str]:
         return frozenset(row[0] for row in await self._fetch("broken"))
 
-    async def versions(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
-        """See `bufstore.buffer.domain.Versions`; nothing where no PostgresThreadStore has its tables in this schema."""
-        if not (await self._fetch("has_threads", self.schema))[0][0]:
-            return {}
-        return {t: (a, b, c) for t, a, b, c in await self._fetch("counts", arrays.texts(thread_ids))}
-
     @property
     def parked(self) -> PostgresParked:
         return self._parked

@@ -107,7 +107,6 @@ class IntoLog:
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(buffer.connected())
-            await stack.enter_async_context(store)
             self._group.start()
             stack.push_async_callback(self._group.aclose)
             self._stack = stack.pop_all()

@@ -157,8 +157,14 @@ class PostgresThreadStore:
             setup=self.setup,
             aclose=self.aclose,
             held=self.versions,
-            versions=ledger.versions,
+            versions=self._counts,
         )
+
+    async def _counts(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
+        """See `bufstore.buffer.domain.Versions`; nothing where there are no threads' tables in this schema."""
+        if not (await self._read("has_threads", self.schema))[0][0]:
+            return {}
+        return {t: (a, b, c) for t, a, b, c in await self._read("counts", arrays.texts(thread_ids))}
 
     # -- writes ------------------------------------------------------------------------------------------------
 

@@ -77,16 +77,3 @@ DELETE FROM {schema}.buffer_threads AS b
 USING unnest($1::text[], $2::bigint[]) AS s (thread_id, flushed_seq)
 WHERE b.thread_id = s.thread_id AND b.gone AND b.flushed_seq = s.flushed_seq AND b.sources = ''
     AND NOT EXISTS (SELECT FROM {schema}.buffer_quarantine AS q WHERE q.thread_id = b.thread_id);
-
--- name: has_threads
--- Whether the schema holds the threads' tables, too.
-SELECT count(*) = 2 FROM pg_tables WHERE schemaname = $1::text AND tablename IN ('threads', 'messages');
-
--- name: counts
--- Where the store that is flushed into is our own: what it holds of each thread, of one moment with the row's version.
-SELECT b.thread_id, b.version, t.version::bigint, (
-    SELECT count(*) FROM {schema}.messages AS m WHERE m.thread_id = b.thread_id
-)
-FROM {schema}.buffer_threads AS b
-LEFT JOIN {schema}.threads AS t ON t.thread_id = b.thread_id
-WHERE b.thread_id = ANY ($1::text[]) AND b.applied_id <> 0;

@@ -29,3 +29,16 @@ SELECT state FROM {schema}.threads WHERE thread_id = $1::text AND state IS NOT N
 -- name: versions
 -- How many messages each of these threads has.
 SELECT thread_id, version FROM {schema}.threads WHERE thread_id = ANY ($1::text[]);
+
+-- name: has_threads
+-- Whether the schema holds the threads' tables.
+SELECT count(*) = 2 FROM pg_tables WHERE schemaname = $1::text AND tablename IN ('threads', 'messages');
+
+-- name: counts
+-- What the buffer's row says of each thread, and what this store holds of it, of one moment: for the self-check.
+SELECT b.thread_id, b.version, t.version::bigint, (
+    SELECT count(*) FROM {schema}.messages AS m WHERE m.thread_id = b.thread_id
+)
+FROM {schema}.buffer_threads AS b
+LEFT JOIN {schema}.threads AS t ON t.thread_id = b.thread_id
+WHERE b.thread_id = ANY ($1::text[]) AND b.applied_id <> 0;
