@@ -52,8 +52,15 @@ def _turn(item: pytest.Item) -> int:
     return next((n for n, place in enumerate(_LONG_FIRST) if item.nodeid.startswith(place)), len(_LONG_FIRST))
 
 
+#: They keep all cores busy for minutes; where there are more of these, they may well run beside the others.
+_ALONE = ("tests/bench/", "tests/spark/")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
+    for item in items:
+        if item.nodeid.startswith(_ALONE):
+            item.add_marker("alone")
 
 
 @pytest.hookimpl(optionalhook=True)
