@@ -8,12 +8,15 @@ from typing import Any, cast
 
 import pytest
 
-from bufstore import LogUnavailable, NatsConfig
-from bufstore.config import LogConfig
+from bufstore import ConfigError, LogUnavailable, NatsConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import consumer_config, open_feed
+from bufstore.nats.leftovers import Leftovers
+from bufstore.nats.log import NatsLog
 from bufstore.nats.shared_state import NatsSharedState
 from unit.fake_log import run
 
@@ -103,9 +106,10 @@ class Log:
 
 
 class Client:
-    """Takes a subscription."""
+    """A connection and its client, which take whatever is sent and asked."""
 
     is_connected = True
+    max_payload = 1 << 20
 
     def client(self) -> Client:
         return self
@@ -117,10 +121,17 @@ class Client:
 
     async def publish(self, subject: str, data: bytes, reply: str) -> None: ...
 
+    def on_connect(self, hook: object) -> None: ...
+
+    def on_lost(self, hook: object) -> None: ...
+
+    def on_forbidden(self, hook: object) -> None: ...
+
 
 async def _opened(log: Log) -> None:
     config = consumer_config("t-flusher-0-1", "t.0.*", 11, 100)
-    await open_feed(cast(Connection, Client()), cast(NatsStream, log), "$JS.API", "T", config, lambda: None, 1000)
+    connection, stream = cast(Connection, Client()), cast(NatsStream, log)
+    await open_feed(connection, stream, "$JS.API", "T", config, lambda: None, 1000, lambda _: None, 2.0)
 
 
 def test_no_consumer_is_followed_whose_node_lacks_what_the_log_holds() -> None:
@@ -153,5 +164,79 @@ def test_what_arrives_while_a_consumer_is_made_does_not_count_against_its_node()
 
     async def main() -> None:
         await _opened(Late(end=10, has=10))
+
+    run(main())
+
+
+class Electing(NatsLog):
+    """A log of which consumers can neither be made nor removed while `electing`."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Connection, Client()), "$JS.API", BufferConfig())
+        self.electing = True
+        self.made: list[tuple[str, float]] = []
+        self.there: set[str] = set()
+        self.removals = 0
+
+    async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
+        what, name = verb.split(".")[1], verb.split(".")[3]
+        if what == "CREATE":
+            self.made.append((name, timeout_s))
+            self.there.add(name)  # by the servers, in the end
+        if self.electing:
+            await asyncio.sleep(timeout_s)
+            raise LogUnavailable("NATS does not answer")
+        if what == "DELETE":
+            self.removals += 1
+            if name not in self.there:
+                raise ConsumerMissing("consumer not found")
+            self.there.remove(name)
+        return {"num_pending": 1}
+
+
+def test_where_no_consumer_can_be_made_another_is_tried_soon_and_none_is_left_behind() -> None:
+    async def main() -> None:
+        log = Electing()
+        began = asyncio.get_running_loop().time()
+        for term in range(1, 6):
+            with pytest.raises(LogUnavailable):
+                await log.feed(0, term, 1, lambda: None)
+            if term == 1:
+                assert asyncio.get_running_loop().time() - began < 4.0
+        assert [wait for _, wait in log.made] == [2.0, 4.0, 8.0, 8.0, 8.0], "where all is slow, it gets more time"
+        log.electing = False
+        feed = await log.feed(0, 6, 1, lambda: None)
+        log.there.add(log.made[4][0])  # by a request that was late
+        await asyncio.sleep(15)
+        assert log.there == {log.made[-1][0]}, "only that which is followed"
+        log.electing = True
+        await feed.close()
+        log.electing = False
+        await asyncio.sleep(3)
+        assert not log.there
+        await asyncio.sleep(15)
+        assert log.removals < 60, "that ends"
+        with pytest.raises(LogUnavailable):
+            log.electing = True
+            await log.feed(0, 7, 1, lambda: None)
+        assert log.made[-1][1] == 2.0, "it had worked again"
+        await log.aclose()
+
+    run(main())
+
+
+def test_a_consumer_that_may_not_be_removed_is_left_alone() -> None:
+    async def main() -> None:
+        tried: list[str] = []
+
+        async def remove(name: str) -> None:
+            tried.append(name)
+            raise ConfigError("NATS does not permit this")
+
+        left = Leftovers(remove)
+        left.add("c")
+        await asyncio.sleep(60)
+        assert 1 <= len(tried) <= 6
+        await left.aclose()
 
     run(main())

@@ -26,6 +26,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
+from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.headers import entry_header, fields, status_of
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.stream import NatsStream
@@ -88,7 +89,9 @@ class NatsFeed:
         config: dict[str, Any],
         wake: Callable[[], None],
         bytes_max: int,
+        leave: Callable[[str], None],
     ) -> None:
+        """`leave`: have a consumer removed that could not be removed now."""
         self._connection = connection
         self._stream = stream
         self._api = api
@@ -100,6 +103,7 @@ class NatsFeed:
         self._wake = wake
         self._messages_max: int = config["max_ack_pending"]
         self._bytes_max = bytes_max
+        self._leave = leave
         self._loop = asyncio.get_running_loop()
         self._client: ListeningClient | None = None
         self._subscription: Subscription | None = None
@@ -198,6 +202,8 @@ class NatsFeed:
         self._lost = self._lost or "closed"
         if self._subscription is not None and self._client is not None and self._client.is_connected:
             await self._end(self._subscription, self._name)
+        else:
+            self._leave(self._name)
 
     async def _end(self, subscription: Subscription, name: str) -> None:
         try:
@@ -205,6 +211,8 @@ class NatsFeed:
             await self._stream.api(f"CONSUMER.DELETE.{self._stream_name}.{name}", timeout_s=1.0)
         except (nats.errors.Error, BufstoreError) as e:
             _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
+            if not isinstance(e, ConsumerMissing):
+                self._leave(name)
 
     async def _pull(self, *, beyond: bool = False) -> None:
         """Keep one request open while there is space for its messages, or although there is none."""
@@ -280,6 +288,8 @@ async def open_feed(
     config: dict[str, Any],
     wake: Callable[[], None],
     bytes_max: int,
+    leave: Callable[[str], None],
+    made_within_s: float,
 ) -> NatsFeed:
     """Create the consumer, or check the existing one, and follow it. Raises ConfigDrift, LogUnavailable."""
     name = config["name"]
@@ -288,6 +298,7 @@ async def open_feed(
         made = await stream.api(
             f"CONSUMER.CREATE.{stream_name}.{name}.{config['filter_subject']}",
             {"stream_name": stream_name, "config": config, "action": "create"},
+            timeout_s=made_within_s,
         )
     except ConfigError:
         # No two owners have the same term, so a consumer of this name is not ours: say how it differs.
@@ -297,7 +308,7 @@ async def open_feed(
     reach(Failpoint.TAKE_NEW_MADE)
     if not made.get("num_pending"):
         await _check_not_behind(stream, stream_name, config)
-    feed = NatsFeed(connection, stream, api, stream_name, config, wake, bytes_max)
+    feed = NatsFeed(connection, stream, api, stream_name, config, wake, bytes_max, leave)
     await feed.start(client)
     return feed
 

@@ -21,6 +21,7 @@ from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, StreamMis
 from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, BegunBatch, Held, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
+from bufstore.nats.leftovers import Leftovers
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
     check_stream,
@@ -40,6 +41,11 @@ _ASKED_BYTES_MAX = 32 << 20
 
 _ERASED_AT_ONCE = 16
 
+#: A node that has not caught up may be chosen to lead a new consumer before it knows of it; it takes the others some
+#: seconds to elect another. To make another consumer is faster; where everything is slow, each has more time.
+_MADE_S = 2.0
+_MADE_MAX_S = 8.0
+
 #: A leader that leads has the others' votes in this time.
 _PROOF_S = 3.0
 
@@ -53,6 +59,9 @@ class NatsLog(NatsStream):
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._same = SameLog(config.log.stream, out_of_service(config.log), config.log.replicas > 1)
         self._proof = SharedCall(self._prove)
+        self._leftovers = Leftovers(self._remove_consumer)
+        #: How often in a row no consumer could be made for a partition.
+        self._unmade: dict[int, int] = {}
         self._vouch: Callable[[], Awaitable[str | None]] | None = None
         self._generation_start = 1
         self._windows = Windows.of(config.log)
@@ -155,6 +164,7 @@ class NatsLog(NatsStream):
         """Ask nothing more of one's own accord."""
         await self._same.aclose()
         await self._proof.aclose()
+        await self._leftovers.aclose()
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         self._sending()
@@ -296,13 +306,37 @@ class NatsLog(NatsStream):
         )
         # Of the owner before, which may be this process. It would go by itself, but not soon enough when connections
         # are lost again and again; where nobody answers for it, nothing waits for it.
-        with contextlib.suppress(LogUnavailable):
-            await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{consumer}-{term - 1}", timeout_s=1.0)
+        try:
+            await self._remove_consumer(f"{consumer}-{term - 1}")
+        except LogUnavailable as e:
+            if not isinstance(e, ConsumerMissing | StreamMissing):
+                self._leftovers.add(f"{consumer}-{term - 1}")
         reach(Failpoint.TAKE_OLD_DELETED)
         # One message must always fit, or the feed would never get past it.
         asked = min(self._config.flush_max_bytes, _ASKED_BYTES_MAX) // self._config.log.partitions
         bytes_max = max(asked, 2 * self.message_bytes_max)
-        return await open_feed(self._connection, self, self._api, self._config.log.stream, config, wake, bytes_max)
+        tries = self._unmade.get(partition, 0)
+        try:
+            feed = await open_feed(
+                self._connection,
+                self,
+                self._api,
+                self._config.log.stream,
+                config,
+                wake,
+                bytes_max,
+                self._leftovers.add,
+                min(_MADE_S * 2**tries, _MADE_MAX_S),
+            )
+        except LogUnavailable:
+            self._unmade[partition] = tries + 1
+            self._leftovers.add(config["name"])
+            raise
+        self._unmade.pop(partition, None)
+        return feed
+
+    async def _remove_consumer(self, name: str) -> None:
+        await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{name}", timeout_s=1.0)
 
     async def _check_end(self, client: Client) -> None:
         """Before a new connection is used: is this still the log that we wrote to?"""

@@ -1,0 +1,60 @@
+"""Removing consumers that this process made and follows no more.
+
+A consumer of which nobody asks anything goes by itself after a minute, but each election of its leader begins that
+minute again. Where leaders are elected often, those that were left behind pile up, and each of them holds elections of
+its own: the ones that are needed get their leaders later. So removing one is tried until the server has answered; and
+for some seconds longer, as a request to make it may still be on its way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from bufstore.errors import BufstoreError, LogUnavailable
+from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
+
+_PAUSE_S = 2.0
+_LATE_S = 10.0
+
+
+class Leftovers:
+    """The consumers that are still to be removed."""
+
+    def __init__(self, remove: Callable[[str], Awaitable[object]]) -> None:
+        self._remove = remove
+        #: Until when it may be made once more.
+        self._names: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, name: str) -> None:
+        """Remove this consumer as soon as that is possible. No consumer of this name may be made any more."""
+        self._names[name] = asyncio.get_running_loop().time() + _LATE_S
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._remove_all(), name="bufstore-leftover-consumers")
+
+    async def aclose(self) -> None:
+        """Remove no more; the server removes the rest, in its time."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _remove_all(self) -> None:
+        while True:
+            for name, until in list(self._names.items()):
+                if await self._answered(name) and asyncio.get_running_loop().time() >= until:
+                    del self._names[name]
+            if not self._names:
+                return
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _answered(self, name: str) -> bool:
+        try:
+            await self._remove(name)
+        except (ConsumerMissing, StreamMissing):
+            return True
+        except LogUnavailable:
+            return False
+        except BufstoreError:  # it is not permitted, or JetStream is switched off
+            return True
+        return True
