@@ -234,6 +234,7 @@ async def _healthy(store: Any) -> bool:
     return bool((await store.health()).ok)
 
 
+@pytest.mark.alone
 async def test_a_full_log_pushes_back_and_drops_nothing(own_servers: Servers) -> None:
     deployment = Deployment(own_servers, max_bytes=1 << 20, failover_window_s=1.0)
     short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5, "retain_after_flush_s": 1.0}

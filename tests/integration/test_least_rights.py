@@ -106,7 +106,7 @@ def nothing_forbidden(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 async def test_setup_makes_what_an_app_then_needs_no_rights_for(site: Site) -> None:
     # Before, each side says what is to be done.
-    with pytest.raises(StoreMisconfigured, match=r"may not make them.*bufstore setup --grant"):
+    with pytest.raises(StoreMisconfigured, match=r"may not create them.*bufstore setup --grant"):
         async with site.store(Role.FLUSHER):
             pass
     made = await site.set_up()
