@@ -38,7 +38,7 @@ demo: $(DEMO_READY) ## Run the demo: real servers, many writers, an outage of Po
 
 # Most tests wait for servers, so several files run at a time, each process with servers of its own. What measures time or
 # needs the whole machine is marked `alone` and runs after them.
-WORKERS ?= 4
+WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
 # Without servers nothing waits: as many as there are cores.
 WITHOUT_SERVERS := -n logical --dist loadfile tests/unit
