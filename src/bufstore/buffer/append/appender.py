@@ -24,6 +24,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
+from bufstore.buffer.append.lost_answer import Torn, resolve
 from bufstore.buffer.append.next_unit import Limits, Need, next_unit, other_content
 from bufstore.buffer.append.tip import Prepare, Tip, TipCache
 from bufstore.buffer.append.tip_finder import Stored, TipFinder
@@ -420,7 +421,7 @@ class Appender(Generic[S, M]):
         """After a unit that was not stored, or may not have been."""
         lane, before = unit.lane, unit.before
         if isinstance(error, AppendUnknown):
-            outcome = await self._resolve(unit)
+            outcome = await resolve(unit, self._log, self._group)
             if outcome is None:  # every caller has given up
                 unit.undo()
                 self._tips.drop(lane.thread_id)
@@ -430,7 +431,7 @@ class Appender(Generic[S, M]):
                 self._on_stored(unit, outcome)
                 return
             error = outcome
-            if isinstance(outcome, _Torn):
+            if isinstance(outcome, Torn):
                 self._on_part_stored(unit, outcome.stored)
         unit.undo()
         self._tips.drop(lane.thread_id)
@@ -463,42 +464,7 @@ class Appender(Generic[S, M]):
         del unit.writes[: len(stored)]
         self.appended += len(stored)
 
-    async def _resolve(self, unit: Unit[M]) -> int | Exception | None:
-        """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
-        subject = unit.messages[0].subject
-        pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
-        async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
-            with attempt:
-                if all(w.done.done() for w, _ in unit.writes):
-                    return None
-                try:
-                    behind = await self._log.after(subject, unit.before.seq, 2.0, limit=len(unit.messages))
-                    stored = unit.stored_of(behind)
-                    if stored is not None:
-                        return stored[-1] if len(stored) == len(unit.writes) else _Torn(stored)
-                    if behind:
-                        raise _StillUnknown
-                    return await self._group.submit(unit.messages)
-                except Conflict:
-                    raise _StillUnknown from None  # maybe with the first sending of ours: look again
-                except (AppendUnknown, BufstoreError) as e:
-                    _log.info("the outcome of an append stays unknown: %s", e, extra={"action": "append_unknown"})
-                    raise _StillUnknown from None
-        return None
-
 
 def _new_ids(count: int) -> list[int]:
     random = os.urandom(8 * count)
     return [int.from_bytes(random[i : i + 8]) >> 1 or 1 for i in range(0, 8 * count, 8)]
-
-
-class _Torn(Conflict):
-    """Another entry stands where ours would, behind the stored part of our unit, which is mostly empty."""
-
-    def __init__(self, stored: Sequence[int]) -> None:
-        super().__init__("another entry stands where ours would")
-        self.stored = stored
-
-
-class _StillUnknown(Exception):
-    """Look again."""

@@ -1,0 +1,60 @@
+"""What became of a unit whose answer was lost: the log is asked what stands behind the unit's predecessor.
+
+Ours: it is stored. Another's: ours can never be stored any more. Nothing: the same is sent again, and whichever copy
+arrives first wins, because the other meets the compare-and-set.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
+
+from bufstore.buffer.append.lane import Unit
+from bufstore.buffer.domain import M
+from bufstore.buffer.ports.log import Log
+from bufstore.errors import BufstoreError
+from bufstore.jetstream.group_commit import GroupCommit
+from bufstore.jetstream.messages import AppendUnknown, Conflict
+
+_log = logging.getLogger(__name__)
+
+#: Longest pause between two looks.
+_PAUSE_MAX_S = 0.2
+
+
+class Torn(Conflict):
+    """Another entry stands where ours would, behind the stored part of our unit, which is mostly empty."""
+
+    def __init__(self, stored: Sequence[int]) -> None:
+        super().__init__("another entry stands where ours would")
+        self.stored = stored
+
+
+class _StillUnknown(Exception):
+    """Look again."""
+
+
+async def resolve(unit: Unit[M], log: Log, group: GroupCommit) -> int | Exception | None:
+    """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
+    subject = unit.messages[0].subject
+    pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
+    async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
+        with attempt:
+            if all(w.done.done() for w, _ in unit.writes):
+                return None
+            try:
+                behind = await log.after(subject, unit.before.seq, 2.0, limit=len(unit.messages))
+                stored = unit.stored_of(behind)
+                if stored is not None:
+                    return stored[-1] if len(stored) == len(unit.writes) else Torn(stored)
+                if behind:
+                    raise _StillUnknown
+                return await group.submit(unit.messages)
+            except Conflict:
+                raise _StillUnknown from None  # maybe with the first sending of ours: look again
+            except (AppendUnknown, BufstoreError) as e:
+                _log.info("the outcome of an append stays unknown: %s", e, extra={"action": "append_unknown"})
+                raise _StillUnknown from None
+    return None
