@@ -28,35 +28,27 @@ def _put_back(copy: Path, folder: Path) -> None:
     _copy(copy, folder)
 
 
-def _copy_of_postgres(servers: Servers, to: Path) -> Callable[[], None]:
-    """Copy the data now; what puts the copy in the server's place, after the server was killed."""
-    folder = servers.postgres.data / "cluster"
-    servers.postgres.stop()
+def _copy_of(server: Any, folder: Path, to: Path) -> Callable[[], None]:
+    """Copy a server's data now; what puts the copy in its place, after the server was killed."""
+    server.stop()
     _copy(folder, to)
-    servers.postgres.start()
+    server.start()
 
-    def fail_over() -> None:
-        servers.postgres.kill()
-        servers.postgres.stop()
+    def put_back() -> None:
+        server.kill()
+        server.stop()
         _put_back(to, folder)
-        servers.postgres.start()
+        server.start()
 
-    return fail_over
+    return put_back
+
+
+def _copy_of_postgres(servers: Servers, to: Path) -> Callable[[], None]:
+    return _copy_of(servers.postgres, servers.postgres.data / "cluster", to)
 
 
 def _copy_of_nats(servers: Servers, to: Path) -> Callable[[], None]:
-    """The same of the log."""
-    folder = servers.nats.data / "jetstream"
-    servers.nats.stop()
-    _copy(folder, to)
-    servers.nats.start()
-
-    def restore() -> None:
-        servers.nats.stop()
-        _put_back(to, folder)
-        servers.nats.start()
-
-    return restore
+    return _copy_of(servers.nats, servers.nats.data / "jetstream", to)
 
 
 async def test_a_failover_to_a_copy_that_misses_commits_loses_nothing(own_servers: Servers, tmp_path: Path) -> None:
