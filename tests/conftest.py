@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -77,6 +78,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False  # by the number of their tests
     return ByFile(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_they_were() -> Iterator[None]:
+    """A command configures the logs of its process, which here is that of the tests that come after it."""
+    root = logging.getLogger()
+    loggers = [root, *(entry for entry in root.manager.loggerDict.values() if isinstance(entry, logging.Logger))]
+    handlers, levels = root.handlers[:], [(logger, logger.level) for logger in loggers]
+    yield
+    root.handlers[:] = handlers
+    for logger, level in levels:
+        if logger.level != level:
+            logger.setLevel(level)
 
 
 #: The servers of the whole run, once a test has asked for them.

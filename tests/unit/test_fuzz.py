@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import tracemalloc
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -261,18 +259,6 @@ def test_any_file_is_lines_or_bad_lines(raw: bytes, tmp_path_factory: pytest.Tem
     assert len(list(_split(io.BufferedReader(io.BytesIO(raw))))) >= len(first)  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module")
-def quiet_logs() -> Iterator[None]:
-    """A command configures the logs of its process, which here is the tests'."""
-    root = logging.getLogger()
-    before = root.handlers[:], root.level
-    levels = {name: logging.getLogger(name).level for name in ("psycopg", "psycopg.pool", "nats", "asyncio")}
-    yield
-    root.handlers[:], root.level = before
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
-
-
 WORDS = ["", " ", "--", "-", "-x", "--no-such", "\udcff", "a\nb", "x" * 3000, "é", "../..", "*", "0", "-1", "9" * 40]
 # Not doctor: what does not answer it asks again for seconds.
 COMMANDS = [
@@ -298,7 +284,7 @@ OPTIONS = [
 @example(command="status", words=["--stream", "a\r\nPUB x 0\r\n"])
 @example(command="flush", words=["t", "--timeout", "nan"])
 @example(command="demo", words=["--seconds", "nan"])
-def test_any_arguments_end_with_an_exit_code_and_no_traceback(quiet_logs: None, command: str, words: list[str]) -> None:
+def test_any_arguments_end_with_an_exit_code_and_no_traceback(command: str, words: list[str]) -> None:
     # Nobody listens there, so nothing that is well-formed gets far; what is not must not get there.
     at = "u:s3cret@127.0.0.1:1"
     addresses = {"BUFSTORE_NATS": f"nats://{at}", "BUFSTORE_POSTGRES": f"postgresql://{at}/x"}
