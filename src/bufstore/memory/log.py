@@ -18,6 +18,7 @@ from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
+from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import (
     BATCH_MESSAGES_MAX,
     AppendUnknown,
@@ -336,6 +337,22 @@ class MemoryLog:
         stream.feeds[partition, term] = feed
         self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
         return feed
+
+    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> MemoryFeed:
+        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
+        stream = await self._turn()
+        feed = MemoryFeed(stream, subject, start, wake, self._config.flush_max_entries)
+        stream.feeds[-1, id(feed)] = feed
+        self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
+        return feed
+
+    async def purge_below(self, seq: int) -> None:
+        """Remove everything below a sequence."""
+        (await self._turn()).purge("*.*.*", seq)
+
+    def writer(self, timeout_s: float) -> GroupCommit:
+        """What writes units to this log."""
+        return GroupCommit(self, timeout_s=timeout_s)
 
     async def prove_leader(self, timeout_s: float) -> None:
         """One server leads always."""

@@ -18,6 +18,7 @@ from bufstore.errors import ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, StreamMissing, StreamTaken
+from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, BegunBatch, Held, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
@@ -334,6 +335,37 @@ class NatsLog(NatsStream):
             raise
         self._unmade.pop(partition, None)
         return feed
+
+    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> NatsFeed:
+        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
+        config = consumer_config(
+            f"{self._config.log.subject}-{name}-0-0", subject, start, self._config.flush_max_entries
+        )
+        bytes_max = max(min(self._config.flush_max_bytes, _ASKED_BYTES_MAX), 2 * self.message_bytes_max)
+        try:
+            return await open_feed(
+                self._connection,
+                self,
+                self._api,
+                self._config.log.stream,
+                config,
+                wake,
+                bytes_max,
+                self._leftovers.add,
+                _MADE_S,
+            )
+        except LogUnavailable:
+            self._leftovers.add(config["name"])
+            raise
+
+    async def purge_below(self, seq: int) -> None:
+        """Remove everything below a sequence."""
+        self._same.check()
+        await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"seq": seq})
+
+    def writer(self, timeout_s: float) -> GroupCommit:
+        """What writes units to this log."""
+        return GroupCommit(self, timeout_s=timeout_s)
 
     async def _remove_consumer(self, name: str) -> None:
         await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{name}", timeout_s=1.0)

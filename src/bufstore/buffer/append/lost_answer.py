@@ -13,9 +13,8 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 
 from bufstore.buffer.append.lane import Unit
 from bufstore.buffer.domain import M
-from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.log import Log, Writer
 from bufstore.errors import BufstoreError
-from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 
 _log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class _StillUnknown(Exception):
     """Look again."""
 
 
-async def resolve(unit: Unit[M], log: Log, group: GroupCommit) -> int | Exception | None:
+async def resolve(unit: Unit[M], log: Log, group: Writer) -> int | Exception | None:
     """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
     subject = unit.messages[0].subject
     pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
-from bufstore.jetstream.messages import Held, StoredMessage, Stream
+from bufstore.jetstream.group_commit import AppendUnit
+from bufstore.jetstream.messages import Held, Outgoing, StoredMessage, Stream
 
 
 class Feed(Protocol):
@@ -44,6 +46,30 @@ class Feed(Protocol):
 
     async def close(self) -> None:
         """Stop and remove the consumer."""
+        ...
+
+
+class Writer(Protocol):
+    """Writes units to the log, many at a time."""
+
+    def start(self) -> None:
+        """Begin to send; needs a running event loop."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
+        ...
+
+    def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
+        """Queue a unit. The future gives the sequence of its last message once it is durable.
+
+        It fails with Conflict, LogFull, LogUnavailable (nothing stored), or AppendUnknown. Cancelling the future
+        takes the unit back if it was not sent yet.
+        """
+        ...
+
+    def add(self, unit: AppendUnit) -> None:
+        """Queue a unit, whose `ended` is called later: see `submit`."""
         ...
 
 
@@ -92,6 +118,10 @@ class Generations(Protocol):
 
 class Log(Stream, Generations, Protocol):
     """The stream of entries."""
+
+    def writer(self, timeout_s: float) -> Writer:
+        """What writes units to this log; there is one in a process. `timeout_s`: the longest wait for an answer."""
+        ...
 
     @property
     def generation_start(self) -> int:

@@ -1,0 +1,187 @@
+"""Feeds of partitions from the one feed of groups that a process has.
+
+Each group is delivered once to a process, which gives the entries of each partition to the feed of that partition.
+What the server delivers ahead is bounded by what is not acknowledged: a group is acknowledged when each partition that
+has entries in it has passed them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+from bufstore.buffer.groups.places import group_of
+from bufstore.buffer.ports.log import Feed
+from bufstore.jetstream.messages import StoredMessage
+
+#: Gives the entries of a message by partition, and whether it is a group at all.
+Split = Callable[[StoredMessage], Awaitable[Sequence[tuple[int, StoredMessage]]]]
+
+
+class PartitionFeed:
+    """The entries of one partition; see `bufstore.buffer.ports.log.Feed`."""
+
+    def __init__(self, source: Feeds, partition: int, start: int, wake: Callable[[], None]) -> None:
+        self._source = source
+        self.partition = partition
+        #: Everything up to here was delivered, or was not to be.
+        self.delivered = start - 1
+        #: Everything up to here is acknowledged.
+        self.acked = start - 1
+        self.wake = wake
+        self._arrived: list[StoredMessage] = []
+        self._lost: str | None = None
+
+    @property
+    def lost(self) -> str | None:
+        if self._lost is None:
+            self._lost = self._source.lost
+        return self._lost
+
+    def take(self) -> list[StoredMessage]:
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    async def more(self) -> None:
+        """An entry is never in pieces here."""
+
+    @property
+    def crowded(self) -> bool:
+        return self._source.crowded
+
+    async def go_on(self, seq: int) -> None:
+        await self.ack(seq)
+
+    async def ack(self, seq: int) -> None:
+        self.acked = max(self.acked, min(seq, self.delivered))
+        await self._source.acknowledge()
+
+    async def close(self) -> None:
+        self.lose("closed")
+        await self._source.remove(self)
+
+    def lose(self, reason: str) -> None:
+        """Deliver no more."""
+        if self._lost is None:
+            self._lost = reason
+            self.wake()
+
+    def add(self, message: StoredMessage) -> None:
+        """Deliver an entry."""
+        if message.seq > self.delivered and self._lost is None:
+            self.delivered = message.seq
+            self._arrived.append(message)
+
+
+class Feeds:
+    """All partitions that a process follows, and the feed of groups behind them."""
+
+    def __init__(self, follow: Callable[[int, Callable[[], None]], Awaitable[Feed]], split: Split) -> None:
+        """`follow`: begins a feed of groups at this sequence."""
+        self._follow, self._split = follow, split
+        self._feeds: dict[int, PartitionFeed] = {}
+        self._groups: Feed | None = None
+        #: From where on groups are delivered.
+        self._from = 0
+        #: Groups that are not acknowledged: their sequences, and up to which place each partition has entries in them.
+        self._open: deque[tuple[int, dict[int, int]]] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._something = asyncio.Event()
+        self._changing = asyncio.Lock()
+        self._lost: str | None = None
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing more can be delivered, or None."""
+        if self._lost is None and self._groups is not None:
+            self._lost = self._groups.lost
+        return self._lost
+
+    @property
+    def crowded(self) -> bool:
+        """See `bufstore.buffer.ports.log.Feed`."""
+        return self._groups is not None and self._groups.crowded
+
+    async def open(self, partition: int, start: int, wake: Callable[[], None]) -> PartitionFeed:
+        """Deliver a partition's entries from the place `start`. Raises LogUnavailable."""
+        async with self._changing:
+            if (before := self._feeds.get(partition)) is not None:
+                before.lose("the partition is followed anew")
+            feed = PartitionFeed(self, partition, start, wake)
+            if self._groups is None or self.lost is not None or group_of(start) < self._from:
+                await self._begin(group_of(start))
+            self._feeds[partition] = feed
+            self._something.set()
+            return feed
+
+    async def _begin(self, seq: int) -> None:
+        """Have groups delivered from this one on. What was delivered before comes again, and is known by its place."""
+        await self._end()
+        firsts = [group_of(feed.acked) for feed in self._feeds.values() if feed.lost is None]
+        self._from = min([seq, *firsts])
+        self._lost = None
+        self._groups = await self._follow(self._from, self._something.set)
+        self._task = asyncio.create_task(self._deliver(self._groups), name="bufstore-feeds")
+
+    async def _deliver(self, groups: Feed) -> None:
+        while groups.lost is None:
+            for message in groups.take():
+                touched: dict[int, int] = {}
+                for partition, entry in await self._split(message):
+                    feed = self._feeds.get(partition)
+                    touched[partition] = entry.seq
+                    if feed is not None:
+                        feed.add(entry)
+                self._open.append((message.seq, touched))
+                for partition in touched:
+                    if (feed := self._feeds.get(partition)) is not None:
+                        feed.wake()
+            await self.acknowledge()
+            await self._something.wait()
+            self._something.clear()
+        for feed in self._feeds.values():
+            feed.wake()
+
+    async def acknowledge(self) -> None:
+        """Acknowledge the groups of which every entry is passed."""
+        passed = 0
+        while self._open:
+            seq, touched = self._open[0]
+            if any(
+                (feed := self._feeds.get(p)) is not None and feed.lost is None and feed.acked < place
+                for p, place in touched.items()
+            ):
+                break
+            self._open.popleft()
+            passed = seq
+        if passed and self._groups is not None:
+            await self._groups.ack(passed)
+
+    async def remove(self, feed: PartitionFeed) -> None:
+        """Deliver this partition no more."""
+        if self._feeds.get(feed.partition) is feed:
+            del self._feeds[feed.partition]
+        if not self._feeds:
+            async with self._changing:
+                if not self._feeds:
+                    await self._end()
+        else:
+            await self.acknowledge()
+
+    async def aclose(self) -> None:
+        """Deliver nothing any more."""
+        for feed in list(self._feeds.values()):
+            feed.lose("closed")
+        self._feeds.clear()
+        await self._end()
+
+    async def _end(self) -> None:
+        groups, self._groups = self._groups, None
+        task, self._task = self._task, None
+        self._open.clear()
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if groups is not None:
+            await groups.close()

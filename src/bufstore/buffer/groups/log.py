@@ -1,0 +1,322 @@
+"""The log of entries, kept as groups in a stream: entries have places, and these answer all that the buffer asks.
+
+`GroupLog` stands between the buffer and the stream: it writes with the `Sequencer`, knows the last entry of each thread
+from the `Heads`, and finds an entry in its group. What concerns the stream itself (generations, its leader, how full it
+is) it leaves to the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
+from bufstore.buffer.groups.group import Group, decode_entry, hash_of
+from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.groups.places import first_place, group_of, last_place, number_of, place
+from bufstore.buffer.groups.sequencer import Sequencer
+from bufstore.buffer.groups.tail import Tail
+from bufstore.buffer.groups.written import Written
+from bufstore.buffer.ports.log import Feed, Log
+from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.target import Target
+from bufstore.buffer.windows import Windows
+from bufstore.config import BufferConfig
+from bufstore.errors import BufstoreError, MalformedEntry
+from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Conflict, Held, Outgoing, StoredMessage
+
+_READ_S = 5.0
+#: How many groups are read at a time where all are read.
+_SCANNED_AT_ONCE = 32
+
+
+class GroupsInStream(Log, Protocol):
+    """The stream that holds the groups: a log of messages, of which any subject can be followed."""
+
+    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> Feed:
+        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
+        ...
+
+    async def purge_below(self, seq: int) -> None:
+        """Remove everything below a sequence."""
+        ...
+
+
+class GroupLog:
+    """See `bufstore.buffer.ports.log.Log`. Positions are places (`bufstore.buffer.groups.places`)."""
+
+    def __init__(self, stream: GroupsInStream, config: BufferConfig, name: str) -> None:
+        """`name`: of this process, among those that follow the stream."""
+        self._stream, self._config, self._name = stream, config, name
+        self._subjects = Subjects(config.log.subject, config.log.partitions)
+        self._heads = Heads()
+        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self._lost, _READ_S)
+        self._sequencer = self.writer(config.append_timeout_s / 2)
+        self._feeds = Feeds(self._follow, self._split)
+        self._lost_callbacks: list[Callable[[], None]] = []
+        #: Below which place each partition may be purged.
+        self._purgeable: dict[int, int] = {}
+
+    # --- writing ----------------------------------------------------------------------------------------------
+
+    def writer(self, timeout_s: float) -> Sequencer:
+        """What writes units to this log, one group at a time. There is one in a process."""
+        sequencer = Sequencer(
+            self._stream,
+            self._subjects,
+            self._heads,
+            self._tail.see_all,
+            self._tail.first_behind,
+            self._stored,
+            timeout_s=timeout_s,
+        )
+        self._sequencer = sequencer
+        return sequencer
+
+    def _stored(self, written: Written) -> None:
+        self._tail.note(written)
+
+    @property
+    def message_bytes_max(self) -> int:
+        """Entries of any size go into one message here, or their parts elsewhere."""
+        return 1 << 62
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        if message.subject in self._subjects.beside:
+            return first_place(await self._stream.publish(message, timeout_s))
+        return await self.publish_batch([message], timeout_s)
+
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        async def one(number: int, message: Outgoing) -> None:
+            outcome: int | Exception
+            try:
+                outcome = await self.publish(message, timeout_s)
+            except (Conflict, AppendUnknown, BufstoreError) as e:
+                outcome = e
+            ended(number, outcome)
+
+        await asyncio.gather(*(one(number, message) for number, message in enumerate(messages)))
+
+    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
+        return None
+
+    async def publish_batch(
+        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
+    ) -> int:
+        self._sequencer.start()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._sequencer.submit(messages)
+        except TimeoutError:
+            raise AppendUnknown("the group was not stored in time") from None
+
+    # --- what is in the log -----------------------------------------------------------------------------------
+
+    async def _floor(self) -> int:
+        first, _ = await self._stream.bounds()
+        return first_place(first)
+
+    def _lost(self) -> None:
+        for callback in self._lost_callbacks:
+            callback()
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Call back when it is not known any more what others wrote since something was remembered."""
+        self._lost_callbacks.append(callback)
+
+    def _head(self, subject: str) -> int:
+        return self._heads.head(hash_of(self._subjects.thread_id(subject)))
+
+    def _is_thread(self, subject: str) -> bool:
+        return "*" not in subject and subject not in self._subjects.beside
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        await self._tail.see_all()
+        found: dict[str, StoredMessage] = {}
+        for subject in subjects:
+            if not self._is_thread(subject):
+                async for message in self._all(subject, 0):
+                    found[message.subject] = message
+            elif (head := self._head(subject)) and (message_ := await self.identity(head)) is not None:
+                found[subject] = message_
+        return found
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        await self._tail.see_all()
+        if not self._is_thread(subject):
+            messages = []
+            async for message in self._all(subject, seq):
+                messages.append(message)
+                if len(messages) == limit:
+                    break
+            return messages
+        places: list[int] = []
+        at = self._head(subject)
+        while at > seq:
+            places.append(at)
+            found = await self._tail.group(group_of(at))
+            if found is None:
+                break
+            at = found[0].records[number_of(at)].prev
+        places.reverse()
+        read = [await self.identity(at) for at in (places[:limit] if limit else places)]
+        return [message for message in read if message is not None]
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        found = await self._tail.group(group_of(seq))
+        if found is None:
+            return None
+        group, body = found
+        return await self._entry(group, number_of(seq), body) if number_of(seq) < len(group.records) else None
+
+    async def _entry(self, group: Group, number: int, body: bytes) -> StoredMessage:
+        at = place(group.seq, number)
+        try:
+            entry = decode_entry(group, number, body)
+            payload = await joined(entry.payload, self._stream.identity) if entry.elsewhere else entry.payload
+        except MalformedEntry:
+            # What it is of is known by its hash only, and what it held is what the group has there.
+            return StoredMessage(f"{self._subjects.prefix}.{group.records[number].partition}.", at, None, body)
+        return StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, payload)
+
+    async def _split(self, message: StoredMessage) -> Sequence[tuple[int, StoredMessage]]:
+        """The entries of a message of the stream, with the partition of each."""
+        group = self._tail.decoded(message)
+        if group is None:  # anybody may publish: it belongs to no thread, and somebody must look at it
+            return [(0, StoredMessage(message.subject, first_place(message.seq), message.header, message.body))]
+        return [
+            (record.partition, await self._entry(group, number, message.body))
+            for number, record in enumerate(group.records)
+        ]
+
+    async def _all(self, filter_: str, seq: int) -> AsyncIterator[StoredMessage]:
+        """Everything in the log that matches and stands above a place, in order: this reads all of it."""
+        if filter_ in self._subjects.beside:
+            for message in await self._stream.after(filter_, group_of(seq), _READ_S):
+                yield StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
+            return
+        words = filter_.split(".")
+        at = max(group_of(seq) - 1, 0)
+        while messages := await self._stream.after(self._subjects.groups, at, _READ_S, limit=_SCANNED_AT_ONCE):
+            for message in messages:
+                for partition, entry in await self._split(message):
+                    if entry.seq > seq and (words[1] == "*" or words[1] == str(partition)):
+                        yield entry
+            at = messages[-1].seq
+
+    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        await self._tail.see_all()
+        ends = []
+        for filter_ in filters:
+            words = filter_.split(".")
+            if self._is_thread(filter_):
+                ends.append(self._head(filter_))
+            else:
+                partitions = range(self._subjects.partitions) if words[1] == "*" else [int(words[1])]
+                ends.append(max((self._heads.end(p) for p in partitions), default=0))
+        return ends
+
+    async def latest(self, subject: str, timeout_s: float) -> int:
+        await self._stream.prove_leader(timeout_s)
+        await self._tail.see_all()
+        return self._head(subject)
+
+    async def end(self, timeout_s: float) -> int:
+        return last_place(await self._stream.end(timeout_s))
+
+    async def bounds(self) -> tuple[int, int]:
+        first, end = await self._stream.bounds()
+        return first_place(first), last_place(end)
+
+    async def subjects(self, filter_: str, offset: int) -> list[str]:
+        names = {message.subject async for message in self._all(filter_, 0)}
+        return sorted(names)[offset:]
+
+    async def held(self, positions: Mapping[int, int]) -> Held:
+        await self._tail.see_all()
+        used, limit = await self._stream.fill()
+        above = self._heads.count_above(lambda partition: positions.get(partition, 0))
+        return Held(used, limit, self._heads.entries, above, await self.end(_READ_S))
+
+    # --- following and removing -------------------------------------------------------------------------------
+
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> PartitionFeed:
+        return await self._feeds.open(partition, start, wake)
+
+    async def _follow(self, seq: int, wake: Callable[[], None]) -> Feed:
+        return await self._stream.follow(self._name, self._subjects.groups, seq, wake)
+
+    async def acked(self, partition: int, term: int) -> int | None:
+        return None
+
+    async def purge(self, partition: int, below: int) -> None:
+        self._purgeable[partition] = max(self._purgeable.get(partition, 0), below)
+        if len(self._purgeable) == self._subjects.partitions:
+            # The last group stays: behind nothing, a late first copy of any group could be stored.
+            last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
+            if last is not None:
+                await self._stream.purge_below(min(group_of(min(self._purgeable.values())), last.seq))
+
+    async def erase(self, subject: str, below: int) -> int:
+        raise NotImplementedError
+
+    async def aclose(self) -> None:
+        """Write and deliver nothing any more."""
+        await self._feeds.aclose()
+        await self._sequencer.aclose()
+
+    # --- the stream itself ------------------------------------------------------------------------------------
+
+    @property
+    def generation_start(self) -> int:
+        return first_place(self._stream.generation_start)
+
+    @property
+    def windows(self) -> Windows:
+        return self._stream.windows
+
+    async def set_windows(self, windows: Windows) -> None:
+        await self._stream.set_windows(windows)
+
+    async def epoch(self, *, checked: bool = True) -> int | None:
+        return await self._stream.epoch(checked=checked)
+
+    async def create(self, epoch: int, target: Target) -> None:
+        await self._stream.create(epoch, target)
+
+    @property
+    def target(self) -> Target | None:
+        return self._stream.target
+
+    async def set_target(self, target: Target) -> None:
+        await self._stream.set_target(target)
+
+    async def withdraw(self, common: Sequence[int]) -> Sequence[int]:
+        return await self._stream.withdraw(common)
+
+    async def remove(self) -> None:
+        await self._stream.remove()
+
+    async def prove_leader(self, timeout_s: float) -> None:
+        await self._stream.prove_leader(timeout_s)
+
+    async def barrier(self, timeout_s: float) -> int:
+        seq = await self._stream.barrier(timeout_s)
+        return first_place(seq) if seq else 0
+
+    async def fill(self) -> tuple[int, int]:
+        return await self._stream.fill()
+
+    @property
+    def refused(self) -> str | None:
+        return self._stream.refused
+
+    def refuse(self, reason: str) -> None:
+        self._stream.refuse(reason)
+
+    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
+        self._stream.vouched_by(mismatch)

@@ -1,0 +1,47 @@
+"""Entries that are too large for one message: their parts are stored first, and the group only names them.
+
+The parts stand on a subject of their own, without an expectation: they count for nothing until a group names them.
+A part whose group never came is purged with everything around it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import Outgoing, StoredMessage
+
+#: Bytes and checksum of the whole; behind it the sequence of each part.
+_WHOLE = struct.Struct(">QI")
+_SEQ = struct.Struct(">Q")
+
+
+def parts_of(subject: str, payload: bytes, bytes_max: int) -> list[Outgoing]:
+    """The messages that hold the payload, in order."""
+    return [Outgoing(subject, payload[i : i + bytes_max]) for i in range(0, len(payload), bytes_max)]
+
+
+def reference(payload: bytes, seqs: Sequence[int]) -> bytes:
+    """What the group holds instead of the payload, whose parts have these sequences."""
+    return _WHOLE.pack(len(payload), zlib.crc32(payload)) + b"".join(map(_SEQ.pack, seqs))
+
+
+async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:
+    """The payload that is named. Raises MalformedEntry when a part is missing or is not what was stored."""
+    try:
+        size, crc = _WHOLE.unpack_from(reference_)
+        seqs = [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])]
+    except struct.error as e:
+        raise MalformedEntry("undecodable reference to the parts of a large entry") from e
+    parts = []
+    for seq in seqs:
+        part = await read(seq)
+        if part is None:
+            raise MalformedEntry(f"part {seq} of a large entry is missing")
+        parts.append(part.body)
+    payload = b"".join(parts)
+    if len(payload) != size or zlib.crc32(payload) != crc:
+        raise MalformedEntry("the parts of a large entry are not what was stored")
+    return payload
