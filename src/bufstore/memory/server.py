@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+
+from bufstore.buffer.groups.log import GroupLog
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.config import BufferConfig
 from bufstore.memory.log import MemoryLog, MemoryStream
@@ -23,19 +26,20 @@ class MemoryNats:
     def session(self, config: BufferConfig) -> Session:
         """A session for one instance."""
         bucket = self.buckets.setdefault(config.log.bucket, MemoryBucket())
-        return MemorySession(MemoryLog(self.streams, config), MemorySharedState(bucket))
+        return MemorySession(MemoryLog(self.streams, config), MemorySharedState(bucket), config)
 
 
 class MemorySession:
     """See `bufstore.buffer.ports.shared_state.Session`."""
 
-    def __init__(self, log: MemoryLog, shared: MemorySharedState) -> None:
-        self.log = log
+    def __init__(self, log: MemoryLog, shared: MemorySharedState, config: BufferConfig) -> None:
+        self.stream = log
+        self.log = GroupLog(log, config, secrets.token_hex(6))
         self.shared = shared
 
     @property
     def traffic(self) -> tuple[int, int]:
-        calls = self.log.calls + self.shared.calls
+        calls = self.stream.calls + self.shared.calls
         return calls, calls
 
     async def open(self) -> None:
@@ -43,4 +47,5 @@ class MemorySession:
 
     async def aclose(self) -> None:
         self.shared.close()
-        self.log.close()
+        await self.log.aclose()
+        self.stream.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from bufstore.buffer.groups.log import GroupLog
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.config import BufferConfig, NatsConfig, as_nats_config
 from bufstore.jetstream.connection import Connection
@@ -38,7 +40,8 @@ class NatsSession:
 
     def __init__(self, nats: NatsConfig, config: BufferConfig, name: str) -> None:
         self.connection = Connection(nats, name)
-        self.log = NatsLog(self.connection, nats.api, config)
+        self._stream = NatsLog(self.connection, nats.api, config)
+        self.log = GroupLog(self._stream, config, secrets.token_hex(6))
         self.shared = NatsSharedState(self.connection, nats.api, config.log)
 
     @property
@@ -52,4 +55,5 @@ class NatsSession:
         async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the other does
             stack.push_async_callback(self.connection.aclose)
             stack.push_async_callback(self.shared.aclose)
+            stack.push_async_callback(self._stream.aclose)
             stack.push_async_callback(self.log.aclose)

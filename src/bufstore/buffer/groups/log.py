@@ -56,6 +56,8 @@ class GroupLog:
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._split)
         self._lost_callbacks: list[Callable[[], None]] = []
+        #: How often the stream was followed: each time by a consumer of its own.
+        self._followed = 0
         #: Below which place each partition may be purged.
         self._purgeable: dict[int, int] = {}
 
@@ -248,7 +250,9 @@ class GroupLog:
         return await self._feeds.open(partition, start, wake)
 
     async def _follow(self, seq: int, wake: Callable[[], None]) -> Feed:
-        return await self._stream.follow(self._name, self._subjects.groups, seq, wake)
+        self._followed += 1
+        name = f"{self._name}{self._followed}"
+        return await self._stream.follow(name, self._subjects.groups, seq, wake)
 
     async def acked(self, partition: int, term: int) -> int | None:
         return None
