@@ -338,9 +338,8 @@ class NatsLog(NatsStream):
 
     async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> NatsFeed:
         """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
-        config = consumer_config(
-            f"{self._config.log.subject}-{name}-0-0", subject, start, self._config.flush_max_entries
-        )
+        consumer = f"{self._config.log.subject}-{name}-0-0"
+        config = consumer_config(consumer, subject, max(start, 1), self._config.flush_max_entries)
         bytes_max = max(min(self._config.flush_max_bytes, _ASKED_BYTES_MAX), 2 * self.message_bytes_max)
         try:
             return await open_feed(

@@ -8,12 +8,16 @@ has entries in it has passed them.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from bufstore.buffer.groups.places import group_of
 from bufstore.buffer.ports.log import Feed
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.errors import BufstoreError
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+
+_log = logging.getLogger(__name__)
 
 #: Gives the entries of a message by partition, and whether it is a group at all.
 Split = Callable[[StoredMessage], Awaitable[Sequence[tuple[int, StoredMessage]]]]
@@ -122,7 +126,19 @@ class Feeds:
         self._from = min([seq, *firsts])
         self._lost = None
         self._groups = await self._follow(self._from, self._something.set)
-        self._task = asyncio.create_task(self._deliver(self._groups), name="bufstore-feeds")
+        self._task = asyncio.create_task(self._guarded(self._groups), name="bufstore-feeds")
+
+    async def _guarded(self, groups: Feed) -> None:
+        try:
+            await self._deliver(groups)
+        except (BufstoreError, AppendUnknown) as e:
+            self._lost = f"the groups cannot be read: {e}"
+        except Exception as e:
+            _log.exception("cannot give out the entries of a group", extra={"action": "flusher_error"})
+            self._lost = f"unexpected {type(e).__name__} in a group"
+        finally:
+            for feed in self._feeds.values():
+                feed.wake()
 
     async def _deliver(self, groups: Feed) -> None:
         while groups.lost is None:
@@ -140,8 +156,6 @@ class Feeds:
             await self.acknowledge()
             await self._something.wait()
             self._something.clear()
-        for feed in self._feeds.values():
-            feed.wake()
 
     async def acknowledge(self) -> None:
         """Acknowledge the groups of which every entry is passed."""
