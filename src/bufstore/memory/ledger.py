@@ -121,8 +121,5 @@ class MemoryLedger:
     async def set_archived(self, position: int) -> None:
         self._archived = max(self._archived, position)
 
-    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        return 0  # no pipeline writes into a store in memory
-
     async def quarantined(self) -> int:
         return len(self.parked.entries)

@@ -257,10 +257,6 @@ class Ledger(Protocol):
         """How many entries wait in quarantine."""
         ...
 
-    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        """Delete the rows of these threads that pipelines set aside as unfit. Returns how many there were."""
-        ...
-
     @property
     def parked(self) -> ParkedEntries:
         """The entries that wait in quarantine."""

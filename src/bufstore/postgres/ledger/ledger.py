@@ -119,11 +119,6 @@ class PostgresLedger:
     async def set_archived(self, position: int) -> None:
         await self._fetch("set_archived", position)
 
-    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        if not (await self._fetch("has_set_aside", self.schema))[0][0]:
-            return 0
-        return len(await self._fetch("erase_set_aside", arrays.texts(thread_ids)))
-
     async def quarantined(self) -> int:
         return int((await self._fetch("quarantined"))[0][0])
 

@@ -30,9 +30,9 @@ SELECT state FROM {schema}.threads WHERE thread_id = $1::text AND state IS NOT N
 -- How many messages each of these threads has.
 SELECT thread_id, version FROM {schema}.threads WHERE thread_id = ANY ($1::text[]);
 
--- name: has_threads
--- Whether the schema holds the threads' tables.
-SELECT count(*) = 2 FROM pg_tables WHERE schemaname = $1::text AND tablename IN ('threads', 'messages');
+-- name: has_table
+-- Whether the schema holds a table.
+SELECT count(*) = 1 FROM pg_tables WHERE schemaname = $1::text AND tablename = $2::text;
 
 -- name: counts
 -- What the buffer's row says of each thread, and what this store holds of it, of one moment: for the self-check.
