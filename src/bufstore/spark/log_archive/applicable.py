@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Plan, Watermark
-from bufstore.buffer.entry import Base, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
 from bufstore.buffer.flush.deciding import decide_thread
-from bufstore.buffer.flush.owned_partition import Item
 from bufstore.spark.task import Counts
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.payload import decode_payload

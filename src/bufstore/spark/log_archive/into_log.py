@@ -19,8 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Entry, StoredEntry, assemble, encode, entry_id
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, assemble, encode, entry_id
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.entry import Item
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.target import Target, check_same
 from bufstore.errors import StoreUnavailable

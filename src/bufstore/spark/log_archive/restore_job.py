@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from bufstore.buffer.entry import assemble
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.entry import Item, assemble
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import check_kind
 from bufstore.errors import ConfigError, MalformedEntry, NoLog

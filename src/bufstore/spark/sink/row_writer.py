@@ -19,7 +19,7 @@ from bufstore.spark.sink.checkpoint_rows import CheckpointRow, checkpoint_of, nu
 from bufstore.spark.sink.spark_ledger import SparkLedger
 from bufstore.spark.task import Counts
 from bufstore.threads.buffered import BufferedThreadStore
-from bufstore.threads.bulk import Step
+from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.types import ProducerSequence, check_id
 
 _POOL = 4
@@ -113,14 +113,14 @@ class _Task:
 
     async def _write_series(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> int:
         """Write rows up to and including the first bad one. Returns how many that are."""
-        steps: list[Step] = []
+        steps: list[BulkCheckpoint] = []
         error: BufstoreError | None = None
         for line in lines:
             wanted = line.wanted
             if isinstance(wanted, Rejected):
                 error = wanted
                 break
-            steps.append(Step(wanted.messages, wanted.run, wanted.whole, self._mark(line.rank)))
+            steps.append(BulkCheckpoint(wanted.messages, wanted.run, wanted.whole, self._mark(line.rank)))
         series = await opened.store.bulk.write(thread_id, steps)
         done = len(series.receipts)
         repeated = sum(receipt.repeated for receipt in series.receipts)
