@@ -35,6 +35,9 @@ class Watermark(msgspec.Struct, frozen=True):
     gone: bool = False
     #: The highest numbers of the thread's producers.
     producers: bytes = b""
+    #: The position of the last of the thread's entries that wait in the ledger, behind `flushed_seq`; 0: none waits.
+    #: Only what is read outside of a flush says it.
+    waits_to: int = 0
 
 
 class Parked(msgspec.Struct, frozen=True):
