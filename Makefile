@@ -94,7 +94,7 @@ storm: $(READY) ## Publish 10 000 poison entries among 100 000 good ones (some m
 	BUFSTORE_STORM=10000 $(BIN)/python -m pytest -s tests/integration/test_storm.py -o faulthandler_timeout=900
 
 .PHONY: bench
-bench: $(READY) ## Run all benchmarks, ours and every baseline side by side (under an hour; 20 GB of disk)
+bench: $(READY) ## Run all benchmarks, ours and every baseline side by side (about an hour; 20 GB of disk)
 	$(BIN)/python -m bench
 
 BEFORE ?= $(COMMIT)~1
@@ -106,7 +106,7 @@ reproduce: $(READY) ## Show a bug of docs/TRACK_RECORD.md: TEST=â€¦ of COMMIT=â€
 	@git worktree remove --force .before
 
 .PHONY: bench-quick
-bench-quick: $(READY) ## Measure appends against every baseline, side by side (under five minutes)
+bench-quick: $(READY) ## Measure appends against every baseline, side by side (six minutes)
 	$(BIN)/python -m bench --quick --rounds 3
 
 .PHONY: format

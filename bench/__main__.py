@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -24,7 +25,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="Ours and what people would use instead.")
     parser.add_argument("rows", nargs="*", metavar="ROW", help=f"which to run: {', '.join(ROWS)} (default: all)")
-    parser.add_argument("--quick", action="store_true", help=f"run {' and '.join(QUICK)}")
+    parser.add_argument("--quick", action="store_true", help=f"run {', '.join(QUICK)}")
     parser.add_argument("--rounds", type=int, default=5, help="how often each is measured (default: 5)")
     parser.add_argument("--scale", type=float, default=1.0, help="shrink counts and times, e.g. 0.01 to try it out")
     parser.add_argument("--results", type=Path, default=_RESULTS, help="folder for JSON and plots")
@@ -40,7 +41,8 @@ def main() -> None:
     failed: list[str] = []
     with BenchServers() as servers:
         where = machine(servers) | {"rounds": options.rounds, "scale": options.scale}
-        stage = Stage(servers, options.rounds, options.scale, say=lambda text: console.print(f"  {text}", style="dim"))
+        say = partial(console.print, style="dim")
+        stage = Stage(servers, options.rounds, options.scale, lambda text: say(f"  {text}"), options.quick)
         for name in chosen:
             began = time.perf_counter()
             console.print(f"{name} …", highlight=False)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from bench.processor import Meter
 from bench.workload import texts
 
 #: Bytes of a message, unless a row says otherwise.
@@ -39,10 +41,17 @@ class Place:
     nats: str
     dsn: str
     name: str
+    #: The processes of "nats" and of "postgres".
+    pids: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: How many servers hold what is written to NATS.
+    replicas: int = 1
 
 
 class Contestant:
     """Base of all; every method but `step` is called from the parent process."""
+
+    #: Which server makes a step durable, "nats" or "postgres".
+    server = "nats"
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -59,18 +68,54 @@ class Contestant:
 
     async def load(self, callers: int, seconds: float, label: str) -> dict[str, float]:
         """What `callers` at once, each on a thread of its own, get done in `seconds`; see `summary`."""
-        return await closed_loop(lambda who, number: self.step(f"{label}-{who}", number), callers, seconds)
+        return await closed_loop(
+            lambda who, number: self.step(f"{label}-{who}", number), callers, seconds, self.server_pids()
+        )
+
+    async def warm(self, threads: Sequence[str]) -> None:
+        """Make the first checkpoint of each thread, as `load` does before its clock starts."""
+        await asyncio.gather(*(self.step(thread, 0) for thread in threads))
+        gc.collect()
+
+    async def load_at(
+        self, at: float, threads: Sequence[Sequence[str]], seconds: float
+    ) -> tuple[Sequence[float], float, float]:
+        """As `load`, beside other processes: from `at` (`time.time`) on, with a caller for each list of threads.
+
+        What each step took, the time of all of them, and the processor's time that this process took for it, s.
+        """
+        await asyncio.sleep(at - time.time())
+        spent = time.process_time()
+        latencies, took = await repeat(
+            lambda who, number: self.step(threads[who][number % len(threads[who])], number), len(threads), seconds
+        )
+        return latencies, took, time.process_time() - spent
+
+    def server_pids(self) -> Sequence[int]:
+        """The processes of the server that makes a step durable."""
+        return self.place.pids.get(self.server, ())
 
 
-async def closed_loop(step: Callable[[int, int], Awaitable[Any]], callers: int, seconds: float) -> dict[str, float]:
-    """Each caller calls `step(who, number)` again as soon as it returns.
+async def closed_loop(
+    step: Callable[[int, int], Awaitable[Any]], callers: int, seconds: float, server: Sequence[int] = ()
+) -> dict[str, float]:
+    """Each caller calls `step(who, number)` again as soon as it returns; see `summary` and `Meter`.
 
     The first step of each is not counted: what a thread costs once is not what an append costs.
     """
     await asyncio.gather(*(step(who, 0) for who in range(callers)))
-    latencies: list[float] = []
-    clock = time.perf_counter
     gc.collect()
+    meter = Meter(server)
+    latencies, took = await repeat(step, callers, seconds)
+    return summary(latencies, len(latencies), took) | meter.each(len(latencies))
+
+
+async def repeat(
+    step: Callable[[int, int], Awaitable[Any]], callers: int, seconds: float
+) -> tuple[Sequence[float], float]:
+    """What each step took, in seconds, and all of them together."""
+    latencies = array("d")
+    clock = time.perf_counter
     began = clock()
     end = began + seconds
 
@@ -82,7 +127,7 @@ async def closed_loop(step: Callable[[int, int], Awaitable[Any]], callers: int, 
             number += 1
 
     await asyncio.gather(*(caller(i) for i in range(callers)))
-    return summary(latencies, len(latencies), clock() - began)
+    return latencies, clock() - began
 
 
 def summary(latencies: Sequence[float], done: int, seconds: float) -> dict[str, float]:

@@ -31,6 +31,7 @@ class Ours(Contestant):
                 stream=f"LOG-{place.name}",
                 bucket=bucket or f"hot-{place.name}",
                 subject=place.name,
+                replicas=place.replicas,
                 max_bytes=_LOG_BYTES,
             ),
             **{"append_timeout_s": 30.0, "flusher": False} | options,

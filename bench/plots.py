@@ -1,4 +1,4 @@
-"""Plots (PNG) of a `latest.json`: latency percentiles, throughput over concurrency, growth, coalescing.
+"""Plots (PNG) of a `latest.json`: latency percentiles, throughput over concurrency and processes, growth, coalescing.
 
 They show what the file holds and nothing else; a plot whose rows are not in it is not drawn.
 """
@@ -30,6 +30,7 @@ def draw(results: Path, folder: Path) -> Iterator[Path]:
     plots: Mapping[str, Callable[[_Entries], Any]] = {
         "latency": _latency,
         "throughput": _throughput,
+        "processes": _processes,
         "growth": _growth,
         "coalescing": _coalescing,
     }
@@ -80,6 +81,23 @@ def _throughput(entries: _Entries) -> Any:
         _line(axis, name, [str(n) for n in levels], [row[name] for row in table])
     axis.set(title="appends, fsynced", yscale="log", xlabel="callers", ylabel="checkpoints/s")
     axis.legend()
+    return figure
+
+
+def _processes(entries: _Entries) -> Any:
+    pattern = re.compile(r"append_(\d+x\d+)\.rate")
+    shapes = [match[1] for name in entries if (match := pattern.fullmatch(name))]
+    if not shapes:
+        return None
+    titles = {"": "threads of their own", "_shared": "threads of all", "_far": "one process 2 ms away"}
+    figure, axes = _panels(len(titles))
+    for axis, (how, title) in zip(axes, titles.items(), strict=True):
+        table = [_values(entries[f"append_{shape}{how}.rate"]) for shape in shapes]
+        for name in table[0]:
+            _line(axis, name, shapes, [row[name] for row in table])
+        axis.set(title=title, xlabel="processes x callers", ylabel="checkpoints/s of all")
+        axis.set_ylim(bottom=0)
+    axes[0].legend()
     return figure
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 #: Units of which more is better. Of all others (times, sizes, counts of work) less is.
-MORE = {"1/s", "checkpoints/transaction", "checkpoints/row"}
+MORE = {"1/s", "checkpoints/transaction", "checkpoints/row", "slowest/fastest"}
 
 
 @dataclass(frozen=True)

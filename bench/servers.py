@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import urllib.request
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +16,7 @@ import psycopg
 
 from bench.baselines.raw_nats import RawNats
 from bufstore.embedded import NatsServer, Servers
+from bufstore.embedded._cluster import free_ports
 
 
 class NotDurable(Exception):
@@ -28,7 +28,7 @@ class BenchServers:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._ports = _free_port(), _free_port()
+        self._ports = free_ports(2)
 
     def __enter__(self) -> BenchServers:
         always, lazy = self._ports
@@ -38,10 +38,17 @@ class BenchServers:
         second.start()
         self._stack.callback(second.stop)
         self.nats, self.lazy_nats, self.dsn = servers.nats.url, second.url, servers.postgres.dsn
+        self._processes = servers.nats.pid, second.pid, servers.postgres.pid
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def pids(self, *, lazy: bool = False) -> dict[str, list[int]]:
+        """The processes of "nats" (`lazy`: of the second one) and "postgres"."""
+        always, second, postgres = self._processes
+        assert always and second and postgres, "all are running"
+        return {"nats": [second if lazy else always], "postgres": [postgres]}
 
     def durability(self) -> dict[str, Any]:
         """How the servers sync. Raises NotDurable unless it is as the table says."""
@@ -97,8 +104,6 @@ def _jetstream(port: int) -> dict[str, Any]:
     return config
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def syncs_always(port: int) -> bool:
+    """Whether the server with this HTTP port syncs everything before it acknowledges."""
+    return bool(_jetstream(port).get("sync_always"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,12 +21,16 @@ Kind = type[Contestant] | tuple[type[Contestant], dict[str, Any]]
 
 @dataclass
 class Stage:
-    """`scale` shrinks counts and times, for trying out; `rounds` is how often everything is measured."""
+    """`scale` shrinks counts and times, for trying out; `rounds` is how often everything is measured.
+
+    `quick`: rows that take long to prepare are to prepare less.
+    """
 
     servers: BenchServers
     rounds: int
     scale: float = 1.0
     say: Callable[[str], None] = print
+    quick: bool = False
     #: What rows share, by name.
     shared: dict[str, Any] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
@@ -42,17 +46,21 @@ class Stage:
     def place(self, *, lazy: bool = False, name: str | None = None) -> Place:
         """A name of its own on the servers (`lazy`: on the NATS server that syncs when it likes)."""
         nats = self.servers.lazy_nats if lazy else self.servers.nats
-        return Place(nats, self.servers.dsn, name or f"b{next(self._numbers)}")
+        return Place(nats, self.servers.dsn, name or f"b{next(self._numbers)}", self.servers.pids(lazy=lazy))
 
-    @contextmanager
-    def workers(self, place: Place | None = None, **kinds: Kind) -> Iterator[dict[str, Worker]]:
+    def workers(self, place: Place | None = None, **kinds: Kind) -> AbstractContextManager[dict[str, Worker]]:
         """Contestants, open, each in a process of its own."""
         where = place or self.place()
+        return self.workers_at({name: (where, kind) for name, kind in kinds.items()})
+
+    @contextmanager
+    def workers_at(self, kinds: Mapping[str, tuple[Place, Kind]]) -> Iterator[dict[str, Worker]]:
+        """The same, each with a place of its own."""
         workers: dict[str, Worker] = {}
         try:
-            for name, kind in kinds.items():
+            for name, (place, kind) in kinds.items():
                 contestant, options = kind if isinstance(kind, tuple) else (kind, {})
-                workers[name] = Worker(contestant, where, **options)
+                workers[name] = Worker(contestant, place, **options)
             # One after the other: two that create the same tables would wait for each other.
             for worker in workers.values():
                 worker.call("open")

@@ -12,6 +12,9 @@ _APPEND = {
     32: {"plain": 1.0, "batched": 1.0},
     256: {"unbuffered": 6.0, "upsert": 4.0, "protocol4": 15.0, "limit": 0.7},
 }
+#: Of what many processes do together, each with a few callers.
+_PROCESSES = {"4x16": 0.6, "8x8": 0.45}
+_SHAPES = ("4x16", "8x8", "16x4", "16x16")
 _WAL = {"upsert": 3.0}
 _ONCE = {"once": 1 / 1.5}
 
@@ -21,6 +24,10 @@ TARGETS: Mapping[str, Mapping[str, float]] = {
     **{f"append_{callers}.rate": ratios for callers, ratios in _APPEND.items()},
     **{f"append_{callers}.p99": {"upsert": 1.0} for callers in (32, 256, 1000)},
     **{f"append_{callers}_lazy.rate": {"plain": 0.8} for callers in (32, 256)},
+    **{f"append_{shape}.rate": {"upsert": least} for shape, least in _PROCESSES.items()},
+    **{f"append_{shape}{how}.fairness": {"half": 1.0} for shape in _SHAPES for how in ("", "_shared", "_far")},
+    "append_idle.rate": {"hot threads": 0.9},
+    "append_idle_evicted.rate": {"hot threads": 0.5},
     "end_to_end.rate": {"upsert": 2.5, "upsert, two processes": 2.5},
     "end_to_end_hot.rate": {"upsert": 3.0, "upsert, two processes": 3.0},
     "drain.rate": {"limit": 0.4},

@@ -42,10 +42,10 @@ class Worker:
         """Start a call, to be ended with `end`."""
         self._pipe.send((method, arguments))
 
-    def end(self) -> Any:
-        """The result of the call that was begun. Raises WorkerError."""
-        if not self._pipe.poll(_CALL_TIMEOUT_S):
-            raise WorkerError(f"no answer in {_CALL_TIMEOUT_S:g} s")
+    def end(self, timeout_s: float = _CALL_TIMEOUT_S) -> Any:
+        """The result of the call that was begun. Raises WorkerError, EOFError when the process has ended."""
+        if not self._pipe.poll(timeout_s):
+            raise WorkerError(f"no answer in {timeout_s:g} s")
         ok, value = self._pipe.recv()
         if not ok:
             raise WorkerError(value)

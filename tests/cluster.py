@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import socket
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Self
 
 from bufstore import BufferedThreadStore, BufstoreError, NatsConfig
 from bufstore.embedded import NatsServer
+from bufstore.embedded._cluster import free_ports
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
 from helpers import eventually
@@ -36,7 +35,7 @@ class Cluster:
         self.servers: list[NatsServer] = []
 
     async def __aenter__(self) -> Self:
-        ports, self._monitors = _free_ports(_NODES), _free_ports(_NODES)
+        ports, self._monitors = free_ports(_NODES), free_ports(_NODES)
         for i, j in permutations(range(_NODES), 2):
             self._routes[i, j] = await self._exits.enter_async_context(FaultProxy("127.0.0.1", ports[j]))
         for i, port in enumerate(ports):
@@ -132,31 +131,6 @@ class Cluster:
             yield await eventually(opened, 60)
 
 
-@contextmanager
-def three_servers(folder: Path, more_users: str = "") -> Iterator[list[NatsServer]]:
-    """The same without proxies, in no event loop; they may not have elected a leader yet."""
-    ports = _free_ports(_NODES)
-    routes = ", ".join(f'"nats://127.0.0.1:{p}"' for p in ports)
-    # Users of their own in each server, and one that all of them know.
-    users = "authorization { users: [ { user: bufstore, password: %s }, { user: all, password: all }\n%s ] }"
-    servers = []
-    for i, port in enumerate(ports):
-        config = f'server_name: n{i}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
-        server = NatsServer(folder / f"n{i}", extra_config=config)
-        server.start()
-        server.stop()
-        password = server.url.partition("bufstore:")[2].partition("@")[0]
-        server.extra_config = config + users % (f'"{password}"', more_users)
-        servers.append(server)
-    try:
-        with ThreadPoolExecutor(_NODES) as pool:
-            list(pool.map(NatsServer.start, servers))
-        yield servers
-    finally:
-        for server in servers:
-            server.stop()
-
-
 async def leader_of(store: Any, deployment: Deployment) -> int:
     """Which node leads the log, as soon as one does."""
 
@@ -182,14 +156,3 @@ async def replicas_current(store: Any, deployment: Deployment) -> bool:
         if len(followers) != _NODES - 1 or not all(f["current"] and not f.get("offline") for f in followers):
             return False
     return True
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from bench.baselines.raw_nats import RawNats, bare_stream, checked
 from bench.contestant import BODIES, PAYLOAD, Contestant, summary
+from bench.processor import Meter
 
 #: The server's limit for an atomic batch.
 _BATCH_MAX = 1000
@@ -27,7 +28,8 @@ class Limit(Contestant):
     async def open(self) -> None:
         self._nats = await RawNats.connect(self.place.nats)
         self._stream = f"limit-{self.place.name}"
-        await self._nats.request(f"$JS.API.STREAM.CREATE.{self._stream}", bare_stream(self._stream, allow_atomic=True))
+        stream = bare_stream(self._stream, allow_atomic=True, num_replicas=self.place.replicas)
+        await self._nats.request(f"$JS.API.STREAM.CREATE.{self._stream}", stream)
 
     async def close(self) -> None:
         await self._nats.request(f"$JS.API.STREAM.DELETE.{self._stream}")
@@ -36,12 +38,13 @@ class Limit(Contestant):
     async def load(self, callers: int, seconds: float, label: str) -> dict[str, float]:
         subjects = [f"{self._stream}.{label}-{who}" for who in range(callers)]
         shapes = [(parts, atomic) for parts, atomic in ((1, True), (2, True), (1, False)) if parts <= callers]
-        trials = [await self._run(subjects, min(_TRIAL_S, seconds), *shape) for shape in shapes]
+        trials = [await self._run(subjects, min(_TRIAL_S, seconds / 4), *shape) for shape in shapes]
         best = max(range(len(shapes)), key=lambda i: trials[i]["rate"])
         return await self._run(subjects, seconds, *shapes[best])
 
     async def _run(self, subjects: Sequence[str], seconds: float, parts: int, atomic: bool) -> dict[str, float]:
         """All subjects again and again, in `parts` loops beside each other."""
+        meter = Meter(self.server_pids())
         size = min(-(-len(subjects) // parts), _BATCH_MAX)
         shares = [subjects[i : i + size] for i in range(0, len(subjects), size)]
         latencies: list[float] = []
@@ -55,7 +58,8 @@ class Limit(Contestant):
                 latencies.extend([time.perf_counter() - at] * len(share))
 
         await asyncio.gather(*map(loop, shares))
-        return summary(latencies, len(latencies), time.perf_counter() - began)
+        took = time.perf_counter() - began
+        return summary(latencies, len(latencies), took) | meter.each(len(latencies))
 
     async def _batch(self, subjects: Sequence[str]) -> None:
         reply, answer = self._nats.expect()

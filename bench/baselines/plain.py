@@ -19,7 +19,9 @@ class Plain(Contestant):
         self._client = await nats.connect(self.place.nats)
         self._js = self._client.jetstream(publish_async_max_pending=4000)
         self._stream = f"plain-{self.place.name}"
-        await self._js.add_stream(StreamConfig(name=self._stream, subjects=[f"{self._stream}.>"]))
+        await self._js.add_stream(
+            StreamConfig(name=self._stream, subjects=[f"{self._stream}.>"], num_replicas=self.place.replicas)
+        )
 
     async def close(self) -> None:
         await self._js.delete_stream(self._stream)

@@ -14,6 +14,8 @@ from bufstore import PostgresThreadStore, Run
 class Unbuffered(Contestant):
     """The whole work of a checkpoint in Postgres, at once."""
 
+    server = "postgres"
+
     async def open(self) -> None:
         self.store = PostgresThreadStore(self.place.dsn, schema=self.place.name, pool_size=16, timeout_s=60)
         await self.store.open()

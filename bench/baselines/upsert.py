@@ -19,6 +19,8 @@ from bench.contestant import Contestant, body, closed_loop
 class Upsert(Contestant):
     """A table of id and body, and a pool of 16 connections."""
 
+    server = "postgres"
+
     def __init__(self, place: Any, pool: int = 16) -> None:
         super().__init__(place)
         self._size = pool
@@ -42,7 +44,7 @@ class Upsert(Contestant):
         def step(who: int, number: int) -> Any:
             return self.step(names[(who + number * callers) % threads], number)
 
-        return await closed_loop(step, callers, seconds)
+        return await closed_loop(step, callers, seconds, self.server_pids())
 
     async def replay(self, conversations: Sequence[Sequence[Any]], slots: int) -> float:
         """Every step of the conversations as an upsert of the whole state, `slots` conversations at a time."""

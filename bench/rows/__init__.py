@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from bench.results import Benchmark
 from bench.rows.append import append, append_lazy
@@ -11,10 +12,13 @@ from bench.rows.database_load import database_load
 from bench.rows.drain import drain
 from bench.rows.end_to_end import end_to_end
 from bench.rows.growth import growth_history, growth_length
+from bench.rows.idle import append_idle
 from bench.rows.mailbox import mailbox, mailbox_claim
 from bench.rows.notify import notify
+from bench.rows.processes import SHAPES, append_processes
 from bench.rows.reads import reads
 from bench.rows.recovery import recovery
+from bench.rows.replicas import append_r3
 from bench.rows.spark import spark_drain, spark_sink, spark_source
 from bench.rows.tokens import tokens
 from bench.stage import Stage
@@ -22,6 +26,10 @@ from bench.stage import Stage
 ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
     "append": append,
     "append_lazy": append_lazy,
+    **{f"append_{p}x{c}": partial(append_processes, processes=p, callers=c) for p, c in SHAPES},
+    "append_idle": append_idle,
+    "append_r3": partial(append_r3, always=True),
+    "append_r3_lazy": partial(append_r3, always=False),
     "reads": reads,
     "database_load": database_load,
     "end_to_end": end_to_end,
@@ -40,4 +48,4 @@ ROWS: Mapping[str, Callable[[Stage], Iterator[Benchmark]]] = {
 }
 
 #: What `make bench-quick` runs.
-QUICK = ("append", "append_lazy")
+QUICK = ("append", "append_lazy", "append_idle")

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from bench import processor
 from bench.baselines.batched import Batched
 from bench.baselines.limit import Limit
+from bench.baselines.limit_groups import LimitGroups
 from bench.baselines.plain import Plain
 from bench.baselines.protocol4 import Protocol4
 from bench.baselines.unbuffered import Unbuffered
 from bench.baselines.upsert import Upsert
-from bench.contestant import Contestant
+from bench.contestant import Contestant, Place
 from bench.ours import Ours
 from bench.results import Benchmark, compared
 from bench.stage import Stage
 
 _SECONDS = 2.0
-_UNITS = {"rate": "1/s", "p50": "ms", "p90": "ms", "p99": "ms", "p999": "ms"}
+UNITS = {"rate": "1/s", "p50": "ms", "p90": "ms", "p99": "ms", "p999": "ms", **processor.UNITS}
 
 
 def append(stage: Stage) -> Iterator[Benchmark]:
@@ -31,20 +33,28 @@ def append(stage: Stage) -> Iterator[Benchmark]:
         "plain": Plain,
         "batched": Batched,
         "limit": Limit,
+        "limit_groups": LimitGroups,
     }
-    yield from _at(stage, kinds, (1, 32, 256, 1000), lazy=False)
+    yield from at_levels(stage, stage.place(), kinds, (1, 32, 256, 1000))
 
 
 def append_lazy(stage: Stage) -> Iterator[Benchmark]:
     """With the server's default sync, where nothing waits for the disk and only work per message counts."""
-    kinds = {"ours": Ours, "plain": Plain, "limit": Limit}
-    yield from _at(stage, kinds, (32, 256), lazy=True)
+    kinds = {"ours": Ours, "plain": Plain, "limit": Limit, "limit_groups": LimitGroups}
+    yield from at_levels(stage, stage.place(lazy=True), kinds, (32, 256), "_lazy")
 
 
-def _at(
-    stage: Stage, kinds: Mapping[str, type[Contestant]], levels: Sequence[int], *, lazy: bool
+def at_levels(
+    stage: Stage,
+    place: Place,
+    kinds: Mapping[str, type[Contestant]],
+    levels: Sequence[int],
+    suffix: str = "",
+    opened: Callable[[], None] = lambda: None,
 ) -> Iterator[Benchmark]:
-    with stage.workers(stage.place(lazy=lazy), **kinds) as workers:
+    """`append_{level}{suffix}` for each number of callers; `opened` is called when all contestants are there."""
+    with stage.workers(place, **kinds) as workers:
+        opened()
         for callers in levels:
             numbers = {name: iter(range(1_000_000)) for name in workers}
 
@@ -57,7 +67,6 @@ def _at(
                 return found
 
             found = stage.interleave({name: partial(load, name) for name in workers})
-            suffix = "_lazy" if lazy else ""
-            for what, unit in _UNITS.items():
+            for what, unit in UNITS.items():
                 values = {name: [r[what] for r in results] for name, results in found.items()}
                 yield compared(f"append_{callers}{suffix}.{what}", unit, values)

@@ -24,9 +24,9 @@ from bufstore import (
     StoreMisconfigured,
 )
 from bufstore.embedded import Servers
+from bufstore.embedded._cluster import three_servers
 from bufstore.nats.permissions import Role, permissions
 from bufstore.testing import CHECKS
-from cluster import three_servers
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from integration.test_cli import Result, bufstore_cli, where

@@ -398,7 +398,7 @@ async def test_setup_by_many_processes_at_once(server: PostgresServer) -> None:
         stores = [await stack.enter_async_context(PostgresThreadStore(server.dsn, schema=schema)) for _ in range(8)]
         await asyncio.gather(*(store.setup() for store in stores))
         applied = await rows(stores[0], "SELECT room, version FROM {schema}.bufstore_migrations ORDER BY version")
-        assert applied == [("threads", 1), ("threads", 2), ("threads", 3)]
+        assert applied == [("threads", n) for n in range(1, 5)]
 
 
 async def test_a_cancelled_call_leaves_nothing_behind(shared: PostgresThreadStore) -> None:
@@ -537,7 +537,7 @@ def test_names_that_cannot_be_a_schema(schema: str) -> None:
 async def test_tables_of_a_newer_release_are_refused(server: PostgresServer) -> None:
     async with ready(server.dsn, schema="newer") as store:
         await rows(store, "INSERT INTO {schema}.bufstore_migrations (room, version) VALUES ('threads', 99)")
-        with pytest.raises(ConfigError, match=r"version 99.*up to 3"):
+        with pytest.raises(ConfigError, match=r"version 99.*up to 4"):
             await store.setup()
 
 
@@ -759,7 +759,8 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
             'CREATE TABLE IF NOT EXISTS {schema}.buffer_threads (thread_id text COLLATE "C" PRIMARY KEY, '
             "flushed_seq bigint, applied_id bigint, version bigint, ring bytea, broken_since bigint, sources bytea)",
         )
-        known, only_thread, only_watermark = fresh(), fresh(), fresh()
+        await rows(store, 'CREATE TABLE {schema}.buffer_waiting (thread_id text COLLATE "C", seq bigint)')
+        known, only_thread, only_watermark, waits = fresh(), fresh(), fresh(), fresh()
         for thread_id in (known, only_thread):
             await store.checkpoint(thread_id, [1, 2], run_of(thread_id))
         for thread_id in (known, only_watermark):
@@ -775,6 +776,14 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
         watermark = await store.load_rows(only_watermark, with_watermark=True)
         assert watermark is not None
         assert (watermark.thread, watermark.messages, watermark.latest_run) == (None, [], None)
+        for thread_id, seq in ((known, 9), (known, 11), (waits, 10)):
+            await rows(store, "INSERT INTO {schema}.buffer_waiting VALUES (%s, %s)", [thread_id, seq])
+        both = await store.load_rows(known, with_watermark=True)
+        assert both is not None
+        assert both.watermark == Watermark(7, 8, 2, b"ring", None, producers=b"sources", waits_to=11)
+        new = await store.load_rows(waits, with_watermark=True)
+        assert new is not None
+        assert (new.thread, new.watermark) == (None, Watermark(waits_to=10))
         assert await store.load_rows(fresh(), with_watermark=True) is None
         assert await store.load_rows(only_watermark) is None
 

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from bufstore import ConfigError
+from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.embedded import Servers
 from bufstore.mailbox import PostgresMailboxStore
 from bufstore.postgres.connection.migrate import migrate, newest, waiting
 from bufstore.postgres.connection.pool import new_pool
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.sink.spark_ledger import SparkLedger
+from bufstore.testing.ledger import decides, moved, parked
 from conftest import Deployment
 from helpers import fresh, run_of, said
+from unit.counters import CounterStore
 
 #: What a later release may do to the tables while this one works on them: add tables, and columns with a default.
 EXPANDED = {
@@ -132,3 +136,41 @@ async def test_who_waited_for_another_ones_migration_finds_it_done(servers: Serv
             assert not late.done()
             assert await migrate(first, schema, FOLDERS["buffer"], "buffer")
         assert await late == []
+
+
+#: `take` of the release before the one that knows of waiting entries.
+_EARLIER_TAKE = """
+WITH free AS (
+    SELECT p.partition FROM {schema}.buffer_partitions AS p
+    WHERE p.partition = ANY (ARRAY[0, 1, 2]) ORDER BY p.partition FOR UPDATE SKIP LOCKED
+), raised AS (
+    UPDATE {schema}.buffer_partitions AS p SET term = p.term + 1, owner = 'earlier'
+    FROM free WHERE p.partition = free.partition
+    RETURNING p.partition, p.term, p.cursor_seq, p.cursor_id
+)
+SELECT partition, term FROM raised ORDER BY partition
+"""
+
+
+async def test_an_earlier_release_never_owns_a_partition_in_which_entries_wait(servers: Servers) -> None:
+    """It would flush later entries of the same threads past them."""
+    schema = fresh("waiting").replace("-", "_")[:20]
+    ledger = PostgresLedger(servers.postgres.dsn, CounterStore(), schema=schema)
+    await ledger.open()
+    try:
+        held = await ledger.take([0, 1, 2], "me")
+        waiting = [WaitingEntry(parked(7, "t").item, 1, "its row is held")]
+        await ledger.flush(held[1:2], [], decides(waiting=waiting, cursors=[moved(held[1], 7)]))
+
+        async def earlier() -> list[Any]:
+            async with new_pool(servers.postgres.dsn, size=1) as pool, pool.lend(10) as connection:
+                return await (await connection.execute(_EARLIER_TAKE.format(schema=schema))).fetchall()  # type: ignore[arg-type]
+
+        assert await earlier() == [(0, 2), (2, 2)]
+        (cursor,) = await ledger.take([1], "this release takes it")
+        assert (cursor.term, cursor.seq) == (2, 7)
+        assert await earlier() == [(0, 3), (2, 3)], "and what it said to the trigger was said for its statement only"
+        await ledger.flush([cursor], [], decides(left={"t": 7}, cursors=[cursor]))
+        assert await earlier() == [(0, 4), (1, 3), (2, 4)]
+    finally:
+        await ledger.aclose()

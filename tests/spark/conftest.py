@@ -15,8 +15,8 @@ import nats.errors
 import pytest
 
 from bufstore.embedded import Servers
+from bufstore.embedded._cluster import three_servers
 from bufstore.spark import SinkConfig, session
-from cluster import three_servers
 from conftest import Deployment
 from helpers import eventually
 from spark.jobs import QUICK, settings_of

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Malformed, StoredEntry, encode
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry, encode
 from bufstore.jetstream.messages import Outgoing
 from bufstore.spark.log_archive.applicable import applicable
 from bufstore.spark.log_archive.into_log import Wanted, wanted

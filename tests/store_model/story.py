@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from bufstore.buffer.entry import Assembler, Base, Malformed, StoredEntry
+from bufstore.buffer.entry import Assembler, Base, Item, Malformed, StoredEntry
 from bufstore.buffer.operate.replay import Outcome
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
@@ -22,7 +22,6 @@ from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import Thread, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Payload, Removal, decode_payload
 
-Item = StoredEntry | Malformed
 #: A run whose id begins like this makes the store refuse what saves it.
 BAD_RUN = "bad-run"
 

@@ -11,7 +11,7 @@ from bufstore.buffer import recent_keys
 from bufstore.buffer.append.appender import Tip
 from bufstore.buffer.chain import Parked, Watermark, plan
 from bufstore.buffer.domain import Inapplicable
-from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Entry, Item, Malformed, StoredEntry
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.digests import MessageMemory, digests_of, ids_of
 from bufstore.threads.memory_store import MemoryThreadStore
@@ -20,7 +20,6 @@ from bufstore.threads.payload import decode_payload
 from bufstore.threads.write import Call, save_of
 
 THREAD = "t"
-Item = StoredEntry | Malformed
 
 
 def call_of(messages: Sequence[Any], run: Run) -> Call:

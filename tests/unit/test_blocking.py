@@ -28,7 +28,7 @@ from bufstore import (
 from bufstore.blocking import BlockingBulkWriter, BlockingQuarantine
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.memory import MemoryNats
-from bufstore.threads.bulk import BulkWriter, Step
+from bufstore.threads.bulk import BulkCheckpoint, BulkWriter
 
 
 class Slow(MemoryThreadStore):
@@ -81,7 +81,7 @@ def test_the_quarantine_and_bulk_writes_of_a_blocking_store() -> None:
         run = Run(run_id="r", thread_id="t")
         store.bulk.learn_new(["t"])
         store.bulk.claim([run])
-        series = store.bulk.write("t", [Step([1], run, True), Step([2], run, False)])
+        series = store.bulk.write("t", [BulkCheckpoint([1], run, True), BulkCheckpoint([2], run, False)])
         assert (len(series.receipts), series.error) == (2, None)
         assert store.load_messages("t") == [1, 2]
         assert (store.quarantine.count(), list(store.quarantine.page())) == (0, [])

@@ -13,7 +13,9 @@ from bufstore.threads.model import encode_messages
 from thorough import examples
 
 IDS = st.sampled_from(["a", "b", "c", None, 5, ""])
-MESSAGES = st.lists(st.integers(0, 3) | st.builds(lambda i: {"id": i, "c": 1}, IDS), max_size=6)
+#: Keys need not be str.
+KEYS = st.sampled_from(["c", 7])
+MESSAGES = st.lists(st.integers(0, 3) | st.builds(lambda i, key: {"id": i, key: 1}, IDS, KEYS), max_size=6)
 
 
 def parts(messages: list[Any]) -> tuple[array[int], array[int]]:

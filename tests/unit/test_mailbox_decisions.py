@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from bufstore.errors import ClaimInterrupted, ConfigError, InvalidRecord, StaleClaim
 from bufstore.mailbox import decisions
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
-from bufstore.mailbox.decisions import TRANSITIONS, Event, Step
-from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState, check_invariants
+from bufstore.mailbox.decisions import TRANSITIONS, Step, Transition
+from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status, check_invariants
 from bufstore.mailbox.worker import backoff_s
 
 STEPS = (
@@ -36,7 +36,7 @@ class _Model:
 
     def __init__(self) -> None:
         self.number = 0
-        self.thread = ThreadState(thread_id="t")
+        self.thread = MailboxThread(thread_id="t")
         self.queue: list[Dispatch] = []
         self.ended: list[Dispatch] = []
         self.claims: list[Dispatch] = []
@@ -128,7 +128,7 @@ def test_whatever_happens_the_invariants_hold(steps: list[tuple[str, int]]) -> N
 
 def test_the_table_says_what_leads_where() -> None:
     assert {status for status, _ in TRANSITIONS} == {Status.QUEUED, Status.CLAIMED}
-    assert {event for _, event in TRANSITIONS} == set(Event)
+    assert {event for _, event in TRANSITIONS} == set(Transition)
     assert all(after is not status for (status, _), afters in TRANSITIONS.items() for after in afters)
     reached = {after for afters in TRANSITIONS.values() for after in afters}
     assert reached == set(Status)

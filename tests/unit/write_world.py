@@ -13,6 +13,7 @@ from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, assemble
 from bufstore.buffer.parts import Parts
 from bufstore.buffer.ports.ledger import Decision
+from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.buffer.read.overlay import overlay
 from bufstore.buffer.read.reads import Reads
 from bufstore.buffer.subjects import Subjects
@@ -68,11 +69,26 @@ class World:
     async def flush(self, thread_id: str = "t", poison: frozenset[int] = frozenset()) -> None:
         def decide(watermarks: Any) -> Decision:
             watermark = watermarks[thread_id]
-            todo = plan(watermark, self.tail(thread_id), complete=True, poison=poison)
+            todo = plan(watermark, [*waiting, *self.tail(thread_id)], complete=True, poison=poison)
             batch = [coalesce(thread_id, watermark.version, todo.apply)] if todo.apply else []
-            return Decision(batch, {thread_id: todo.watermark}, todo.park)
+            left = {thread_id: todo.watermark.flushed_seq} if waiting else {}
+            return Decision(batch, {thread_id: todo.watermark}, todo.park, left=left)
 
+        waiting = await self.ledger.waiting.of_thread(thread_id)
         await self.ledger.flush([], [thread_id], decide)
+
+    async def make_wait(self, thread_id: str = "t") -> None:
+        """Pass what the log has of a thread, and have it wait in the ledger."""
+        watermark = await self.ledger.watermark(thread_id)
+        tail = self.tail(thread_id, max(watermark.flushed_seq, watermark.waits_to))
+        waiting = [WaitingEntry(item, SUBJECTS.partition(thread_id), "its row is held") for item in tail]
+        await self.ledger.flush([], [], lambda _: Decision(waiting=waiting))
+
+    async def make_wait_and_purge(self, thread_id: str = "t") -> None:
+        """As if the failover window had passed since; another thread's entry is the newest of the log."""
+        await self.make_wait(thread_id)
+        self.log.intrude("thread.0.elsewhere")
+        self.log.purge_below(self.log.last_seq)
 
     async def flush_and_purge(self, thread_id: str = "t") -> None:
         """As if the failover window had passed; another thread's entry is the newest of the log."""
@@ -87,7 +103,8 @@ class World:
         state = ThreadState(
             watermark=watermark, thread=thread, messages=self.store._messages.get(thread_id, []), latest_run=None
         )
-        return overlay(THREADS, state, thread_id, self.tail(thread_id, watermark.flushed_seq))
+        items = [*await self.ledger.waiting.of_thread(thread_id), *self.tail(thread_id, watermark.flushed_seq)]
+        return overlay(THREADS, state, thread_id, items)
 
     async def messages(self, thread_id: str = "t") -> list[Any]:
         return [decode_message(m) for m in (await self.shown(thread_id)).messages]

@@ -17,7 +17,7 @@ import msgspec
 
 from bufstore.buffer import producers as sources_
 from bufstore.buffer import recent_keys
-from bufstore.buffer.entry import Base, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
 
 
 class Watermark(msgspec.Struct, frozen=True):
@@ -35,12 +35,15 @@ class Watermark(msgspec.Struct, frozen=True):
     gone: bool = False
     #: The highest numbers of the thread's producers.
     producers: bytes = b""
+    #: The position of the last of the thread's entries that wait in the ledger, behind `flushed_seq`; 0: none waits.
+    #: Only what is read outside of a flush says it.
+    waits_to: int = 0
 
 
 class Parked(msgspec.Struct, frozen=True):
     """An entry that is set aside, and why."""
 
-    item: StoredEntry | Malformed
+    item: Item
     cause: str
     #: The thread's last applied entry when this one was parked: as long as it still is, this one can be replayed.
     base_id: int | None = None
@@ -70,7 +73,7 @@ def superseded(entry: StoredEntry, watermark: Watermark) -> bool:
     return watermark.flushed_seq > e.seen or (e.base is Base.NONE and watermark.flushed_seq > 0)
 
 
-def counts(entry: StoredEntry, watermark: Watermark, behind: StoredEntry | Malformed | None) -> bool | None:
+def counts(entry: StoredEntry, watermark: Watermark, behind: Item | None) -> bool | None:
     """Whether an entry is stored, as its writer may be told: applied, to be applied, or in quarantine.
 
     False: a flush passes over it, or did. None: nothing can tell any more. `watermark` was read before the log.
@@ -92,7 +95,7 @@ def counts(entry: StoredEntry, watermark: Watermark, behind: StoredEntry | Malfo
 
 def plan(
     watermark: Watermark,
-    items: Iterable[StoredEntry | Malformed],
+    items: Iterable[Item],
     *,
     complete: bool,
     poison: Set[int] = frozenset(),

@@ -151,3 +151,5 @@ class Backing(Generic[S]):
     held: Callable[[Sequence[str]], Awaitable[Collection[str]]] | None = None
     #: What `verify` compares with.
     versions: Versions | None = None
+    #: Deletes the rows of these threads that pipelines set aside as unfit; how many there were.
+    erase_set_aside: Callable[[Sequence[str]], Awaitable[int]] | None = None

@@ -187,6 +187,10 @@ class Malformed(msgspec.Struct, frozen=True, gc=False):
     thread_id: str | None = None
 
 
+#: What `Assembler` makes of the log's messages.
+Item = StoredEntry | Malformed
+
+
 class Assembler:
     """Joins the messages of oversize entries. Feed it one subject's or one partition's messages in order.
 
@@ -206,7 +210,7 @@ class Assembler:
         """The sequence of the first piece of an unfinished entry: nothing may pass it."""
         return self._pieces[0][0].seq if self._pieces else None
 
-    def feed(self, message: StoredMessage, thread_id: str) -> Iterator[StoredEntry | Malformed]:
+    def feed(self, message: StoredMessage, thread_id: str) -> Iterator[Item]:
         """What is complete once `message` is added."""
         try:
             entry, chunk, chunks = decode(message)
@@ -247,7 +251,7 @@ class Assembler:
             yield Malformed(messages[-1].subject, messages[-1].seq, messages, "chunk missing", self._thread_id)
 
 
-def assemble(messages: Sequence[StoredMessage], thread_id: str) -> list[StoredEntry | Malformed]:
+def assemble(messages: Sequence[StoredMessage], thread_id: str) -> list[Item]:
     """The entries that the messages of one thread carry, oldest first; a beginning cut off is left out.
 
     Retention may purge the first chunks of an applied entry and keep its last; such a rest is not an entry any more.

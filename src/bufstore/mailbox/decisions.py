@@ -12,10 +12,10 @@ import msgspec
 from msgspec.structs import replace
 
 from bufstore.errors import ClaimInterrupted, StaleClaim
-from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState, check_invariants, clean
+from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status, check_invariants, clean
 
 
-class Event(enum.Enum):
+class Transition(enum.Enum):
     """What happens to a dispatch."""
 
     CLAIM = "claim"
@@ -30,15 +30,15 @@ class Event(enum.Enum):
 _AGAIN = frozenset({Status.QUEUED, Status.DEAD, Status.SUPERSEDED})
 
 #: From a status, by an event, to one of these. What is not here does not happen.
-TRANSITIONS: dict[tuple[Status, Event], frozenset[Status]] = {
-    (Status.QUEUED, Event.CLAIM): frozenset({Status.CLAIMED}),
-    (Status.QUEUED, Event.CANCEL): frozenset({Status.CANCELLED}),
-    (Status.QUEUED, Event.SUPERSEDE): frozenset({Status.SUPERSEDED}),
-    (Status.CLAIMED, Event.ACK): frozenset({Status.ACKED}),
-    (Status.CLAIMED, Event.NACK): _AGAIN,
-    (Status.CLAIMED, Event.EXPIRE): _AGAIN,
-    (Status.CLAIMED, Event.DEAD_LETTER): frozenset({Status.DEAD}),
-    (Status.CLAIMED, Event.SUPERSEDE): frozenset({Status.SUPERSEDED}),
+TRANSITIONS: dict[tuple[Status, Transition], frozenset[Status]] = {
+    (Status.QUEUED, Transition.CLAIM): frozenset({Status.CLAIMED}),
+    (Status.QUEUED, Transition.CANCEL): frozenset({Status.CANCELLED}),
+    (Status.QUEUED, Transition.SUPERSEDE): frozenset({Status.SUPERSEDED}),
+    (Status.CLAIMED, Transition.ACK): frozenset({Status.ACKED}),
+    (Status.CLAIMED, Transition.NACK): _AGAIN,
+    (Status.CLAIMED, Transition.EXPIRE): _AGAIN,
+    (Status.CLAIMED, Transition.DEAD_LETTER): frozenset({Status.DEAD}),
+    (Status.CLAIMED, Transition.SUPERSEDE): frozenset({Status.SUPERSEDED}),
 }
 
 
@@ -62,24 +62,24 @@ class Move(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True):
     """What is written together or not at all."""
 
-    thread: ThreadState
+    thread: MailboxThread
     moves: tuple[Move, ...] = ()
     #: Whether somebody may now find work: the thread has become free other than by an ack.
     wake: bool = False
 
 
-def is_stale(d: Dispatch, thread: ThreadState) -> bool:
+def is_stale(d: Dispatch, thread: MailboxThread) -> bool:
     """True when an interrupt has come after the dispatch was enqueued."""
     return d.epoch < thread.epoch
 
 
-def is_expired(thread: ThreadState, now_ms: int) -> bool:
+def is_expired(thread: MailboxThread, now_ms: int) -> bool:
     """True when the claim's lease is over; it still holds in its last millisecond."""
     active = thread.active
     return active is not None and active.lease_until_ms is not None and active.lease_until_ms < now_ms
 
 
-def held(thread: ThreadState, claim: Dispatch) -> Dispatch:
+def held(thread: MailboxThread, claim: Dispatch) -> Dispatch:
     """The thread's active dispatch, if `claim` is the claim that holds it. Raises StaleClaim."""
     active = thread.active
     if active is None or active.dispatch_id != claim.dispatch_id or not 0 < active.token == claim.token:
@@ -87,7 +87,7 @@ def held(thread: ThreadState, claim: Dispatch) -> Dispatch:
     return active
 
 
-def _became(d: Dispatch, event: Event, status: Status, now_ms: int, **fields: object) -> Dispatch:
+def _became(d: Dispatch, event: Transition, status: Status, now_ms: int, **fields: object) -> Dispatch:
     assert status in TRANSITIONS[d.status, event], (d.status, event, status)
     if status.finished:
         fields |= {"completed_at_ms": now_ms, "ended_by": max(0, d.token)}
@@ -100,7 +100,7 @@ def claimed(d: Dispatch, claiming: Claiming, token: int) -> Dispatch:
     """The queued dispatch `d` as claimed."""
     return _became(
         d,
-        Event.CLAIM,
+        Transition.CLAIM,
         Status.CLAIMED,
         claiming.now_ms,
         token=token,
@@ -110,25 +110,25 @@ def claimed(d: Dispatch, claiming: Claiming, token: int) -> Dispatch:
     )
 
 
-def claim(thread: ThreadState, d: Dispatch, claiming: Claiming) -> Step:
+def claim(thread: MailboxThread, d: Dispatch, claiming: Claiming) -> Step:
     """The thread is free and `d`, queued and not stale, becomes its active dispatch."""
     assert thread.active is None
     assert not is_stale(d, thread)
     return Step(replace(thread, active=claimed(d, claiming, OWN)), (Move(d, None),))
 
 
-def _release(thread: ThreadState, after: Dispatch, *, wake: bool = True) -> Step:
+def _release(thread: MailboxThread, after: Dispatch, *, wake: bool = True) -> Step:
     return Step(replace(thread, active=None), (Move(None, after),), wake)
 
 
-def ack(thread: ThreadState, claim: Dispatch, now_ms: int) -> Step:
+def ack(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
     """The work is done, also when an interrupt came meanwhile."""
     active = held(thread, claim)
-    return _release(thread, _became(active, Event.ACK, Status.ACKED, now_ms), wake=False)
+    return _release(thread, _became(active, Transition.ACK, Status.ACKED, now_ms), wake=False)
 
 
 def _again(
-    thread: ThreadState, active: Dispatch, event: Event, available_at_ms: int, error: str | None, now_ms: int
+    thread: MailboxThread, active: Dispatch, event: Transition, available_at_ms: int, error: str | None, now_ms: int
 ) -> Step:
     attempts = active.attempts + 1
     if is_stale(active, thread):
@@ -150,68 +150,69 @@ def _again(
     return _release(thread, after)
 
 
-def nack(thread: ThreadState, claim: Dispatch, retry_at_ms: int, error: str | None, now_ms: int) -> Step:
+def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | None, now_ms: int) -> Step:
     """It is handed back, to be tried again from `retry_at_ms` on, unless it was interrupted or has no attempt left."""
-    return _again(thread, held(thread, claim), Event.NACK, retry_at_ms, error, now_ms)
+    return _again(thread, held(thread, claim), Transition.NACK, retry_at_ms, error, now_ms)
 
 
-def expire(thread: ThreadState, now_ms: int) -> Step | None:
+def expire(thread: MailboxThread, now_ms: int) -> Step | None:
     """The claim whose lease is over is taken back; None when there is no such claim."""
     if thread.active is None or not is_expired(thread, now_ms):
         return None
     error = f"the lease of {thread.active.claimed_by!r} ran out"
-    return _again(thread, thread.active, Event.EXPIRE, 0, error, now_ms)
+    return _again(thread, thread.active, Transition.EXPIRE, 0, error, now_ms)
 
 
-def dead_letter(thread: ThreadState, claim: Dispatch, error: str | None, now_ms: int) -> Step:
+def dead_letter(thread: MailboxThread, claim: Dispatch, error: str | None, now_ms: int) -> Step:
     """The holder gives it up for good."""
     active = held(thread, claim)
     return _release(
-        thread, _became(active, Event.DEAD_LETTER, Status.DEAD, now_ms, last_error=clean(error) or active.last_error)
+        thread,
+        _became(active, Transition.DEAD_LETTER, Status.DEAD, now_ms, last_error=clean(error) or active.last_error),
     )
 
 
-def supersede_claimed(thread: ThreadState, now_ms: int) -> Step | None:
+def supersede_claimed(thread: MailboxThread, now_ms: int) -> Step | None:
     """The active dispatch ends and its holder is fenced off; None when there is none."""
     if thread.active is None:
         return None
-    return _release(thread, _became(thread.active, Event.SUPERSEDE, Status.SUPERSEDED, now_ms))
+    return _release(thread, _became(thread.active, Transition.SUPERSEDE, Status.SUPERSEDED, now_ms))
 
 
-def cancel(thread: ThreadState, d: Dispatch | None, now_ms: int) -> Step | None:
+def cancel(thread: MailboxThread, d: Dispatch | None, now_ms: int) -> Step | None:
     """A queued dispatch is taken out; None when it is not queued (any more)."""
     if d is None or d.status is not Status.QUEUED or is_stale(d, thread):
         return None
-    return Step(thread, (Move(d, _became(d, Event.CANCEL, Status.CANCELLED, now_ms)),))
+    return Step(thread, (Move(d, _became(d, Transition.CANCEL, Status.CANCELLED, now_ms)),))
 
 
-def interrupt(thread: ThreadState) -> Step:
+def interrupt(thread: MailboxThread) -> Step:
     """What is queued now is superseded from here on, by the number of this one write."""
     return Step(replace(thread, epoch=OWN))
 
 
-def supersede_stale(thread: ThreadState, queued: Sequence[Dispatch], now_ms: int) -> Step | None:
+def supersede_stale(thread: MailboxThread, queued: Sequence[Dispatch], now_ms: int) -> Step | None:
     """Those of `queued` that are superseded are taken out of the queue; None when none is."""
     stale = [d for d in queued if is_stale(d, thread)]
     if not stale:
         return None
-    return Step(thread, tuple(Move(d, _became(d, Event.SUPERSEDE, Status.SUPERSEDED, now_ms)) for d in stale))
+    return Step(thread, tuple(Move(d, _became(d, Transition.SUPERSEDE, Status.SUPERSEDED, now_ms)) for d in stale))
 
 
-def extend(thread: ThreadState, claim: Dispatch, lease_until_ms: int, now_ms: int) -> Step:
+def extend(thread: MailboxThread, claim: Dispatch, lease_until_ms: int, now_ms: int) -> Step:
     """The lease goes on, unless the thread was interrupted: then its holder shall stop."""
     active = _uninterrupted(thread, claim)
     return _note(thread, active, lease_until_ms=max(lease_until_ms, active.lease_until_ms or 0), updated_at_ms=now_ms)
 
 
-def start(thread: ThreadState, claim: Dispatch, instance_id: str, now_ms: int) -> Step:
+def start(thread: MailboxThread, claim: Dispatch, instance_id: str, now_ms: int) -> Step:
     """The holder says that it begins, unless the thread was interrupted."""
     active = _uninterrupted(thread, claim)
     return _note(thread, active, instance_id=clean(instance_id), run_status="running", updated_at_ms=now_ms)
 
 
 def finish(
-    thread: ThreadState,
+    thread: MailboxThread,
     claim: Dispatch,
     run_status: str,
     termination: str | None,
@@ -231,18 +232,18 @@ def finish(
     )
 
 
-def _uninterrupted(thread: ThreadState, claim: Dispatch) -> Dispatch:
+def _uninterrupted(thread: MailboxThread, claim: Dispatch) -> Dispatch:
     active = held(thread, claim)
     if is_stale(active, thread):
         raise ClaimInterrupted(claim.thread_id, claim.dispatch_id, claim.token)
     return active
 
 
-def _note(thread: ThreadState, active: Dispatch, **fields: object) -> Step:
+def _note(thread: MailboxThread, active: Dispatch, **fields: object) -> Step:
     return Step(replace(thread, active=check_invariants(replace(active, **fields))))
 
 
-def as_seen(d: Dispatch, thread: ThreadState) -> Dispatch:
+def as_seen(d: Dispatch, thread: MailboxThread) -> Dispatch:
     """A queued dispatch as a reader shall see it: superseded as soon as the interrupt was written."""
     if d.status is Status.QUEUED and is_stale(d, thread):
         return replace(d, status=Status.SUPERSEDED, completed_at_ms=thread_time(d))

@@ -17,7 +17,7 @@ from bufstore.errors import Closed
 from bufstore.jetstream.messages import Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
-from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState
+from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import Mailbox
 
@@ -36,7 +36,7 @@ class MemoryMailbox:
     """What a server would hold: shared by the stores that are given it."""
 
     def __init__(self) -> None:
-        self.threads: dict[str, ThreadState] = {}
+        self.threads: dict[str, MailboxThread] = {}
         self.dispatches: dict[str, dict[str, Dispatch]] = defaultdict(dict)
         #: Those of them that are queued: a claim must not look through all that ever was.
         self.queued: dict[str, dict[str, Dispatch]] = defaultdict(dict)
@@ -127,7 +127,7 @@ class MemoryBackend:
             due = self._shared.delayed.get(queued.thread_id, queued.available_at_ms)
             self._shared.delayed[queued.thread_id] = min(due, queued.available_at_ms)
 
-    async def write(self, before: ThreadState, step: Step, now_ms: int) -> ThreadState:
+    async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         shared = self._state()
         thread_id = before.thread_id
         known = shared.dispatches[thread_id]
@@ -154,13 +154,13 @@ class MemoryBackend:
             shared.wake(thread_id)
         return after
 
-    def _thread(self, thread_id: str) -> ThreadState:
-        return self._shared.threads.get(thread_id) or ThreadState(thread_id=thread_id)
+    def _thread(self, thread_id: str) -> MailboxThread:
+        return self._shared.threads.get(thread_id) or MailboxThread(thread_id=thread_id)
 
-    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
         raise InSteps
 
-    async def thread(self, thread_id: str) -> ThreadState:
+    async def thread(self, thread_id: str) -> MailboxThread:
         self._state()
         return self._thread(thread_id)
 
@@ -171,7 +171,7 @@ class MemoryBackend:
     def _queued(self, thread_id: str) -> list[Dispatch]:
         return list(self._state().queued.get(thread_id, {}).values())
 
-    async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]:
+    async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         thread = await self.thread(thread_id)
         if thread.active is not None and thread.active.dispatch_id == dispatch_id:
             return thread, thread.active
@@ -180,7 +180,7 @@ class MemoryBackend:
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
         return [d for d in self._queued(thread_id) if below_epoch is None or d.epoch < below_epoch][:limit]
 
-    async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
+    async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         return await self.thread(thread_id), list(self._shared.dispatches.get(thread_id, {}).values())
 
     async def queued_threads(self, limit: int) -> list[str]:
@@ -213,7 +213,7 @@ class MemoryBackend:
                     self._shared.threads.pop(d.thread_id, None)
         return len(old)
 
-    async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:
+    async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
         return [t for t in self._state().threads.values() if is_expired(t, now_ms)][:limit]
 
     async def signal_due(self, now_ms: int, limit: int) -> int:

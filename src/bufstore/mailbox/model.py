@@ -84,7 +84,7 @@ class Dispatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.priority, self.position
 
 
-class ThreadState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class MailboxThread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is known of a thread: the one thing that every step but an enqueueing compares and sets."""
 
     thread_id: str

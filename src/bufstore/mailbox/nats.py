@@ -25,7 +25,7 @@ from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
-from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, Status, ThreadState
+from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
 from bufstore.mailbox.nats_agenda import Agenda
 from bufstore.mailbox.nats_keys import THREAD_GONE_S, Keys, bucket_config
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
@@ -156,7 +156,7 @@ class NatsBackend:
         seq = await self._put(messages)
         return self._keys.dispatch(StoredMessage("", seq, None, messages[-1].body)) if not d.position else d
 
-    async def _add_priority(self, dispatch: Dispatch) -> ThreadState:
+    async def _add_priority(self, dispatch: Dispatch) -> MailboxThread:
         # One at a time in this process: of many at once that all try, all but one would have to try again.
         async with self._priorities:
             state = await self.thread(dispatch.thread_id)
@@ -174,7 +174,7 @@ class NatsBackend:
                 return
         raise KeyTaken(holder, same_id=same_id)
 
-    async def write(self, before: ThreadState, step: Step, now_ms: int) -> ThreadState:
+    async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         messages = self._keys.step(before, step, self._returned, now_ms)
         try:
             seq = await self._put(messages)
@@ -212,10 +212,10 @@ class NatsBackend:
             found |= await self._stream.last(wild, self._config.timeout_s)
         return found
 
-    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
         raise InSteps
 
-    async def thread(self, thread_id: str) -> ThreadState:
+    async def thread(self, thread_id: str) -> MailboxThread:
         subject = self._keys.thread(thread_id)
         return self._keys.state((await self._last([subject])).get(subject), thread_id)
 
@@ -283,7 +283,7 @@ class NatsBackend:
             self._returned.popitem(last=False)
         return dispatches
 
-    async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]:
+    async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         found = await self._last(self._keys.by_id(thread_id, dispatch_id))
         thread = self._keys.state(found.pop(self._keys.thread(thread_id), None), thread_id)
         if thread.active is not None and thread.active.dispatch_id == dispatch_id:
@@ -318,7 +318,7 @@ class NatsBackend:
         wanted = [d for d in known.values() if below_epoch is None or d.epoch < below_epoch][:limit]
         return await self._not_ended(thread_id, wanted)
 
-    async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
+    async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         t, subject = token(thread_id), self._keys.thread(thread_id)
         filters = [self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*"), self._keys.of("x", t, "*")]
         try:
@@ -336,7 +336,7 @@ class NatsBackend:
             dispatches.pop(thread.active.dispatch_id, None)
         return thread, list(dispatches.values())
 
-    async def _states(self, thread_ids: Iterable[str]) -> dict[str, ThreadState]:
+    async def _states(self, thread_ids: Iterable[str]) -> dict[str, MailboxThread]:
         subjects = {self._keys.thread(t): t for t in thread_ids}
         found = await self._last(list(subjects)) if subjects else {}
         return {t: self._keys.state(found.get(s), t) for s, t in subjects.items()}
@@ -419,7 +419,7 @@ class NatsBackend:
             if isinstance(outcome, BaseException) and not isinstance(outcome, (Conflict, AppendUnknown)):
                 raise outcome
 
-    async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:
+    async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
         due = await self._agenda.leases(now_ms, limit)
         states = await self._states(due)
         expired = [s for s in states.values() if is_expired(s, now_ms)]

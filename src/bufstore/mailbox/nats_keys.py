@@ -34,7 +34,7 @@ from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.decisions import Step
-from bufstore.mailbox.model import DEFAULT_PRIORITY, OWN, Dispatch, Status, ThreadState
+from bufstore.mailbox.model import DEFAULT_PRIORITY, OWN, Dispatch, MailboxThread, Status
 
 #: A slot of time: what becomes due in it is looked at together.
 SLOT_MS = 5000
@@ -45,7 +45,7 @@ THREAD_GONE_S = 7 * 24 * 3600
 
 _encode = msgspec.msgpack.Encoder().encode
 _dispatch = msgspec.msgpack.Decoder(Dispatch).decode
-_thread = msgspec.msgpack.Decoder(ThreadState).decode
+_thread = msgspec.msgpack.Decoder(MailboxThread).decode
 
 
 class Keys:
@@ -89,13 +89,13 @@ class Keys:
     def ended(self, d: Dispatch) -> str:
         return self.of("x", token(d.thread_id), token(d.dispatch_id))
 
-    def state(self, found: StoredMessage | None, thread_id: str) -> ThreadState:
+    def state(self, found: StoredMessage | None, thread_id: str) -> MailboxThread:
         """The thread's state; of a thread that has none, or none any more, too."""
         if found is None:
-            return ThreadState(thread_id=thread_id)
+            return MailboxThread(thread_id=thread_id)
         if not found.body:
-            return ThreadState(thread_id=thread_id, version=found.seq)
-        state: ThreadState = _decoded(_thread, found)
+            return MailboxThread(thread_id=thread_id, version=found.seq)
+        state: MailboxThread = _decoded(_thread, found)
         if state.epoch == OWN:
             state = replace(state, epoch=found.seq)
         if state.active is not None and state.active.token == OWN:
@@ -107,7 +107,7 @@ class Keys:
         d: Dispatch = _decoded(_dispatch, found)
         return replace(d, position=found.seq) if d.position == 0 else d
 
-    def enqueued(self, draft: Dispatch, state: ThreadState, keys: list[Outgoing]) -> tuple[Dispatch, list[Outgoing]]:
+    def enqueued(self, draft: Dispatch, state: MailboxThread, keys: list[Outgoing]) -> tuple[Dispatch, list[Outgoing]]:
         """The dispatch (its position still to come) and the messages that enqueue it; its own is the last."""
         d = replace(draft, epoch=state.epoch, position=0)
         if self.is_returned(d):
@@ -116,16 +116,16 @@ class Keys:
             announced = Outgoing(self.of("s", token(d.thread_id)), b"")
         return d, [*keys, announced, Outgoing(self.queued(d), _encode(d), expected=0)]
 
-    def is_new_priority(self, d: Dispatch, state: ThreadState) -> bool:
+    def is_new_priority(self, d: Dispatch, state: MailboxThread) -> bool:
         """Whether claimers would not look for the dispatch: the thread has had no dispatch of its priority yet."""
         return not self.is_returned(d) and d.priority not in (DEFAULT_PRIORITY, *state.priorities)
 
-    def new_priority(self, d: Dispatch, state: ThreadState) -> Outgoing:
+    def new_priority(self, d: Dispatch, state: MailboxThread) -> Outgoing:
         """The message that makes claimers look for dispatches of this priority; it stays true whatever follows."""
         known = replace(state, priorities=tuple(sorted({*state.priorities, d.priority})))
         return Outgoing(self.thread(d.thread_id), _encode(known), expected=state.version)
 
-    def step(self, before: ThreadState, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
+    def step(self, before: MailboxThread, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
         """The messages of a step, the thread's own last; `returned`: sequences under ``r`` by subject."""
         thread_id = before.thread_id
         messages: dict[str, Outgoing] = {}

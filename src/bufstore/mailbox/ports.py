@@ -9,7 +9,7 @@ from typing import Protocol
 import msgspec
 
 from bufstore.mailbox.decisions import Claiming, Step
-from bufstore.mailbox.model import Dispatch, Status, ThreadState
+from bufstore.mailbox.model import Dispatch, MailboxThread, Status
 
 
 class KeyTaken(Exception):
@@ -64,7 +64,7 @@ class Live(enum.Enum):
 class Queue(msgspec.Struct, frozen=True):
     """A thread and the first of its queued dispatches that may be claimed now, best first."""
 
-    thread: ThreadState
+    thread: MailboxThread
     heads: list[Dispatch]
 
 
@@ -95,11 +95,11 @@ class Backend(Protocol):
         """
         ...
 
-    async def write(self, before: ThreadState, step: Step, now_ms: int) -> ThreadState:
+    async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         """Store the step if the thread is still as it was `before` and every `Move.before` is still queued."""
         ...
 
-    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
         """Claim what is first in the queue, as `decisions.claim` has it, in one round trip: the state after it.
 
         None when there is nothing to claim, or the thread is not free. The same again with a `step_id` that was done.
@@ -108,17 +108,17 @@ class Backend(Protocol):
         """
         ...
 
-    async def thread(self, thread_id: str) -> ThreadState: ...
+    async def thread(self, thread_id: str) -> MailboxThread: ...
 
     async def queue(self, thread_id: str, now_ms: int) -> Queue: ...
 
-    async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]: ...
+    async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]: ...
 
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
         """Queued dispatches, in any order; `below_epoch`: those of earlier epochs."""
         ...
 
-    async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
+    async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         """Everything that is kept of the thread; the active one is in the state only."""
         ...
 
@@ -134,7 +134,7 @@ class Backend(Protocol):
         """Remove finished dispatches, oldest first, and what no thread needs any more."""
         ...
 
-    async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:
+    async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
         """Threads whose claim may be over. Costs what became due, not what there is."""
         ...
 

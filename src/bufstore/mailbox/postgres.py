@@ -22,7 +22,7 @@ from bufstore.errors import Closed, Unavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Claiming, Step, claimed
-from bufstore.mailbox.model import OWN, Dispatch, Status, ThreadState
+from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import Mailbox
 from bufstore.notify.protocol import Notifier, Unlisten
@@ -125,7 +125,7 @@ class PostgresBackend:
         rows = await self._run("holder", d.thread_id, d.dedupe_key)
         return str(rows[0][0]) if rows else d.dispatch_id
 
-    async def write(self, before: ThreadState, step: Step, now_ms: int) -> ThreadState:
+    async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         thread, active = step.thread, step.thread.active
         changed: list[tuple[Dispatch, Status]] = [
             (move.after, Status.QUEUED if move.before is not None else Status.CLAIMED)
@@ -168,7 +168,7 @@ class PostgresBackend:
         epoch = version if thread.epoch == OWN else thread.epoch
         return replace(thread, version=version, epoch=epoch, active=active)
 
-    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
         with _unknown():
             rows = await self._run(
                 "claim",
@@ -188,18 +188,18 @@ class PostgresBackend:
             raise Conflict("the thread has moved")
         return _state(thread_id, (version, epoch, step_id, *active))
 
-    async def thread(self, thread_id: str) -> ThreadState:
+    async def thread(self, thread_id: str) -> MailboxThread:
         rows = await self._run("thread", thread_id)
-        return _state(thread_id, rows[0]) if rows else ThreadState(thread_id=thread_id)
+        return _state(thread_id, rows[0]) if rows else MailboxThread(thread_id=thread_id)
 
     async def queue(self, thread_id: str, now_ms: int) -> Queue:
         rows = await self._run("queue", thread_id, now_ms)
         if not rows:
-            return Queue(ThreadState(thread_id=thread_id), [])
+            return Queue(MailboxThread(thread_id=thread_id), [])
         row = rows[0]
         return Queue(_state(thread_id, (*row[:8], None)), [_dispatch((*row[8:13], None))] if row[8] is not None else [])
 
-    async def find(self, thread_id: str, dispatch_id: str) -> tuple[ThreadState, Dispatch | None]:
+    async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         row = (await self._run("find", thread_id, dispatch_id))[0]
         return _state(thread_id, row), _dispatch(row[9:15]) if row[9] is not None else None
 
@@ -207,9 +207,9 @@ class PostgresBackend:
         below = (1 << 62) if below_epoch is None else below_epoch
         return [_dispatch((*row, None)) for row in await self._run("queued", thread_id, below, limit)]
 
-    async def all_of(self, thread_id: str) -> tuple[ThreadState, list[Dispatch]]:
+    async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         rows = await self._run("all_of", thread_id)
-        thread = _state(thread_id, rows[0][:4]) if rows else ThreadState(thread_id=thread_id)
+        thread = _state(thread_id, rows[0][:4]) if rows else MailboxThread(thread_id=thread_id)
         dispatches = [_dispatch(row[4:10]) for row in rows]
         active = [d for d in dispatches if d.status is Status.CLAIMED]
         rest = [d for d in dispatches if d.status is not Status.CLAIMED]
@@ -231,7 +231,7 @@ class PostgresBackend:
             await self._run("purge_threads", arrays.texts({row[0] for row in purged}))
         return len(purged)
 
-    async def expiring(self, now_ms: int, limit: int) -> list[ThreadState]:
+    async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
         return [_state(row[9], row) for row in await self._run("expiring", now_ms, limit)]
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
@@ -324,11 +324,11 @@ def _unknown() -> Iterator[None]:
         raise AppendUnknown(str(e)) from e
 
 
-def _state(thread_id: str, row: Sequence[Any]) -> ThreadState:
+def _state(thread_id: str, row: Sequence[Any]) -> MailboxThread:
     version, epoch, step, active = row[:4]
     if version is None:
-        return ThreadState(thread_id=thread_id)
-    return ThreadState(
+        return MailboxThread(thread_id=thread_id)
+    return MailboxThread(
         thread_id=thread_id,
         version=version,
         epoch=epoch,

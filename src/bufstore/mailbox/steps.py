@@ -17,7 +17,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions
 from bufstore.mailbox.counters import Counters
 from bufstore.mailbox.decisions import Claiming, Step
-from bufstore.mailbox.model import Dispatch, ThreadState
+from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.ports import Backend
 
 #: Threads whose state after our last write is remembered, which saves a step of its holder the read.
@@ -29,7 +29,7 @@ AT_ONCE = 100
 _PASSING = (Conflict, AppendUnknown, LogUnavailable)
 
 T = TypeVar("T")
-Load = Callable[[], Awaitable[ThreadState]]
+Load = Callable[[], Awaitable[MailboxThread]]
 
 
 class Tries:
@@ -82,7 +82,7 @@ class Steps:
         self._backend = backend
         self._counters = counters
         self._timeout_s = timeout_s
-        self._last: OrderedDict[str, ThreadState] = OrderedDict()
+        self._last: OrderedDict[str, MailboxThread] = OrderedDict()
 
     def tries(self) -> Tries:
         """For one call."""
@@ -92,7 +92,7 @@ class Steps:
         """What we last wrote of the claim's thread, the first time; then, what there is."""
         asked = False
 
-        async def load() -> ThreadState:
+        async def load() -> MailboxThread:
             nonlocal asked
             last = self._last.get(claim.thread_id)
             if not asked and last is not None and last.active is not None and last.active.token == claim.token:
@@ -103,14 +103,14 @@ class Steps:
         return load
 
     async def change(
-        self, thread_id: str, now_ms: int, load: Load, decide: Callable[[ThreadState], Step | None]
-    ) -> tuple[ThreadState, Step] | None:
+        self, thread_id: str, now_ms: int, load: Load, decide: Callable[[MailboxThread], Step | None]
+    ) -> tuple[MailboxThread, Step] | None:
         """Decide and write until it is written; the state after it, and the step. None when `decide` says so."""
         step_id = secrets.token_hex(8)
         sent: Step | None = None
         tries = self.tries()
 
-        async def attempt() -> tuple[ThreadState, Step] | None:
+        async def attempt() -> tuple[MailboxThread, Step] | None:
             nonlocal sent
             thread = await load()
             if sent is not None and thread.step == step_id:
@@ -130,18 +130,18 @@ class Steps:
 
         return await tries(attempt)
 
-    async def write(self, thread: ThreadState, step: Step, step_id: str, now_ms: int) -> ThreadState:
+    async def write(self, thread: MailboxThread, step: Step, step_id: str, now_ms: int) -> MailboxThread:
         """Write one step; the state after it. Raises Conflict, AppendUnknown."""
         named = replace(step, thread=replace(step.thread, step=step_id))
         after = await self._noted(thread.thread_id, self._backend.write(thread, named, now_ms))
         assert after is not None
         return after
 
-    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> ThreadState | None:
+    async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
         """See `bufstore.mailbox.ports.Backend`."""
         return await self._noted(thread_id, self._backend.claim_first(thread_id, claiming, step_id))
 
-    async def _noted(self, thread_id: str, writing: Awaitable[ThreadState | None]) -> ThreadState | None:
+    async def _noted(self, thread_id: str, writing: Awaitable[MailboxThread | None]) -> MailboxThread | None:
         try:
             after = await writing
         except BaseException as e:
@@ -157,8 +157,8 @@ class Steps:
         return after
 
     async def drop_stale(
-        self, thread: ThreadState, queued: Sequence[Dispatch], now_ms: int
-    ) -> tuple[ThreadState, list[Dispatch]]:
+        self, thread: MailboxThread, queued: Sequence[Dispatch], now_ms: int
+    ) -> tuple[MailboxThread, list[Dispatch]]:
         """Take what is superseded out of the queue; others may do so at the same time."""
         step = decisions.supersede_stale(thread, queued[:AT_ONCE], now_ms)
         if step is None:

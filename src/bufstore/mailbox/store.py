@@ -24,8 +24,8 @@ from bufstore.mailbox.model import (
     DEFAULT_PRIORITY,
     Dispatch,
     Interruption,
+    MailboxThread,
     Status,
-    ThreadState,
     check_dispatch,
     check_ms,
 )
@@ -122,10 +122,10 @@ class Mailbox:
         check_id(thread_id, "thread_id")
         now = self._now(now_ms)
 
-        async def at_once(claiming: Claiming, step_id: str) -> ThreadState | None:
+        async def at_once(claiming: Claiming, step_id: str) -> MailboxThread | None:
             return await self._steps.claim_first(thread_id, claiming, step_id)
 
-        async def find() -> tuple[ThreadState, Dispatch | None]:
+        async def find() -> tuple[MailboxThread, Dispatch | None]:
             queue = await self.backend.queue(thread_id, now)
             while queue.thread.active is None and queue.heads and is_stale(queue.heads[0], queue.thread):
                 await self._steps.drop_stale(queue.thread, queue.heads, now)
@@ -140,10 +140,10 @@ class Mailbox:
         check_id(thread_id, "thread_id")
         check_id(dispatch_id, "dispatch_id")
 
-        async def at_once(_: Claiming, __: str) -> ThreadState | None:
+        async def at_once(_: Claiming, __: str) -> MailboxThread | None:
             raise InSteps
 
-        async def find() -> tuple[ThreadState, Dispatch | None]:
+        async def find() -> tuple[MailboxThread, Dispatch | None]:
             thread, found = await self.backend.find(thread_id, dispatch_id)
             return thread, found if found is not None and found.status is Status.QUEUED else None
 
@@ -154,8 +154,8 @@ class Mailbox:
         holder: str,
         lease_s: float | None,
         now: int,
-        at_once: Callable[[Claiming, str], Awaitable[ThreadState | None]],
-        find: Callable[[], Awaitable[tuple[ThreadState, Dispatch | None]]],
+        at_once: Callable[[Claiming, str], Awaitable[MailboxThread | None]],
+        find: Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]],
     ) -> Dispatch | None:
         check_id(holder, "holder")
         until = now + round(1000 * (self.config.lease_s if lease_s is None else lease_s))
@@ -163,7 +163,7 @@ class Mailbox:
         step_id = secrets.token_hex(8)
         claiming = Claiming(holder, until, now)
 
-        async def attempt() -> ThreadState | None:
+        async def attempt() -> MailboxThread | None:
             with suppress(InSteps):
                 return await at_once(claiming, step_id)
             thread, head = await find()
@@ -249,7 +249,7 @@ class Mailbox:
         now = self._now(now_ms)
         found: Dispatch | None = None
 
-        async def load() -> ThreadState:
+        async def load() -> MailboxThread:
             nonlocal found
             thread, found = await self.backend.find(thread_id, dispatch_id)
             return thread
@@ -371,14 +371,14 @@ class Mailbox:
     def _now(self, now_ms: int | None) -> int:
         return self.backend.now_ms() if now_ms is None else check_ms(now_ms, "now_ms")
 
-    async def _end(self, claim: Dispatch, now_ms: int, decide: Callable[[ThreadState], Step]) -> Dispatch:
+    async def _end(self, claim: Dispatch, now_ms: int, decide: Callable[[MailboxThread], Step]) -> Dispatch:
         done = await self._steps.change(claim.thread_id, now_ms, self._steps.known(claim), decide)
         assert done is not None
         after = done[1].moves[0].after
         assert after is not None
         return after
 
-    async def _held(self, claim: Dispatch, now_ms: int, decide: Callable[[ThreadState], Step]) -> Dispatch:
+    async def _held(self, claim: Dispatch, now_ms: int, decide: Callable[[MailboxThread], Step]) -> Dispatch:
         done = await self._steps.change(claim.thread_id, now_ms, self._steps.known(claim), decide)
         assert done is not None
         assert done[0].active is not None

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Applies
 from bufstore.buffer.ports.ledger import Cursor, Decision, Flushed, FlushFailed, NotOwner, QuarantineFull
 from bufstore.buffer.target import Target
 from bufstore.config import BufferConfig
 from bufstore.memory.quarantine import MemoryParked, apply_batch
+from bufstore.memory.waiting import MemoryWaiting
 
 
 class MemoryLedger:
@@ -27,6 +30,7 @@ class MemoryLedger:
         self.locked: set[str] = set()
         self._named: Target | None = None
         self.parked = MemoryParked(self._rows, target)
+        self.waiting = MemoryWaiting()
 
     async def open(self) -> None:
         """Nothing to open."""
@@ -60,11 +64,18 @@ class MemoryLedger:
     async def cursors(self) -> dict[int, Cursor]:
         return dict(self._cursors)
 
+    async def flushed(self) -> dict[int, int]:
+        first = self.waiting.first_positions()
+        return {p: min(cursor.seq, first.get(p, cursor.seq + 1) - 1) for p, cursor in self._cursors.items()}
+
     async def watermark(self, thread_id: str) -> Watermark:
-        return self._rows.get(thread_id, Watermark())
+        row = self._rows.get(thread_id, Watermark())
+        last = self.waiting.last_position(thread_id)
+        return msgspec.structs.replace(row, waits_to=last) if last else row
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
-        return {t: (self._rows[t], self.parked.given_up.get(t, 0)) for t in thread_ids if t in self._rows}
+        found = {t: await self.watermark(t) for t in thread_ids}
+        return {t: (w, self.parked.given_up.get(t, 0)) for t, w in found.items() if t in self._rows or w.waits_to}
 
     async def broken(self) -> frozenset[str]:
         return frozenset(t for t, watermark in self._rows.items() if watermark.broken_since is not None)
@@ -99,6 +110,7 @@ class MemoryLedger:
         self._rows |= decision.watermarks
         self._cursors |= {cursor.partition: cursor for cursor in decision.cursors}
         self.parked.park(decision.parked)
+        self.waiting.write(decision.waiting, decision.left)
         return Flushed(decision, set(threads) - watermarks.keys(), refused)
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
@@ -108,10 +120,10 @@ class MemoryLedger:
         return [(self._rows[t].flushed_seq, t) for t in found[:limit]]
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
-        parked = {e.thread_id for e in self.parked.entries.values()}
+        needed = {e.thread_id for e in self.parked.entries.values()} | {t for t, _ in self.waiting.entries}
         for seq, thread_id in tombstones:
             watermark = self._rows.get(thread_id, Watermark())
-            if watermark.gone and watermark.flushed_seq == seq and thread_id not in parked and not watermark.producers:
+            if watermark.gone and watermark.flushed_seq == seq and thread_id not in needed and not watermark.producers:
                 del self._rows[thread_id]
                 self.parked.given_up.pop(thread_id, None)
 
@@ -120,9 +132,6 @@ class MemoryLedger:
 
     async def set_archived(self, position: int) -> None:
         self._archived = max(self._archived, position)
-
-    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        return 0  # no pipeline writes into a store in memory
 
     async def quarantined(self) -> int:
         return len(self.parked.entries)

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Generic, TypeVar
 
 from bufstore.errors import Closed
-from bufstore.notify.listener_state import State, Step, after
+from bufstore.notify.broker import Teardown
+from bufstore.notify.listener_state import ListenerState, ListenerStep, after
 from bufstore.notify.protocol import Unlisten
 
 _log = logging.getLogger(__name__)
@@ -22,7 +23,6 @@ P = TypeVar("P")
 C = TypeVar("C")
 
 Deliver = Callable[[P], None]
-Teardown = Callable[[], Awaitable[None]]
 
 
 class _Member(Generic[C]):
@@ -43,7 +43,7 @@ class SharedListener(Generic[P, C]):
         self._name = name
         self._open = open_
         self._deliver = deliver
-        self._state = State.IDLE
+        self._state = ListenerState.IDLE
         self._members: dict[str, dict[_Member[C], None]] = {}
         self._moving = asyncio.Lock()
         self._moves: set[asyncio.Task[None]] = set()
@@ -52,7 +52,7 @@ class SharedListener(Generic[P, C]):
         self._closed = False
 
     @property
-    def state(self) -> State:
+    def state(self) -> ListenerState:
         """Where the subscription is."""
         return self._state
 
@@ -131,9 +131,9 @@ class SharedListener(Generic[P, C]):
     async def _start(self) -> None:
         async with self._moving:
             # A callback that left meanwhile needs no subscription; one that came meanwhile needs no second one.
-            if self._state is not State.IDLE or not self._members:
+            if self._state is not ListenerState.IDLE or not self._members:
                 return
-            self._state = after(self._state, Step.WANTED)
+            self._state = after(self._state, ListenerStep.WANTED)
             self._generation += 1
             generation = self._generation
 
@@ -144,15 +144,15 @@ class SharedListener(Generic[P, C]):
             try:
                 self._teardown = await self._open(deliver)
             except BaseException:
-                self._state = after(self._state, Step.FAILED)
+                self._state = after(self._state, ListenerStep.FAILED)
                 raise
-            self._state = after(self._state, Step.STARTED)
+            self._state = after(self._state, ListenerStep.STARTED)
 
     async def _stop(self) -> None:
         async with self._moving:
-            if self._state is not State.RUNNING or self._members:
+            if self._state is not ListenerState.RUNNING or self._members:
                 return
-            self._state = after(self._state, Step.EMPTY)
+            self._state = after(self._state, ListenerStep.EMPTY)
             assert self._teardown is not None
             try:
                 await self._teardown()
@@ -162,4 +162,4 @@ class SharedListener(Generic[P, C]):
                 # Somebody may subscribe while this ends, and then waits for a new subscription.
                 self._generation += 1
                 self._teardown = None
-                self._state = after(self._state, Step.STOPPED)
+                self._state = after(self._state, ListenerStep.STOPPED)

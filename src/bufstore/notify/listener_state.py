@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 
 
-class State(enum.Enum):
+class ListenerState(enum.Enum):
     """Where a listener is."""
 
     IDLE = "idle"
@@ -20,7 +20,7 @@ class State(enum.Enum):
     STOPPING = "stopping"
 
 
-class Step(enum.Enum):
+class ListenerStep(enum.Enum):
     """What happens to it."""
 
     WANTED = "wanted"
@@ -31,16 +31,16 @@ class Step(enum.Enum):
     STOPPED = "stopped"
 
 
-NEXT: dict[tuple[State, Step], State] = {
-    (State.IDLE, Step.WANTED): State.STARTING,
-    (State.STARTING, Step.STARTED): State.RUNNING,
-    (State.STARTING, Step.FAILED): State.IDLE,
-    (State.RUNNING, Step.EMPTY): State.STOPPING,
-    (State.STOPPING, Step.STOPPED): State.IDLE,
+NEXT: dict[tuple[ListenerState, ListenerStep], ListenerState] = {
+    (ListenerState.IDLE, ListenerStep.WANTED): ListenerState.STARTING,
+    (ListenerState.STARTING, ListenerStep.STARTED): ListenerState.RUNNING,
+    (ListenerState.STARTING, ListenerStep.FAILED): ListenerState.IDLE,
+    (ListenerState.RUNNING, ListenerStep.EMPTY): ListenerState.STOPPING,
+    (ListenerState.STOPPING, ListenerStep.STOPPED): ListenerState.IDLE,
 }
 
 
-def after(state: State, step: Step) -> State:
+def after(state: ListenerState, step: ListenerStep) -> ListenerState:
     """The state that follows. Raises RuntimeError for a step that the table does not have."""
     try:
         return NEXT[state, step]

@@ -17,10 +17,10 @@ from psycopg_pool import AsyncConnectionPool
 
 from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
 from bufstore.notify.broker import HintUnavailable, Teardown
-from bufstore.notify.feed import Feed, Heard
 from bufstore.notify.notifier import BrokerNotifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
+from bufstore.notify.subscription import Heard, Subscription
 from bufstore.postgres.connection.errors import NoAnswer, map_errors
 from bufstore.postgres.connection.pool import Alarm, Pool, open_pool
 
@@ -46,10 +46,10 @@ class PostgresBroker:
         self._timeout_s = timeout_s
         self._quiet_s = quiet_s
         self._channels = {event: channel(prefix, event, "_") for event in Event}
-        self._feed = Feed("notifier on Postgres", self._attach)
+        self._subscription = Subscription("notifier on Postgres", self._attach)
 
     def on_restored(self, hook: Callable[[], None]) -> None:
-        self._feed.on_restored(hook)
+        self._subscription.on_restored(hook)
 
     async def publish(self, event: Event, payload: str) -> None:
         async with self._borrow() as connection:
@@ -62,10 +62,10 @@ class PostgresBroker:
         return wanted
 
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
-        return await self._feed.subscribe(event, deliver)
+        return await self._subscription.subscribe(event, deliver)
 
     async def aclose(self) -> None:
-        await self._feed.aclose()
+        await self._subscription.aclose()
         if self._owned:
             await self._pool.close()
 

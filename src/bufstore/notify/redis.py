@@ -19,10 +19,10 @@ from redis.exceptions import AuthenticationError, RedisError
 
 from bufstore.errors import ConfigError, NotifyUnavailable
 from bufstore.notify.broker import HintUnavailable, Teardown
-from bufstore.notify.feed import Feed, Heard
 from bufstore.notify.notifier import BrokerNotifier
 from bufstore.notify.payload import HINT_TTL_S, channel, check_prefix, hint_key
 from bufstore.notify.protocol import Event
+from bufstore.notify.subscription import Heard, Subscription
 
 #: A listening connection that says nothing for so long is asked whether it lives.
 _QUIET_S = 5.0
@@ -66,10 +66,10 @@ class RedisBroker:
         self._owned = owned
         self._timeout_s = timeout_s
         self._quiet_s = quiet_s
-        self._feed = Feed("notifier on Redis", self._attach)
+        self._subscription = Subscription("notifier on Redis", self._attach)
 
     def on_restored(self, hook: Callable[[], None]) -> None:
-        self._feed.on_restored(hook)
+        self._subscription.on_restored(hook)
 
     async def publish(self, event: Event, payload: str) -> None:
         try:
@@ -99,10 +99,10 @@ class RedisBroker:
         return wanted if taken < 0 else taken
 
     async def subscribe(self, event: Event, deliver: Callable[[str], None]) -> Teardown:
-        return await self._feed.subscribe(event, deliver)
+        return await self._subscription.subscribe(event, deliver)
 
     async def aclose(self) -> None:
-        await self._feed.aclose()
+        await self._subscription.aclose()
         if self._owned:
             await self._client.aclose()
 

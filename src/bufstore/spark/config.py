@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from bufstore.buffer.target import check_flushable
-from bufstore.config import LogConfig, NatsConfig, Secretive, as_nats_config
+from bufstore.config import BufferConfig, LogConfig, NatsConfig, Secretive, as_nats_config
 from bufstore.errors import ConfigError, NoLog
 from bufstore.nats.finding import FoundLog, find_log
 from bufstore.postgres.connection.migrate import check_schema
+from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
 from bufstore.types import check_id
+
+_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -61,6 +65,21 @@ class Deployment(Secretive):
         if found is None:
             raise NoLog(self.stream)
         return found
+
+    def store(self, *, pool_size: int) -> PostgresThreadStore:
+        """The threads' tables, not connected."""
+        return PostgresThreadStore(self.postgres, schema=self.schema, pool_size=pool_size)
+
+    @asynccontextmanager
+    async def database(self) -> AsyncIterator[tuple[PostgresThreadStore, PostgresLedger]]:
+        """The threads' tables and the ledger beside them for the block, without the log."""
+        store = self.store(pool_size=1)
+        ledger, _ = store.behind(None, BufferConfig(), _TIMEOUT_S)
+        async with AsyncExitStack() as stack:
+            for part in (store, ledger):
+                stack.push_async_callback(part.aclose)
+                await part.open()
+            yield store, ledger
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

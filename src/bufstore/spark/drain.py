@@ -25,7 +25,6 @@ from bufstore.spark.job_description import context_of, described
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task, outcome
 from bufstore.threads.buffered import BufferedThreadStore
-from bufstore.threads.postgres.store import PostgresThreadStore
 
 if TYPE_CHECKING:
     import pyarrow
@@ -105,8 +104,7 @@ def _cores(spark: SparkSession) -> int:
 
 async def _store(deployment: Deployment, *, flusher: bool) -> BufferedThreadStore:
     config = BufferConfig.fitting(await deployment.find_log(), flusher=flusher)
-    inner = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=2)
-    return await BufferedThreadStore.open(inner, nats=deployment.server, config=config)
+    return await BufferedThreadStore.open(deployment.store(pool_size=2), nats=deployment.server, config=config)
 
 
 def _task(

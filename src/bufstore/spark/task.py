@@ -1,4 +1,4 @@
-"""What the tasks of all jobs share, in Spark's Python workers."""
+"""What the tasks of all jobs share, in Spark's Python workers, and how their results add up."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+
 if TYPE_CHECKING:
     import pyarrow
 
 #: Python's own 700 lets a third of a task's time go into looking through rows on their way, which are no garbage.
 _OBJECTS_BETWEEN_COLLECTIONS = 20_000
+#: Reasons that a report has room for.
+_SHOWN = 10
+
+
+class Counts(msgspec.Struct):
+    """What became of a task's items; a job's report adds up those of its tasks. Fields are numbers and lists."""
+
+    def add(self, other: Counts) -> None:
+        """Add what became of other items. Of lists, the first ten items stay."""
+        for name in other.__struct_fields__:
+            both = getattr(self, name) + getattr(other, name)
+            setattr(self, name, both[:_SHOWN] if isinstance(both, list) else both)
 
 
 @contextmanager

@@ -37,7 +37,19 @@ Nothing here needs pytest: a check is an async function that raises. To see the 
 serve all of them, and they can run again.
 """
 
-from bufstore.testing import applying, checkpoints, edits, feeds, ledger, lineage, lists, log, parked, shared_state
+from bufstore.testing import (
+    applying,
+    checkpoints,
+    edits,
+    feeds,
+    ledger,
+    lineage,
+    lists,
+    log,
+    parked,
+    shared_state,
+    waiting,
+)
 from bufstore.testing.applying import Applier
 from bufstore.testing.basics import EVERYTHING, Capability, Check
 from bufstore.testing.ledger import Ledgers
@@ -48,8 +60,9 @@ CHECKS: list[Check] = [*checkpoints.CHECKS, *edits.CHECKS, *lineage.CHECKS, *lis
 #: What a store does that the buffer flushes into: each takes an `Applier`.
 APPLY_CHECKS: list[Check] = applying.CHECKS
 
-#: What a ledger does, where watermarks, cursors, terms and quarantine live: each takes a `Ledgers` of its own.
-LEDGER_CHECKS: list[Check] = [*ledger.CHECKS, *parked.CHECKS]
+#: What a ledger does, where watermarks, cursors, terms, quarantine and waiting entries live: each takes a `Ledgers` of
+#: its own.
+LEDGER_CHECKS: list[Check] = [*ledger.CHECKS, *parked.CHECKS, *waiting.CHECKS]
 #: What a log does, where entries are acknowledged: each takes a `Logs` of its own.
 LOG_CHECKS: list[Check] = [*log.CHECKS, *feeds.CHECKS]
 #: What instances share beside the log: each takes a `Logs` of its own.

@@ -100,7 +100,6 @@ async def a_new_ledger_knows_nothing(ledgers: Ledgers) -> None:
     assert await ledger.broken() == frozenset()
     assert await ledger.tombstones(1 << 62, "", 10) == []
     assert await ledger.archived() == await ledger.quarantined() == 0
-    assert await ledger.erase_set_aside(["t"]) == 0
     assert await ledger.parked.page(0, None, 10) == []
 
 

@@ -164,6 +164,9 @@ async def a_log_that_is_refused_is_written_no_more(logs: Logs) -> None:
             await call
     # That is a matter of the instance that refused it.
     assert await put(other, a) == [FIRST]
+    with raises(LogRolledBack):
+        await log.erase(a, FIRST + 1)
+    assert (await other.last([a], PATIENCE_S))[a].seq == FIRST
 
 
 @_check()

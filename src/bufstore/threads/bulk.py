@@ -18,7 +18,7 @@ from bufstore.threads.write import Call, call_after, call_of
 from bufstore.types import Message, ProducerSequence, Receipt
 
 
-class Step(NamedTuple):
+class BulkCheckpoint(NamedTuple):
     """One checkpoint of a series."""
 
     messages: Sequence[Message]
@@ -62,7 +62,7 @@ class BulkWriter:
                     new[run.run_id] = run
         await asyncio.gather(*(self._runs.claim(run) for run in new.values()), return_exceptions=True)
 
-    async def write(self, thread_id: str, steps: Sequence[Step]) -> Series:
+    async def write(self, thread_id: str, steps: Sequence[BulkCheckpoint]) -> Series:
         """Write a thread's checkpoints in order, none behind one that is not stored.
 
         What it has receipts of is durable. A step is judged as `BufferedThreadStore.checkpoint` and `checkpoint_append`

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from bufstore.threads.model import encoded_id, id_of
+
 _NOTHING: tuple[array[int], array[int]] = array("q"), array("q")
 
 
@@ -67,30 +69,13 @@ def digests_of(encoded: Iterable[bytes]) -> array[int]:
 
 def ids_of(messages: Iterable[Any]) -> array[int]:
     """The digest of each message's ``id``; 0 for a message without a (str) id."""
-    return array("q", map(_id_digest, messages))
-
-
-class _WithId(msgspec.Struct):
-    id: Any = None
-
-
-_id_decoder = msgspec.msgpack.Decoder(_WithId)
+    return array("q", (_digest(id_of(message)) for message in messages))
 
 
 def ids_of_encoded(encoded: Sequence[bytes]) -> array[int]:
     """Like `ids_of`, for encoded messages."""
-    ids = array("q")
-    for data in encoded:
-        try:
-            ids.append(_id_digest({"id": _id_decoder.decode(data).id}))
-        except msgspec.MsgspecError:
-            ids.append(0)  # not a dict with str keys
-    return ids
+    return array("q", (_digest(encoded_id(data)) for data in encoded))
 
 
-def _id_digest(message: Any) -> int:
-    if type(message) is dict:
-        id_ = message.get("id")
-        if type(id_) is str:
-            return hash(id_) or 1
-    return 0
+def _digest(message_id: str | None) -> int:
+    return 0 if message_id is None else hash(message_id) or 1

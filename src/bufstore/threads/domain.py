@@ -13,8 +13,8 @@ from bufstore.threads.payload import decode_payload
 from bufstore.threads.state import ThreadState, changed
 
 
-class Threads:
-    """Threads of messages, with runs."""
+class ThreadsDomain:
+    """ThreadsDomain of messages, with runs."""
 
     def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
         return coalesce(thread_id, version, entries)
@@ -36,4 +36,4 @@ class Threads:
         memory.replace(payload.keep, digests_of(payload.messages), ids_of_encoded(payload.messages))
 
 
-THREADS = Threads()
+THREADS = ThreadsDomain()

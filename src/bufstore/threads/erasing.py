@@ -41,6 +41,7 @@ class ThreadEraser:
     def __init__(self, buffer: ThreadBuffer, edits: BufferedEdits, lineage: BufferedLineage) -> None:
         self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
         self._quarantine, self._waiter, self._eraser = buffer.quarantine, buffer.waiter, buffer.eraser
+        self._erase_set_aside = buffer.backing.erase_set_aside
         self._config = buffer.config
         self._edits = edits
         self._lineage = lineage
@@ -58,7 +59,7 @@ class ThreadEraser:
         below = {t: await self._removed_at(t) for t in threads}
         removed = await self._eraser.erase({t: seq for t, seq in below.items() if seq})
         quarantined = sum([await self._unpark(t) for t in threads])
-        set_aside = await self._ledger.erase_set_aside(threads)
+        set_aside = await self._erase_set_aside(threads) if self._erase_set_aside is not None else 0
         return Erasure(
             thread_ids=tuple(threads),
             found=existed or bool(removed or quarantined or set_aside),

@@ -29,6 +29,7 @@ from bufstore.threads.model import (
     decode_run,
     encode_messages,
     encode_run,
+    encoded_id,
 )
 from bufstore.threads.protocol import kind_of
 from bufstore.threads.queries import (
@@ -385,6 +386,5 @@ def _change(thread_id: str, keep: int, payloads: list[bytes], run: Run, record: 
     )
 
 
-def _ids(payloads: Sequence[bytes]) -> list[Any]:
-    decoded = map(decode_message, payloads)
-    return [m["id"] for m in decoded if isinstance(m, dict) and isinstance(m.get("id"), str)]
+def _ids(payloads: Sequence[bytes]) -> list[str]:
+    return [found for found in map(encoded_id, payloads) if found is not None]

@@ -322,6 +322,28 @@ def decode_message(data: bytes) -> Message:
     return _decode(data)
 
 
+def id_of(message: Message) -> str | None:
+    """The message's ``id``; None when it is not a dict or has no ``id`` that is a str."""
+    found = message.get("id") if type(message) is dict else None
+    return found if type(found) is str else None
+
+
+class _WithId(msgspec.Struct, gc=False):
+    id: Any = None
+
+
+_with_id = msgspec.msgpack.Decoder(_WithId).decode
+
+
+def encoded_id(data: bytes) -> str | None:
+    """`id_of` an encoded message, most of which is not decoded."""
+    try:
+        found = _with_id(data).id
+    except msgspec.ValidationError:  # not a dict, or not all keys are str
+        return id_of(_decode(data))
+    return found if type(found) is str else None
+
+
 #: Deepest nesting of lists and dicts in a message: decoding must not depend on how deep the caller's stack is.
 MAX_DEPTH = 100
 _PLAIN = frozenset((str, int, float, bool, type(None), bytes))

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from bufstore.errors import InvalidId, InvalidQuery
-from bufstore.threads.model import Run, RunStatus, Thread, decode_message
+from bufstore.threads.model import Run, RunStatus, Thread, decode_message, id_of
 from bufstore.types import Message, check_id
 
 P = TypeVar("P")
@@ -223,13 +223,12 @@ def record_of(thread_id: str, seq: int, payload: bytes) -> MessageRecord:
     message = decode_message(payload)
     fields = message if isinstance(message, dict) else {}
     metadata = fields.get("metadata")
-    message_id = fields.get("id")
     run_id = metadata.get("run_id") if isinstance(metadata, dict) else None
     return MessageRecord(
         thread_id=thread_id,
         seq=seq,
         message=message,
-        message_id=message_id if isinstance(message_id, str) else None,
+        message_id=id_of(message),
         run_id=run_id if isinstance(run_id, str) else None,
         internal=fields.get("visibility") == "internal",
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Watermark, counts
-from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
+from bufstore.buffer.entry import Base, Item, StoredEntry, assemble
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import AppendUnknown
@@ -29,7 +29,7 @@ class _Found(NamedTuple):
 
     entry: StoredEntry
     same: bool
-    behind: StoredEntry | Malformed | None
+    behind: Item | None
 
 
 class Unresolved:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from bufstore.buffer.chain import Parked, Watermark
-from bufstore.buffer.entry import Malformed, StoredEntry, assemble
+from bufstore.buffer.entry import Item, Malformed, StoredEntry, assemble
 from bufstore.buffer.flush.deciding import Threads, decide_thread, payload_bytes
-from bufstore.buffer.flush.owned_partition import Item, OwnedPartition
+from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, QuarantineBusy, QuarantineFull
 from bufstore.errors import BufstoreError

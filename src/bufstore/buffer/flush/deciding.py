@@ -8,8 +8,7 @@ import msgspec
 
 from bufstore.buffer.chain import Plan, Watermark, plan
 from bufstore.buffer.domain import Change, Coalesce, Inapplicable
-from bufstore.buffer.entry import StoredEntry
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.entry import Item, StoredEntry
 
 #: Entries to flush, by thread; None stands for entries whose thread is unknown.
 Threads = MutableMapping[str | None, list[Item]]

@@ -12,15 +12,13 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from bufstore.buffer.entry import Assembler, Malformed, StoredEntry
+from bufstore.buffer.entry import Assembler, Item, Malformed, StoredEntry
 from bufstore.buffer.flush.passed import Passed
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.log import Feed
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
-
-Item = StoredEntry | Malformed
 
 #: The possible cursor positions are pruned when this many more than the open entries have gathered.
 _ORDER_SLACK = 1000

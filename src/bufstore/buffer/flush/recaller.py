@@ -13,8 +13,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 
-from bufstore.buffer.entry import Assembler
-from bufstore.buffer.flush.owned_partition import Aside, Item, OwnedPartition
+from bufstore.buffer.entry import Assembler, Item
+from bufstore.buffer.flush.owned_partition import Aside, OwnedPartition
 from bufstore.buffer.flush.window_flusher import TRIED_AT_ONCE, WindowFlusher
 from bufstore.buffer.parts import AnyParts
 from bufstore.errors import BufstoreError

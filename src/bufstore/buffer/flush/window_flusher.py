@@ -15,12 +15,11 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.entry import Item, StoredEntry
 from bufstore.buffer.flush.blame import THREADS_MIN, Blame
 from bufstore.buffer.flush.committer import Committed, Committer, NoRoom, WindowOutcome
 from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry
 from bufstore.buffer.flush.flusher_state import FlusherState
-from bufstore.buffer.flush.owned_partition import Item
 from bufstore.buffer.flush.takeover import Takeover
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.flush.waiting import Waiting

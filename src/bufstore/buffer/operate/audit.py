@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from bufstore.buffer.chain import Watermark, plan
-from bufstore.buffer.entry import Base, Malformed, StoredEntry, decode
+from bufstore.buffer.entry import Base, Item, Malformed, decode
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
@@ -62,7 +62,7 @@ class ThreadFacts(msgspec.Struct, frozen=True, kw_only=True):
     #: Its last message in the log.
     last: StoredMessage
     #: Its entries above the watermark.
-    tail: Sequence[StoredEntry | Malformed]
+    tail: Sequence[Item]
     #: Which of the positions asked for are in quarantine.
     parked: Collection[int]
     #: The partition's cursor, read before all this.
@@ -105,7 +105,7 @@ def _explained(facts: ThreadFacts) -> bool:
     return entry.id == watermark.applied_id or entry.base is not Base.CHAINED  # the latter: it came too late
 
 
-def _torn(watermark: Watermark, tail: Sequence[StoredEntry | Malformed]) -> int | None:
+def _torn(watermark: Watermark, tail: Sequence[Item]) -> int | None:
     """The first entry of the tail whose predecessor is missing, unless unreadable messages explain it."""
     for parked in plan(watermark, tail, complete=True).park:
         return None if isinstance(parked.item, Malformed) else parked.item.seq

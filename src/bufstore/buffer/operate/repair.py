@@ -18,7 +18,7 @@ import msgspec
 
 from bufstore.buffer.chain import Parked, Plan, Watermark
 from bufstore.buffer.domain import Inapplicable
-from bufstore.buffer.entry import Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.entry import Item, Malformed, StoredEntry, assemble, entry_id
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.salvage import known_up_to, plan_salvage
@@ -29,8 +29,6 @@ from bufstore.errors import ConfigError, MalformedEntry, StoreMisconfigured, Sto
 _CHUNK = 500
 _TIMEOUT_S = 30.0
 _OWNER = "repair"
-
-Item = StoredEntry | Malformed
 
 
 class Repaired(msgspec.Struct, frozen=True, kw_only=True):

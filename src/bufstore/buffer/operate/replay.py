@@ -17,7 +17,7 @@ import msgspec
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.entry import Item, Malformed, StoredEntry
 
 
 class ParkedEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class ParkedEntry(msgspec.Struct, frozen=True, kw_only=True):
     base_id: int | None
     cause: str
     parked_at: datetime
-    item: StoredEntry | Malformed
+    item: Item
 
 
 class Outcome(enum.Enum):

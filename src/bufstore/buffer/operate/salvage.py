@@ -19,7 +19,7 @@ import msgspec
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Parked, Plan, Watermark, plan
-from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Entry, Item, StoredEntry
 
 
 def reason_to_repair(
@@ -54,14 +54,14 @@ def reason_to_repair(
     return None
 
 
-def known_up_to(watermark: Watermark, items: Sequence[StoredEntry | Malformed]) -> int:
+def known_up_to(watermark: Watermark, items: Sequence[Item]) -> int:
     """The position of the last of a thread's `items` that Postgres has certainly applied; 0 if there is none."""
     return max((i.seq for i in items if isinstance(i, StoredEntry) and _applied(watermark, i.entry)), default=0)
 
 
 def plan_salvage(
     watermark: Watermark,
-    items: Sequence[StoredEntry | Malformed],
+    items: Sequence[Item],
     *,
     common: int,
     settled: Set[int],
@@ -94,7 +94,7 @@ def plan_salvage(
     return Plan(watermark=after, apply=found.apply, park=sorted(park, key=lambda p: p.item.seq))
 
 
-def _unfounded(watermark: Watermark, items: Sequence[StoredEntry | Malformed]) -> set[int]:
+def _unfounded(watermark: Watermark, items: Sequence[Item]) -> set[int]:
     """The snapshots at positions that Postgres has passed whose predecessor is not known to be applied."""
     entries = sorted((i for i in items if isinstance(i, StoredEntry)), key=lambda i: i.seq)
     founded: set[int] = set()
@@ -118,7 +118,7 @@ def _applied(watermark: Watermark, entry: Entry) -> bool:
     return _known(watermark, entry.id)
 
 
-def _done(watermark: Watermark, item: StoredEntry | Malformed, common: int) -> bool:
+def _done(watermark: Watermark, item: Item, common: int) -> bool:
     """Whether the entry is applied, superseded or parked as far as Postgres knows."""
     if item.seq > watermark.flushed_seq:
         return False

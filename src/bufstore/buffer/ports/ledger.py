@@ -1,4 +1,4 @@
-"""The ledger: watermarks, cursors, terms and quarantine, and what a flush transaction writes of them.
+"""The ledger: watermarks, cursors, terms, quarantine and waiting entries, and what a flush transaction writes of them.
 
 Adapters: `bufstore.postgres.ledger.ledger`, `bufstore.memory.ledger`.
 """
@@ -16,12 +16,13 @@ from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.domain import Change
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.replay import ParkedEntry, ReplayPlan
+from bufstore.buffer.ports.waiting import WaitingEntries, WaitingEntry
 from bufstore.buffer.target import Target
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """The position up to which a partition is done, and the term of its owner."""
+    """The position up to which everything of a partition is applied, parked or waiting, and the term of its owner."""
 
     partition: int
     term: int
@@ -37,6 +38,10 @@ class Decision:
     batch: Sequence[Change] = ()
     watermarks: Mapping[str, Watermark] = field(default_factory=dict)
     parked: Sequence[Parked] = ()
+    #: What waits from now on: of each thread everything between its watermark and the last of these that does not yet.
+    waiting: Sequence[WaitingEntry] = ()
+    #: Threads of which everything up to a position waits no more.
+    left: Mapping[str, int] = field(default_factory=dict)
     #: The partitions' new cursors.
     cursors: Sequence[Cursor] = ()
 
@@ -160,7 +165,7 @@ class Replay:
 
 
 class Ledger(Protocol):
-    """Where the truth about flushing lives: watermarks, cursors, terms, quarantine.
+    """Where the truth about flushing lives: watermarks, cursors, terms, quarantine, waiting entries.
 
     Raises FlushFailed for anything the database says, StoreUnavailable when it cannot be reached.
     """
@@ -200,12 +205,19 @@ class Ledger(Protocol):
         """All partitions' cursors."""
         ...
 
+    async def flushed(self) -> dict[int, int]:
+        """Per partition, up to where everything is applied or parked: its cursor, or before what waits."""
+        ...
+
     async def watermark(self, thread_id: str) -> Watermark:
-        """The thread's watermark; an empty one if it has none."""
+        """The thread's watermark; an empty one if it has none. With `waits_to`, of the same moment."""
         ...
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
-        """The threads' rows, and up to where entries of them were discarded; threads without one are left out."""
+        """The threads' rows, as in `watermark`, and up to where entries of them were discarded.
+
+        Threads that have no row, and of which nothing waits, are left out.
+        """
         ...
 
     async def broken(self) -> frozenset[str]:
@@ -242,7 +254,7 @@ class Ledger(Protocol):
         ...
 
     async def bury(self, tombstones: Sequence[tuple[int, str]]) -> None:
-        """Remove these rows, but not of a thread that was written again meanwhile or that quarantine names."""
+        """Remove these rows, but not of a thread that was written again meanwhile, or is in quarantine, or waits."""
         ...
 
     async def archived(self) -> int:
@@ -257,13 +269,14 @@ class Ledger(Protocol):
         """How many entries wait in quarantine."""
         ...
 
-    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        """Delete the rows of these threads that pipelines set aside as unfit. Returns how many there were."""
-        ...
-
     @property
     def parked(self) -> ParkedEntries:
         """The entries that wait in quarantine."""
+        ...
+
+    @property
+    def waiting(self) -> WaitingEntries:
+        """The entries that wait for their threads' turn."""
         ...
 
     async def aclose(self) -> None:

@@ -206,11 +206,16 @@ class Log(Stream, Generations, Protocol):
 
     @property
     def refused(self) -> str | None:
-        """Why every call of this process raises LogRolledBack; None when none does."""
+        """Why this process refuses the log (see `refuse`); None when it does not."""
         ...
 
     def refuse(self, reason: str) -> None:
-        """From now on every call of this process raises LogRolledBack: this is not the log that Postgres knows.
+        """Use the log no more: this is not the one that Postgres knows.
+
+        From now on LogRolledBack is raised by `end` and by all that writes or removes messages: each form of `publish`,
+        `purge`, and `erase` where it finds something. So nothing is appended, flushed or purged. Other calls may still
+        answer with what the server has; that need not be what was acknowledged. Other processes are not concerned:
+        the self-check and repair look at the log as they find it.
 
         A replicated log may have shown something old: it is looked at again, and accepted once it has come past
         everything that this process has seen in it, holds what this process wrote, and its leader has proved itself.

@@ -1,7 +1,8 @@
 """Waiting until something is flushed, by whichever instance flushes it.
 
 The waiter asks the partition's owner to flush now, and listens to its progress reports. Then, and now and then before,
-it asks Postgres, which holds the truth: a report may be lost, or tell of a commit that a failover has lost.
+it asks Postgres, which holds the truth: a report may be lost, or tell of a commit that a failover has lost, or have
+passed an entry that waits.
 """
 
 from __future__ import annotations
@@ -49,12 +50,11 @@ class FlushWaiter:
         await self._wait({partition: target}, look, thread_id, timeout_s, look_first=False)
 
     async def partitions(self, targets: Mapping[int, int], timeout_s: float) -> None:
-        """Return once each partition is flushed up to its target. Raises FlushTimeout after `timeout_s`."""
+        """Return once each partition is flushed up to its target. Raises FlushTimeout after `timeout_s`.
 
-        async def look() -> dict[int, int]:
-            return {p: cursor.seq for p, cursor in (await self._ledger.cursors()).items()}
-
-        await self._wait(targets, look, None, timeout_s, look_first=True)
+        The cursors are not enough: they have passed what waits.
+        """
+        await self._wait(targets, self._ledger.flushed, None, timeout_s, look_first=True)
 
     async def _wait(
         self,

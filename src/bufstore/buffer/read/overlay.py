@@ -9,10 +9,10 @@ import msgspec
 
 from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.domain import Domain, Inapplicable, S
-from bufstore.buffer.entry import Base, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Item, StoredEntry
 
 
-def overlay(domain: Domain[Any, S, Any], state: S, thread_id: str, items: Sequence[StoredEntry | Malformed]) -> S:
+def overlay(domain: Domain[Any, S, Any], state: S, thread_id: str, items: Sequence[Item]) -> S:
     """`state` with `items` of the log applied: all there are between its watermark and the last of them."""
     poison: set[int] = set()
     while True:
@@ -27,7 +27,7 @@ def overlay(domain: Domain[Any, S, Any], state: S, thread_id: str, items: Sequen
         return domain.overlay(state, thread_id, change, todo.watermark)
 
 
-def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[StoredEntry | Malformed]) -> S | None:
+def from_log_alone(domain: Domain[Any, S, Any], thread_id: str, items: Sequence[Item]) -> S | None:
     """The thread as far as the log knows it, without the store; None if the log does not know all of its content.
 
     Flushed entries stay in the log for a while, so it often holds a thread's whole story: from any self-contained

@@ -2,7 +2,8 @@
 
 Both are asked at once. If the log's last entry of the thread is above the watermark, the tail between is fetched
 and overlaid by the same decision that a flush of it makes. An entry may leave the log only `failover_window_s` after
-Postgres has it, and no read takes half as long: so what one answer lacks the other has.
+Postgres has it, flushed or waiting (`bufstore.buffer.read.with_waiting`), and no read takes half as long: so what one
+answer lacks the other has.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from bufstore.buffer.parts import Parts
 from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.read.overlay import from_log_alone, overlay
 from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch, end
+from bufstore.buffer.read.with_waiting import WithWaiting
 from bufstore.errors import FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 from bufstore.types import Consistency, Quarantined
@@ -37,11 +39,12 @@ class Reads(Generic[S]):
         """`own_seq`: up to which position this process itself has written to a thread, as far as it remembers."""
         self._domain, self._log, self._ledger = parts.domain, parts.log, parts.ledger
         self._subjects, self._config = parts.subjects, parts.config
-        self._reader = reader
+        #: What is flushed, and that with what waits in the ledger.
+        self._reader, self._with_waiting = reader, WithWaiting(parts, reader)
         self._waiter = waiter
         self._own_seq = own_seq
         #: Whether the store answers.
-        self.store = StoreWatch(reader, parts.config.read_timeout_s)
+        self.store = StoreWatch(self._with_waiting, parts.config.read_timeout_s)
 
     async def aclose(self) -> None:
         """Stop looking whether the store is back."""
@@ -83,28 +86,30 @@ class Reads(Generic[S]):
         return state
 
     async def watermark(self, thread_id: str) -> Watermark:
-        """The thread's watermark. Raises StoreUnavailable, soon."""
+        """The thread's watermark once what waits in the ledger is flushed. Raises StoreUnavailable, soon."""
         try:
             # One small row, whatever the thread holds. And what was seen of the log before must not grow old meanwhile:
             # see `bufstore.buffer.append.tip_finder`.
             async with asyncio.timeout(STORE_PATIENCE_S):
-                return await self._ledger.watermark(thread_id)
+                return await self._with_waiting.watermark(thread_id)
         except TimeoutError:
             raise StoreUnavailable("Postgres, which alone remembers this thread, does not answer") from None
 
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
-        """Wait until everything of the thread that is in the log now is flushed; up to which position that is."""
+        """Wait until everything of the thread that is acknowledged now is flushed; up to which position that is."""
         try:
             async with asyncio.timeout(timeout_s):
                 last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
         except TimeoutError:
             raise LogUnavailable("the log did not say in time what must be flushed") from None
+        # What has left the log is flushed, or waits in the ledger.
+        last = last or (await self._ledger.watermark(thread_id)).waits_to
         if last:
             await self._waiter.thread(thread_id, last, timeout_s)
         return last
 
     async def force_flush_all(self, timeout_s: float) -> None:
-        """Wait until everything that is in the log now is flushed."""
+        """Wait until everything that is acknowledged now is flushed."""
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
         await self._log.prove_leader(timeout_s)
         ends = await self._log.ends(filters, timeout_s)
@@ -153,7 +158,7 @@ class Reads(Generic[S]):
         joined = overlay(self._domain, state, thread_id, items)
         if joined.watermark.broken_since is not None and state.watermark.broken_since is None:
             # Either an entry is missing because Postgres has moved since, or the chain is really broken.
-            joined = overlay(self._domain, await self._reader.state(thread_id), thread_id, items)
+            joined = overlay(self._domain, await self._with_waiting.state(thread_id), thread_id, items)
         return joined, last
 
     async def _without_store(
@@ -192,8 +197,8 @@ class Reads(Generic[S]):
         pause = 0.005
         while True:
             state = await read()
-            flushed = state.watermark.flushed_seq
-            if flushed >= needed or (not flushed and await self._gone(thread_id, needed)):
+            flushed, waits = state.watermark.flushed_seq, state.watermark.waits_to
+            if flushed >= needed or (not flushed and not waits and await self._gone(thread_id, needed)):
                 return state
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.25)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable
@@ -10,12 +9,12 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from bufstore.buffer.operate.log_fill import FillForecast, LogFill
+from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.subjects import Subjects
 from bufstore.cli.connect import Endpoints
 from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
 from bufstore.cli.output import lasting
-from bufstore.config import LogConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import BufstoreError, ConfigDrift
 from bufstore.jetstream import hooks
 from bufstore.jetstream.connection import Connection
@@ -24,6 +23,7 @@ from bufstore.jetstream.errors import StreamMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.permissions import Role, permissions
+from bufstore.nats.session import NatsSession
 from bufstore.nats.setup import bucket_config, check_stream, target_of, windows_of
 from bufstore.nats.shared_state import NatsSharedState
 
@@ -41,23 +41,20 @@ async def check_nats(target: Endpoints, role: Role) -> tuple[list[CheckResult], 
     """The checks, and the epoch of the log, if there is one. `role`: what the user must be permitted."""
     notes = Notes("NATS")
     connection = Connection(target.nats, target.session)
-    # Made before the connection is: they subscribe to their answers when it opens.
+    # Made before the connection is: it subscribes to its answers when that opens.
     stream = NatsStream(connection, target.nats.api, target.stream, 1)
-    shared = NatsSharedState(connection, target.nats.api, LogConfig(stream=target.stream, bucket=target.bucket))
     try:
         await connection.open()
     except BufstoreError as e:
         notes.say("reachable", Level.BAD, str(e), "see the address, the network and the credentials")
         return notes.checks, None
     try:
-        return notes.checks, await _look(notes, connection, target, stream, shared, role)
+        return notes.checks, await _look(notes, connection, target, stream, role)
     finally:
         await connection.aclose()
 
 
-async def _look(
-    notes: Notes, connection: Connection, target: Endpoints, stream: NatsStream, shared: NatsSharedState, role: Role
-) -> int | None:
+async def _look(notes: Notes, connection: Connection, target: Endpoints, stream: NatsStream, role: Role) -> int | None:
     notes.say("reachable", Level.OK, "yes")
     concerns = hooks.concerns()
     notes.require("client", not concerns, "; ".join([hooks.installed(), *concerns]), hooks.advice())
@@ -82,10 +79,15 @@ async def _look(
     _drift(notes, "log", lambda: check_stream(config, info["config"]))
     _agreed(notes, config, info["config"].get("metadata") or {})
     _copies(notes, info)
-    await _headroom(notes, stream, shared, config)
     bucket = await _bucket(notes, stream, config)
-    await _permissions(notes, connection, stream, target.nats.api, config, role, bucket=bucket)
-    await _flushers(notes, shared)
+    session = NatsSession(target.nats, BufferConfig.fitting(config, flusher=False), target.session)
+    await session.open()
+    try:
+        await _headroom(notes, session)
+        await _permissions(notes, session, target.nats.api, config, role, bucket=bucket)
+        await _flushers(notes, session.shared)
+    finally:
+        await session.aclose()
     return int((info["config"].get("metadata") or {}).get("bufstore.epoch", 0))
 
 
@@ -145,17 +147,9 @@ def _copies(notes: Notes, info: dict[str, Any]) -> None:
         notes.say("persist mode", Level.WARNING, "async", "a crash loses acknowledged entries: recreate the stream")
 
 
-async def _headroom(notes: Notes, stream: NatsStream, shared: NatsSharedState, config: LogConfig) -> None:
-    subjects = Subjects(config.subject, config.partitions)
-
-    async def look() -> LogFill:
-        progress = await shared.progress()
-        positions = {subjects.of_partition(p): progress.get(p, 0) for p in range(subjects.partitions)}
-        held = await stream.held_above(positions, _TIMEOUT_S)
-        return LogFill(asyncio.get_running_loop().time(), held)
-
+async def _headroom(notes: Notes, session: NatsSession) -> None:
     try:
-        fill, full_in_s = await FillForecast(look).measured()
+        fill, full_in_s = await FillForecast(lambda: look(session.log, session.shared, {})).measured()
     except BufstoreError as e:
         notes.say("headroom of the log", Level.UNKNOWN, str(e))
         return
@@ -187,9 +181,9 @@ async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig) -> bool:
 
 
 async def _permissions(
-    notes: Notes, connection: Connection, log: NatsStream, api: str, config: LogConfig, role: Role, *, bucket: bool
+    notes: Notes, session: NatsSession, api: str, config: LogConfig, role: Role, *, bucket: bool
 ) -> None:
-    subjects = Subjects(config.subject, config.partitions)
+    log, subjects = session.log, Subjects(config.subject, config.partitions)
     nothing = subjects.of(f"doctor-{secrets.token_hex(8)}")  # a thread that does not exist
     name = f"{config.subject}-doctor-{secrets.token_hex(8)}"
     consumer = {"name": name, "ack_policy": "all", "filter_subject": nothing, "inactive_threshold": 5_000_000_000}
@@ -223,7 +217,7 @@ async def _permissions(
         except (BufstoreError, AppendUnknown) as e:
             refused.append(f"{subject} ({e})")
             with contextlib.suppress(BufstoreError):  # a write without an answer costs the connection
-                await connection.wait_up(_TIMEOUT_S)
+                await session.connection.wait_up(_TIMEOUT_S)
     notes.require(
         "permissions",
         not refused,

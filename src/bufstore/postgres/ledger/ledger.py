@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+import msgspec
 from psycopg import AsyncConnection
 
 from bufstore.buffer.chain import Watermark
@@ -19,6 +20,7 @@ from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
+from bufstore.postgres.ledger.waiting import PostgresWaiting
 
 _FOLDER = files("bufstore.postgres.ledger") / "sql"
 #: Enough for one flush and the reads of waiters beside it.
@@ -63,6 +65,7 @@ class PostgresLedger:
         self._parked = PostgresParked(
             self._pool, self.setup, self._sql, target, timeout_s, quarantine_max, idle_max(lease_s)
         )
+        self._waiting = PostgresWaiting(self._pool, self.setup, self._sql, timeout_s)
         self._ready = False
 
     def __repr__(self) -> str:
@@ -102,9 +105,11 @@ class PostgresLedger:
     async def cursors(self) -> dict[int, Cursor]:
         return {row[0]: Cursor(*row) for row in await self._fetch("cursors")}
 
+    async def flushed(self) -> dict[int, int]:
+        return dict(await self._fetch("flushed"))
+
     async def watermark(self, thread_id: str) -> Watermark:
-        rows = await self._fetch("row", thread_id)
-        return Watermark(*rows[0]) if rows else Watermark()
+        return _watermark((await self._fetch("row", thread_id))[0])
 
     async def tombstones(self, below: int, after: str, limit: int) -> list[tuple[int, str]]:
         return [(seq, t) for t, seq in await self._fetch("tombstones", below, after, limit)]
@@ -119,17 +124,12 @@ class PostgresLedger:
     async def set_archived(self, position: int) -> None:
         await self._fetch("set_archived", position)
 
-    async def erase_set_aside(self, thread_ids: Sequence[str]) -> int:
-        if not (await self._fetch("has_set_aside", self.schema))[0][0]:
-            return 0
-        return len(await self._fetch("erase_set_aside", arrays.texts(thread_ids)))
-
     async def quarantined(self) -> int:
         return int((await self._fetch("quarantined"))[0][0])
 
     async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
         found = await self._fetch("rows", arrays.texts(thread_ids))
-        return {thread_id: (Watermark(*row), given_up) for thread_id, given_up, *row in found}
+        return {thread_id: (_watermark(row), given_up) for thread_id, given_up, *row in found}
 
     async def broken(self) -> frozenset[str]:
         return frozenset(row[0] for row in await self._fetch("broken"))
@@ -137,6 +137,10 @@ class PostgresLedger:
     @property
     def parked(self) -> PostgresParked:
         return self._parked
+
+    @property
+    def waiting(self) -> PostgresWaiting:
+        return self._waiting
 
     async def flush(
         self,
@@ -167,6 +171,7 @@ class PostgresLedger:
                     if decision.batch and not probe:
                         await apply_batch(self._target, connection, decision.batch)
                     reach(Failpoint.FLUSH_APPLIED)
+                    await self._waiting.write(connection, decision.waiting, decision.left)
                     await self._advance(connection, decision)
                     reach(Failpoint.FLUSH_ADVANCED)
         return Flushed(decision, set(threads) - rows.keys(), refused, untried)
@@ -218,3 +223,9 @@ class PostgresLedger:
         async with self._pool.lend(self._timeout_s) as connection:
             cursor = await self._send(connection, name, *parameters)
             return await cursor.rows()
+
+
+def _watermark(row: Sequence[Any]) -> Watermark:
+    """Of the columns of ``buffer_threads``, null where there is no row, and the last position that waits or null."""
+    watermark = Watermark() if row[0] is None else Watermark(*row[:-1])
+    return msgspec.structs.replace(watermark, waits_to=row[-1]) if row[-1] is not None else watermark

@@ -8,16 +8,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Plan, Watermark
-from bufstore.buffer.entry import Base, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
 from bufstore.buffer.flush.deciding import decide_thread
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.spark.task import Counts
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.payload import decode_payload
 
-SHOWN = 10
 
-
-class RestoreCounts(msgspec.Struct):
+class RestoreCounts(Counts):
     """What became of threads and their entries."""
 
     threads: int = 0
@@ -27,16 +25,6 @@ class RestoreCounts(msgspec.Struct):
     #: Entries that cannot be applied. Nothing was done with them, nor with those behind them in their threads.
     refused: int = 0
     reasons: list[str] = msgspec.field(default_factory=list)
-
-    def add(
-        self, threads: int = 0, applied: int = 0, present: int = 0, refused: int = 0, reasons: Sequence[str] = ()
-    ) -> None:
-        """Add what a part came to."""
-        self.threads += threads
-        self.applied += applied
-        self.present += present
-        self.refused += refused
-        self.reasons = [*self.reasons, *reasons][:SHOWN]
 
 
 class Applicable(NamedTuple):

@@ -14,7 +14,6 @@ import msgspec
 from bufstore.buffer.target import check_proof, check_same
 from bufstore.errors import DataLoss, NoLog
 from bufstore.nats.ranges import LogReader, LogState
-from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import described
 from bufstore.spark.log_archive.manifests import (
@@ -27,7 +26,6 @@ from bufstore.spark.log_archive.manifests import (
     write_range,
 )
 from bufstore.spark.process_loop import loop
-from bufstore.threads.memory_store import MemoryThreadStore
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -141,21 +139,12 @@ async def log_of(deployment: Deployment) -> LogState | None:
 async def _check_database(deployment: Deployment) -> None:
     """Raise ConfigDrift for another database than that of the log: its flushers would never see the note."""
     named = (await deployment.look()).target
-    ledger = PostgresLedger(deployment.postgres, MemoryThreadStore(), schema=deployment.schema)
-    await ledger.open()
-    try:
+    async with deployment.database() as (_, ledger):
         noted = await ledger.target()
-    finally:
-        await ledger.aclose()
     check_same(deployment.stream, named, noted)
     check_proof(deployment.stream, named, proven=named is None or noted is not None)
 
 
 async def _note(deployment: Deployment, end: int) -> None:
-    # What it flushes into is never asked.
-    ledger = PostgresLedger(deployment.postgres, MemoryThreadStore(), schema=deployment.schema)
-    await ledger.open()
-    try:
+    async with deployment.database() as (_, ledger):
         await ledger.set_archived(end)
-    finally:
-        await ledger.aclose()

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Entry, StoredEntry, assemble, encode, entry_id
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, assemble, encode, entry_id
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
@@ -29,7 +28,6 @@ from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, Confl
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 from bufstore.threads.behind import buffer_of
-from bufstore.threads.postgres.store import PostgresThreadStore
 
 _TIMEOUT_S = 30.0
 _UNIT_BYTES = 4 << 20
@@ -97,7 +95,7 @@ class IntoLog:
 
     async def __aenter__(self) -> IntoLog:
         log, named = await self._deployment.look()
-        store = PostgresThreadStore(self._deployment.postgres, schema=self._deployment.schema, pool_size=1)
+        store = self._deployment.store(pool_size=1)
         config = BufferConfig.fitting(log, flusher=False)
         buffer = buffer_of(store, self._deployment.server, config, name="bufstore-restore")
         # Of an app's own store, only its watermark of a thread is known.
@@ -147,7 +145,9 @@ class IntoLog:
                 async with self._at_once:
                     todo = await self._write(thread_id, todo, last[thread_id].seq if thread_id in last else 0)
             reasons = [todo.reason] if todo.reason else []
-            counts.add(applied=len(todo.entries), present=todo.present, refused=todo.refused, reasons=reasons)
+            counts.add(
+                RestoreCounts(applied=len(todo.entries), present=todo.present, refused=todo.refused, reasons=reasons)
+            )
 
         async with asyncio.TaskGroup() as group:
             for thread_id, items in threads.items():

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.entry import Item
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.buffer.target import Target, check_same
 from bufstore.errors import StoreUnavailable
-from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
-from bufstore.threads.postgres.store import PostgresThreadStore
 
 
 class _RollBack(Exception):
@@ -24,19 +23,16 @@ class IntoPostgres:
     """Applies entries to one database."""
 
     def __init__(self, deployment: Deployment, *, dry_run: bool) -> None:
-        self._store = PostgresThreadStore(deployment.postgres, schema=deployment.schema, pool_size=1)
-        self._ledger = PostgresLedger(deployment.postgres, self._store, schema=deployment.schema)
-        self._stream = deployment.stream
+        self._deployment = deployment
         self._dry_run = dry_run
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> IntoPostgres:
-        await self._store.open()
-        await self._ledger.open()
+        self._store, self._ledger = await self._stack.enter_async_context(self._deployment.database())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._ledger.aclose()
-        await self._store.aclose()
+        await self._stack.aclose()
 
     async def setup(self, epoch: int, named: Target | None) -> None:
         """Make the tables; remember which generation of the log they belong to, and which log, if there is one.
@@ -45,7 +41,7 @@ class IntoPostgres:
         """
         await self._store.setup()
         await self._ledger.setup()
-        check_same(self._stream, named, await self._ledger.target())
+        check_same(self._deployment.stream, named, await self._ledger.target())
         if not self._dry_run and named is not None:
             await self._ledger.claim(epoch, named)
         elif not self._dry_run:
@@ -87,9 +83,11 @@ def decided(
             batch.append(found.change)
             after[thread_id] = found.plan.watermark
         counts.add(
-            applied=len(found.plan.apply),
-            present=sum(item.seq <= row.flushed_seq for item in items),
-            refused=found.refused,
-            reasons=[found.reason] if found.reason else [],
+            RestoreCounts(
+                applied=len(found.plan.apply),
+                present=sum(item.seq <= row.flushed_seq for item in items),
+                refused=found.refused,
+                reasons=[found.reason] if found.reason else [],
+            )
         )
     return Decision(batch=batch, watermarks=after), counts

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from bufstore.buffer.entry import assemble
-from bufstore.buffer.flush.owned_partition import Item
+from bufstore.buffer.entry import Item, assemble
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import check_kind
 from bufstore.errors import ConfigError, MalformedEntry, NoLog
@@ -94,7 +93,7 @@ def restore(
         ordered = owned.sortWithinPartitions("subject", "position")
         with described(ordered, f"bufstore: restore {path} into {into}"):
             for found in ordered.mapInArrow(partial(_task, deployment, subjects, into, dry_run), _OUTCOME).collect():
-                report.add(*found)
+                report.add(RestoreCounts(*found))
     report.seconds = round(time.perf_counter() - began, 3)
     return report
 
@@ -170,8 +169,8 @@ async def _restore(
             part[thread_id] = items
             size += len(items)
             if size >= _AT_ONCE:
-                report.add(**msgspec.structs.asdict(await restoring.apply(part)))
+                report.add(await restoring.apply(part))
                 part, size = {}, 0
         if part:
-            report.add(**msgspec.structs.asdict(await restoring.apply(part)))
+            report.add(await restoring.apply(part))
     return report

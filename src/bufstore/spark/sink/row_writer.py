@@ -17,20 +17,19 @@ from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.backfill import BackfillWriter, NeedLog, Prepared, prepare
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, checkpoint_of, number_of
 from bufstore.spark.sink.spark_ledger import SparkLedger
+from bufstore.spark.task import Counts
 from bufstore.threads.buffered import BufferedThreadStore
-from bufstore.threads.bulk import Step
-from bufstore.threads.postgres.store import PostgresThreadStore
+from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.types import ProducerSequence, check_id
 
 _POOL = 4
 #: No user waits for a task, so its writes may take long, within the log's failover window.
 _APPEND_TIMEOUT_S = 30.0
-_SHOWN = 10
 
 Row = Mapping[str, Any]
 
 
-class RowCounts(msgspec.Struct):
+class RowCounts(Counts):
     """What became of rows."""
 
     written: int = 0
@@ -42,20 +41,6 @@ class RowCounts(msgspec.Struct):
     behind: int = 0
     #: What is wrong with the first of the bad ones.
     reasons: list[str] = msgspec.field(default_factory=list)
-
-    def add(self, other: RowCounts) -> None:
-        """Add what became of other rows."""
-        self.written += other.written
-        self.repeated += other.repeated
-        self.bad += other.bad
-        self.behind += other.behind
-        self.reasons = (self.reasons + other.reasons)[:_SHOWN]
-
-    def refuse(self, row: Row, error: Rejected) -> None:
-        """Count a bad row."""
-        self.bad += 1
-        if len(self.reasons) < _SHOWN:
-            self.reasons.append(f"thread {row['thread_id']!r}: {error}")
 
 
 def write_rows(config: SinkConfig, batch_id: int | None, parts: Iterable[Sequence[Row]]) -> RowCounts:
@@ -128,14 +113,14 @@ class _Task:
 
     async def _write_series(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> int:
         """Write rows up to and including the first bad one. Returns how many that are."""
-        steps: list[Step] = []
+        steps: list[BulkCheckpoint] = []
         error: BufstoreError | None = None
         for line in lines:
             wanted = line.wanted
             if isinstance(wanted, Rejected):
                 error = wanted
                 break
-            steps.append(Step(wanted.messages, wanted.run, wanted.whole, self._mark(line.rank)))
+            steps.append(BulkCheckpoint(wanted.messages, wanted.run, wanted.whole, self._mark(line.rank)))
         series = await opened.store.bulk.write(thread_id, steps)
         done = len(series.receipts)
         repeated = sum(receipt.repeated for receipt in series.receipts)
@@ -157,7 +142,7 @@ class _Task:
         )
 
     async def _refuse(self, opened: _Opened, line: _Line, error: Rejected) -> None:
-        self.outcome.refuse(line.row, error)
+        self.outcome.add(RowCounts(bad=1, reasons=[f"thread {line.row['thread_id']!r}: {error}"]))
         if self._config.bad_rows == "fail":
             self._failed.add(line.row["thread_id"])
         else:
@@ -255,7 +240,7 @@ async def _opened(config: SinkConfig) -> _Opened:
         log = await config.find_log()
         longest = config.append_timeout_s or min(_APPEND_TIMEOUT_S, log.failover_window_s / 2)
         buffer = BufferConfig.fitting(log, flusher=False, append_timeout_s=longest)
-        inner = PostgresThreadStore(config.postgres, schema=config.schema, pool_size=_POOL)
+        inner = config.store(pool_size=_POOL)
         store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
         ledger = SparkLedger(config.postgres, config.schema)
         await ledger.open()

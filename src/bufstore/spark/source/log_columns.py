@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pyarrow
 
-from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.entry import Item, Malformed, StoredEntry
 from bufstore.nats.ranges import Read
 from bufstore.threads.model import decode_message, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload
@@ -68,7 +68,7 @@ def schema_of(columns: Sequence[str]) -> str:
 class LogItem(msgspec.Struct, frozen=True):
     """An entry, or a message that is not an entry, and when its last message was stored."""
 
-    what: StoredEntry | Malformed
+    what: Item
     stored_at_ns: int
     partition: int
 
@@ -100,7 +100,7 @@ def _batch(
     return pyarrow.RecordBatch.from_arrays(arrays, names=list(columns))
 
 
-def _payload(what: StoredEntry | Malformed) -> AnyPayload | str:
+def _payload(what: Item) -> AnyPayload | str:
     """The payload, or why it cannot be decoded."""
     if isinstance(what, Malformed):
         return what.cause

@@ -14,21 +14,16 @@ import msgspec
 from psycopg.errors import UniqueViolation
 
 from bufstore.postgres.connection.arrays import Array, blobs, ints, longs, texts
-from bufstore.threads.model import RunStatus, Thread, ThreadChange, decode_message
+from bufstore.threads.model import RunStatus, Thread, ThreadChange, encoded_id
 
 #: One statement takes at most about this much: Postgres holds several copies of it in memory.
 STATEMENT_BYTES = 16 << 20
-
-
-class _WithId(msgspec.Struct, gc=False):
-    id: Any = None
 
 
 class _WithStatus(msgspec.Struct, gc=False):
     status: RunStatus = RunStatus.RUNNING
 
 
-_id_of = msgspec.msgpack.Decoder(_WithId).decode
 _status_of = msgspec.msgpack.Decoder(_WithStatus).decode
 
 
@@ -37,14 +32,8 @@ def id_hash(payload: bytes) -> int | None:
 
     If two ids of a thread had one hash, an append would be refused: for 10,000 messages a chance of 1 in 10^15.
     """
-    try:
-        message_id = _id_of(payload).id
-    except msgspec.ValidationError:  # not a dict, or not all keys are str
-        message = decode_message(payload)
-        message_id = message.get("id") if isinstance(message, dict) else None
-    if not isinstance(message_id, str):
-        return None
-    return hash_of_id(message_id)
+    message_id = encoded_id(payload)
+    return hash_of_id(message_id) if message_id is not None else None
 
 
 def hash_of_id(message_id: str) -> int:

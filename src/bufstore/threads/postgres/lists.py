@@ -28,13 +28,13 @@ from bufstore.threads.queries import (
 from bufstore.types import check_id
 
 #: Runs a query by name with its parameters.
-Read = Callable[..., Awaitable[list[tuple[Any, ...]]]]
+RunStatement = Callable[..., Awaitable[list[tuple[Any, ...]]]]
 
 
 class Lists:
     """Queries over the tables of threads, messages and runs."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: RunStatement) -> None:
         self._read = read
 
     async def messages(self, thread_id: str, query: MessageQuery, limit: int, cursor: str | None) -> MessagePage:

@@ -20,7 +20,7 @@ class ThreadRows(msgspec.Struct, frozen=True, kw_only=True):
     messages: list[bytes]
     latest_run: bytes | None
     state: bytes | None
-    #: None when it was not asked for, or the buffer has no row for the thread.
+    #: None when it was not asked for, or the buffer knows nothing of the thread.
     watermark: Watermark | None
 
 
@@ -43,6 +43,9 @@ def thread_rows(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadRows | N
     first, *messages = sorted(rows, key=itemgetter(0))
     latest_run, version = first[1:3]
     watermark = Watermark(*[*first[9:14], False, first[14]]) if first[9] is not None else None
+    if waits_to := first[15]:
+        row = watermark or Watermark(version=version or 0)
+        watermark = msgspec.structs.replace(row, waits_to=waits_to)
     if version is None and watermark is None:
         return None
     return ThreadRows(

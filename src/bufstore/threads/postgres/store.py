@@ -158,13 +158,20 @@ class PostgresThreadStore:
             aclose=self.aclose,
             held=self.versions,
             versions=self._counts,
+            erase_set_aside=self._erase_set_aside,
         )
 
     async def _counts(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int | None, int]]:
         """See `bufstore.buffer.domain.Versions`; nothing where there are no threads' tables in this schema."""
-        if not (await self._read("has_threads", self.schema))[0][0]:
+        if not (await self._read("has_table", self.schema, "messages"))[0][0]:
             return {}
         return {t: (a, b, c) for t, a, b, c in await self._read("counts", arrays.texts(thread_ids))}
+
+    async def _erase_set_aside(self, thread_ids: Sequence[str]) -> int:
+        """See `bufstore.buffer.domain.Backing`: what a Spark sink has put beside the tables of this store."""
+        if not (await self._read("has_table", self.schema, "spark_quarantine"))[0][0]:
+            return 0
+        return len(await self._read("erase_set_aside", arrays.texts(thread_ids)))
 
     # -- writes ------------------------------------------------------------------------------------------------
 

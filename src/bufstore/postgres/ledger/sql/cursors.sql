@@ -4,10 +4,11 @@ SELECT partition, term, cursor_seq, cursor_id FROM {schema}.buffer_partitions OR
 
 -- name: take
 -- A new owner: raise the terms, which fences every earlier one. A row that somebody holds is left out, and not waited
--- for: the other partitions need not wait for that one.
+-- for: the other partitions need not wait for that one. A trigger is told that this release knows of waiting entries.
 WITH free AS (
-    SELECT p.partition FROM {schema}.buffer_partitions AS p
-    WHERE p.partition = ANY ($1::int[]) ORDER BY p.partition FOR UPDATE SKIP LOCKED
+    SELECT p.partition
+    FROM {schema}.buffer_partitions AS p, (SELECT set_config('bufstore.knows_waiting', 'yes', true)) AS settings
+    WHERE p.partition = ANY ($1::int[]) ORDER BY p.partition FOR UPDATE OF p SKIP LOCKED
 ), raised AS (
     UPDATE {schema}.buffer_partitions AS p SET term = p.term + 1, owner = $2::text
     FROM free WHERE p.partition = free.partition

@@ -59,11 +59,3 @@ DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]);
 -- name: unpark_nameless
 -- Remove entries of which no thread is known: nothing else depends on them.
 DELETE FROM {schema}.buffer_quarantine WHERE seq = ANY ($1::bigint[]) AND thread_id IS NULL;
-
--- name: has_set_aside
--- Whether jobs on Spark keep their tables in this schema.
-SELECT count(*) = 1 FROM pg_tables WHERE schemaname = $1::text AND tablename = 'spark_quarantine';
-
--- name: erase_set_aside
--- Remove what jobs on Spark have set aside of these threads.
-DELETE FROM {schema}.spark_quarantine WHERE thread_id = ANY ($1::text[]) RETURNING rank;

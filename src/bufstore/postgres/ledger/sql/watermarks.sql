@@ -1,12 +1,19 @@
 -- name: row
--- The watermark of one thread.
-SELECT flushed_seq, applied_id, version, ring, broken_since, gone, sources
-FROM {schema}.buffer_threads WHERE thread_id = $1::text;
+-- The watermark of one thread, and the position of the last of its entries that wait.
+SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources, (
+    SELECT max(w.seq) FROM {schema}.buffer_waiting AS w WHERE w.thread_id = $1::text
+)
+FROM (SELECT $1::text AS thread_id) AS s LEFT JOIN {schema}.buffer_threads AS b ON b.thread_id = s.thread_id;
 
 -- name: rows
--- The watermarks of threads, each with the position up to which entries of the thread were discarded.
-SELECT thread_id, given_up, flushed_seq, applied_id, version, ring, broken_since, gone, sources
-FROM {schema}.buffer_threads WHERE thread_id = ANY ($1::text[]);
+-- The watermarks of threads, each with the position up to which entries of the thread were discarded, and that of the
+-- last of its entries that wait. Also of threads of which entries wait and nothing else is known.
+SELECT s.thread_id, coalesce(b.given_up, 0), b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone,
+    b.sources, w.seq
+FROM unnest($1::text[]) AS s (thread_id)
+LEFT JOIN {schema}.buffer_threads AS b ON b.thread_id = s.thread_id
+CROSS JOIN LATERAL (SELECT max(q.seq) AS seq FROM {schema}.buffer_waiting AS q WHERE q.thread_id = s.thread_id) AS w
+WHERE b.thread_id IS NOT NULL OR w.seq IS NOT NULL;
 
 -- name: insert_missing
 -- A row that does not exist cannot be locked: make it first. Sorted, so that two flushes never deadlock.
@@ -72,8 +79,9 @@ ORDER BY thread_id LIMIT $3::bigint;
 -- name: bury
 -- Remove rows of deleted threads. Of a thread that is named in quarantine the row stays: a replay must find that the
 -- thread has gone on. And of one that a producer has written to: it may write the same again at any time, which must
--- not bring the thread back.
+-- not bring the thread back. And of one with waiting entries, which were written on what the row says.
 DELETE FROM {schema}.buffer_threads AS b
 USING unnest($1::text[], $2::bigint[]) AS s (thread_id, flushed_seq)
 WHERE b.thread_id = s.thread_id AND b.gone AND b.flushed_seq = s.flushed_seq AND b.sources = ''
-    AND NOT EXISTS (SELECT FROM {schema}.buffer_quarantine AS q WHERE q.thread_id = b.thread_id);
+    AND NOT EXISTS (SELECT FROM {schema}.buffer_quarantine AS q WHERE q.thread_id = b.thread_id)
+    AND NOT EXISTS (SELECT FROM {schema}.buffer_waiting AS w WHERE w.thread_id = b.thread_id);

@@ -2,9 +2,9 @@
 -- A thread with its latest run (one row, seq -1, always there), and its messages, unsorted: one statement, one
 -- snapshot. (Sorted here, the payloads would go through a sort that spills to disk.) $2: with the buffer's row for the
 -- thread.
-SELECT -1 AS seq, t.* FROM {schema}.thread_row_v1($1::text, $2::boolean) AS t
+SELECT -1 AS seq, t.* FROM {schema}.thread_row_v2($1::text, $2::boolean) AS t
 UNION ALL
-SELECT m.seq, m.payload, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+SELECT m.seq, m.payload, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
 FROM {schema}.messages AS m WHERE m.thread_id = $1::text;
 
 -- name: load_thread
@@ -30,9 +30,9 @@ SELECT state FROM {schema}.threads WHERE thread_id = $1::text AND state IS NOT N
 -- How many messages each of these threads has.
 SELECT thread_id, version FROM {schema}.threads WHERE thread_id = ANY ($1::text[]);
 
--- name: has_threads
--- Whether the schema holds the threads' tables.
-SELECT count(*) = 2 FROM pg_tables WHERE schemaname = $1::text AND tablename IN ('threads', 'messages');
+-- name: has_table
+-- Whether the schema holds a table.
+SELECT count(*) = 1 FROM pg_tables WHERE schemaname = $1::text AND tablename = $2::text;
 
 -- name: counts
 -- What the buffer's row says of each thread, and what this store holds of it, of one moment: for the self-check.

@@ -32,7 +32,7 @@ class Source(Protocol):
         """Release the connection."""
 
 
-class Feed:
+class Subscription:
     """One `Source` at a time, shared by the events, as long as one of them is subscribed to."""
 
     def __init__(self, name: str, attach: Callable[[], Awaitable[Source]]) -> None:

@@ -1,0 +1,80 @@
+"""Three servers that hold three replicas of what is written to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.baselines.raw_nats import RawNats, bare_stream
+from bench.servers import NotDurable, syncs_always
+from bufstore.embedded._cluster import free_ports, three_servers
+
+_NODES = 3
+#: How long servers may take to elect who answers, and one of them to hand over.
+_ELECTION_S = 60.0
+_ANSWER_S = 2.0
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`url` is that of the first server, to which everybody connects."""
+
+    url: str
+    pids: list[int]
+    monitors: list[int]
+
+    def check(self, *, always: bool) -> None:
+        """Raise NotDurable unless every server syncs as it should."""
+        found = [syncs_always(port) for port in self.monitors]
+        if found != [always] * _NODES:
+            raise NotDurable(f"sync_interval always: {found}")
+
+    def lead(self) -> None:
+        """Have the first server lead all streams: else chance would decide whose appends have a hop more."""
+        asyncio.run(asyncio.wait_for(_lead(self.url), _ELECTION_S))
+
+
+@contextmanager
+def cluster(sync_interval: str) -> Iterator[Cluster]:
+    """A cluster of its own that makes streams of three replicas. Raises TimeoutError when it elects no leader."""
+    monitors = free_ports(_NODES)
+    with (
+        tempfile.TemporaryDirectory(prefix="bufstore-") as folder,
+        three_servers(Path(folder), sync_interval=sync_interval, monitors=monitors) as servers,
+    ):
+        url = f"nats://all:all@127.0.0.1:{servers[0].port}"
+        asyncio.run(asyncio.wait_for(_elected(url), _ELECTION_S))
+        yield Cluster(url, [server.pid for server in servers if server.pid], monitors)
+
+
+async def _elected(url: str) -> None:
+    """Return when a stream of three replicas can be made."""
+    while True:
+        with suppress(RuntimeError, OSError, TimeoutError):
+            nats = await RawNats.connect(url)
+            try:
+                probe = bare_stream("probe", num_replicas=_NODES)
+                await asyncio.wait_for(nats.request("$JS.API.STREAM.CREATE.probe", probe), _ANSWER_S)
+                await asyncio.wait_for(nats.request("$JS.API.STREAM.DELETE.probe"), _ANSWER_S)
+                return
+            finally:
+                nats.close()
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _lead(url: str) -> None:
+    nats = await RawNats.connect(url)
+    try:
+        for name in (await nats.request("$JS.API.STREAM.NAMES"))["streams"] or ():
+            while (await nats.request(f"$JS.API.STREAM.INFO.{name}"))["cluster"].get("leader") != "n0":
+                with suppress(RuntimeError):  # one is being elected
+                    request = {"placement": {"preferred": "n0"}}
+                    await nats.request(f"$JS.API.STREAM.LEADER.STEPDOWN.{name}", request)
+                await asyncio.sleep(_LOOK_S)
+    finally:
+        nats.close()

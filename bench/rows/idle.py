@@ -1,0 +1,88 @@
+"""`append_idle`, `append_idle_evicted`: the next append of a thread that nobody touched for a while, as agents are."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from bench.contestant import summary
+from bench.ours import Ours
+from bench.processor import Meter
+from bench.results import Benchmark, compared
+from bench.rows.append import UNITS
+from bench.stage import Stage
+
+#: Threads, and checkpoints of each: a log of 500 MB.
+_THREADS, _EACH = 100_000, 2
+#: nats-server forgets after ten seconds what it has read from its files.
+_IDLE_S = 15.0
+_CALLERS = 256
+#: Of all threads, those that a round wakes up, each once. Two kinds of them in three rounds leave a third asleep.
+_SHARE = 10
+_ROUNDS_MAX = 3
+#: Threads that are kept busy, for comparison; more than callers, so that no two wait for each other.
+_HOT = 1024
+#: With `--quick`.
+_QUICK_THREADS, _QUICK_ROUNDS = 20_000, 1
+
+
+class Sleepers(Ours):
+    """Appends once to each of many threads."""
+
+    async def append_each(self, threads: Sequence[str], callers: int) -> dict[str, float]:
+        """One append to each, so many at a time; see `summary` and `Meter`."""
+        waiting = iter(threads)
+        latencies: list[float] = []
+
+        async def caller() -> None:
+            for thread in waiting:
+                at = time.perf_counter()
+                await self.step(thread, len(latencies))
+                latencies.append(time.perf_counter() - at)
+
+        gc.collect()
+        meter = Meter(self.server_pids())
+        began = time.perf_counter()
+        await asyncio.gather(*(caller() for _ in range(callers)))
+        took = time.perf_counter() - began
+        return summary(latencies, len(latencies), took) | meter.each(len(latencies))
+
+
+def append_idle(stage: Stage) -> Iterator[Benchmark]:
+    """Idle threads against hot ones of the same process: one that knows all tips, and one that has seen no thread."""
+    threads = stage.count(_QUICK_THREADS if stage.quick else _THREADS, 2 * _SHARE)
+    rounds = min(stage.rounds, _QUICK_ROUNDS if stage.quick else _ROUNDS_MAX)
+    callers, woken = stage.count(_CALLERS, 16), threads // _SHARE
+    hot = [f"hot-{i % stage.count(_HOT, 32)}" for i in range(woken)]
+    asleep = iter(random.Random(1).sample(range(threads), threads))
+    kinds: Any = {"known": (Sleepers, {"cached_threads": 2 * threads}), "evicted": Sleepers}
+    with stage.workers(**kinds) as workers:
+        workers["known"].call("fill", threads=threads, each=_EACH, at_once=min(512, threads))
+        stage.say(f"{threads} threads, a log of {workers['known'].call('log_bytes') / 1e6:.0f} MB")
+
+        def idle(name: str) -> dict[str, float]:
+            chosen = [f"t-{next(asleep)}" for _ in range(woken)]
+            time.sleep(stage.seconds(_IDLE_S))
+            return append(name, chosen)
+
+        def busy(name: str) -> dict[str, float]:
+            mine = [f"{name}-{thread}" for thread in hot]
+            append(name, sorted(set(mine)))
+            return append(name, mine)
+
+        def append(name: str, chosen: Sequence[str]) -> dict[str, float]:
+            found: dict[str, float] = workers[name].call("append_each", threads=chosen, callers=callers)
+            return found
+
+        actions = {f"{name} idle": partial(idle, name) for name in workers}
+        found = stage.interleave(actions | {f"{name} hot": partial(busy, name) for name in workers}, rounds)
+    for name, suffix in (("known", ""), ("evicted", "_evicted")):
+        both = {"ours": found[f"{name} idle"], "hot threads": found[f"{name} hot"]}
+        for what, unit in UNITS.items():
+            values = {who: [result[what] for result in results] for who, results in both.items()}
+            yield compared(f"append_idle{suffix}.{what}", unit, values)

@@ -1,0 +1,76 @@
+"""The entries that wait in the ledger: the cursor has passed them, and they are not flushed.
+
+Of each thread they follow on its watermark without a gap: whoever waits, all later entries of the thread wait behind
+it. So a thread's state is its row, then what waits, then its tail in the log. An entry moves from the log into the
+table, and from the table into the row. Who reads them one after the other in this order misses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Protocol
+
+import msgspec
+
+from bufstore.buffer.entry import Malformed, StoredEntry
+
+
+class WaitingEntry(msgspec.Struct, frozen=True):
+    """An entry that waits, and why. Its thread is known."""
+
+    item: StoredEntry | Malformed
+    partition: int
+    reason: str
+
+
+class Queue(msgspec.Struct, frozen=True):
+    """What waits of one thread."""
+
+    thread_id: str
+    entries: int
+    #: About how many there are.
+    bytes: int
+    reason: str
+
+
+class WaitingTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """How much waits."""
+
+    entries: int = 0
+    threads: int = 0
+    bytes: int = 0
+    #: When the first of them began to wait.
+    since: datetime | None = None
+    #: The commonest one.
+    reason: str = ""
+
+
+class WaitingEntries(Protocol):
+    """The entries that wait. Raises what the ledger raises that they belong to."""
+
+    async def queues(self, partition: int) -> list[Queue]:
+        """The threads of which entries wait in a partition, by the position of the first."""
+        ...
+
+    async def first(
+        self, thread_ids: Sequence[str], entries: int, bytes_: int
+    ) -> dict[str, list[StoredEntry | Malformed]]:
+        """The first entries of these threads, each in order.
+
+        Of each thread at most so many, and of all together at most so many bytes or one entry; so of some threads there
+        may be none.
+        """
+        ...
+
+    async def of_thread(self, thread_id: str) -> list[StoredEntry | Malformed]:
+        """All that waits of a thread, in order."""
+        ...
+
+    async def threads(self, after: str, limit: int) -> list[str]:
+        """Threads of which entries wait and that come after one, in order."""
+        ...
+
+    async def totals(self) -> WaitingTotals:
+        """How much waits in all."""
+        ...

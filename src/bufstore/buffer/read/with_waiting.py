@@ -1,0 +1,50 @@
+"""A thread as the store will have it once what waits in the ledger is flushed.
+
+Entries move from those that wait into the row. So what waits is read first and the row after it: what has left the
+first is in the second. An entry that began to wait in between is in the log still, for as long as any read may take.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic
+
+import msgspec
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import S, StateReader
+from bufstore.buffer.flush.deciding import decide_thread
+from bufstore.buffer.parts import Parts
+from bufstore.buffer.read.overlay import overlay
+
+
+class WithWaiting(Generic[S]):
+    """See `bufstore.buffer.domain.StateReader`. Where nothing waits, which the row says, it costs nothing."""
+
+    def __init__(self, parts: Parts[Any, S, Any], reader: StateReader[S]) -> None:
+        self._domain, self._ledger = parts.domain, parts.ledger
+        self._reader = reader
+
+    async def state(self, thread_id: str) -> S:
+        state = await self._reader.state(thread_id)
+        if not state.watermark.waits_to:
+            return state
+        items = await self._ledger.waiting.of_thread(thread_id)
+        state = await self._reader.state(thread_id)
+        return _without_mark(overlay(self._domain, state, thread_id, items))
+
+    async def watermark(self, thread_id: str) -> Watermark:
+        """The watermark alone. Raises what the ledger raises."""
+        row = await self._ledger.watermark(thread_id)
+        if not row.waits_to:
+            return row
+        items = await self._ledger.waiting.of_thread(thread_id)
+        row = await self._ledger.watermark(thread_id)
+        todo, _ = decide_thread(thread_id, row, items, {}, self._domain.coalesce, complete=True)
+        return msgspec.structs.replace(todo.watermark, waits_to=0)
+
+    async def answers(self) -> None:
+        await self._reader.answers()
+
+
+def _without_mark(state: S) -> S:
+    return msgspec.structs.replace(state, watermark=msgspec.structs.replace(state.watermark, waits_to=0))

@@ -1,0 +1,59 @@
+"""Three nats-servers of one JetStream cluster, for tests and benchmarks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from ._base import USER, make_folder
+from ._nats import NatsServer
+
+_NODES = 3
+
+
+@contextmanager
+def three_servers(
+    folder: Path, more_users: str = "", *, sync_interval: str = "always", monitors: Sequence[int] = ()
+) -> Iterator[list[NatsServer]]:
+    """Servers n0 to n2 below `folder`, stopped at the end; they may not have elected a leader yet.
+
+    Each has a user of its own (that of its `url`), and all of them know the user "all" with the password "all" and
+    `more_users`, in the form of nats-server's configuration. `monitors`: the ports of their HTTP endpoints.
+    Raises EmbeddedError, as `NatsServer.start` does.
+    """
+    ports = free_ports(_NODES)
+    routes = ", ".join(f'"nats://127.0.0.1:{port}"' for port in ports)
+    servers = []
+    for i, port in enumerate(ports):
+        server = NatsServer(folder / f"n{i}", sync_interval=sync_interval)
+        make_folder(server.data)
+        server.extra_config = (
+            f'server_name: n{i}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{routes}] }}\n'
+            f'authorization {{ users: [ {{ user: {USER}, password: "{server._password}" }}, '
+            f"{{ user: all, password: all }}\n{more_users} ] }}\n"
+        )
+        if monitors:
+            server.extra_config += f'http: "127.0.0.1:{monitors[i]}"\n'
+        servers.append(server)
+    try:
+        with ThreadPoolExecutor(_NODES) as pool:
+            list(pool.map(NatsServer.start, servers))
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for s in sockets:
+            s.bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()

@@ -1,0 +1,89 @@
+"""The entries that wait, in memory, beside `MemoryLedger`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+
+from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.ports.waiting import Queue, WaitingEntry, WaitingTotals
+
+
+class MemoryWaiting:
+    """See `bufstore.buffer.ports.waiting.WaitingEntries`."""
+
+    def __init__(self) -> None:
+        #: By thread and position, with the time since when it waits.
+        self.entries: dict[tuple[str, int], tuple[WaitingEntry, datetime]] = {}
+
+    def write(self, waiting: Sequence[WaitingEntry], left: Mapping[str, int]) -> None:
+        """Part of a flush."""
+        for thread_id, seq in [key for key in self.entries if key[1] <= left.get(key[0], 0)]:
+            del self.entries[thread_id, seq]
+        now = datetime.now(UTC)
+        for entry in waiting:
+            assert entry.item.thread_id is not None
+            key = entry.item.thread_id, entry.item.seq
+            assert key not in self.entries, "no entry waits twice"
+            self.entries[key] = entry, now
+
+    def first_positions(self) -> dict[int, int]:
+        """Per partition, the position of the first that waits."""
+        first: dict[int, int] = {}
+        for (_, seq), (entry, _) in self.entries.items():
+            first[entry.partition] = min(seq, first.get(entry.partition, seq))
+        return first
+
+    def last_position(self, thread_id: str) -> int:
+        """That of the last entry of the thread that waits; 0: none."""
+        return max((seq for t, seq in self.entries if t == thread_id), default=0)
+
+    async def queues(self, partition: int) -> list[Queue]:
+        mine = sorted((seq, t, e) for (t, seq), (e, _) in self.entries.items() if e.partition == partition)
+        by_thread: dict[str, list[WaitingEntry]] = {}
+        for _, thread_id, entry in mine:
+            by_thread.setdefault(thread_id, []).append(entry)
+        return [
+            Queue(t, len(found), sum(_size(e) for e in found), min(e.reason for e in found))
+            for t, found in by_thread.items()
+        ]
+
+    async def first(
+        self, thread_ids: Sequence[str], entries: int, bytes_: int
+    ) -> dict[str, list[StoredEntry | Malformed]]:
+        found: dict[str, list[StoredEntry | Malformed]] = {}
+        size = 0
+        for thread_id in thread_ids:
+            for entry in self._of(thread_id)[:entries]:
+                if size >= bytes_:
+                    return found
+                size += _size(entry)
+                found.setdefault(thread_id, []).append(entry.item)
+        return found
+
+    async def of_thread(self, thread_id: str) -> list[StoredEntry | Malformed]:
+        return [entry.item for entry in self._of(thread_id)]
+
+    async def threads(self, after: str, limit: int) -> list[str]:
+        return sorted({t for t, _ in self.entries if t > after})[:limit]
+
+    async def totals(self) -> WaitingTotals:
+        if not self.entries:
+            return WaitingTotals()
+        reasons = Counter(e.reason for e, _ in self.entries.values())
+        return WaitingTotals(
+            entries=len(self.entries),
+            threads=len({t for t, _ in self.entries}),
+            bytes=sum(_size(e) for e, _ in self.entries.values()),
+            since=min(since for _, since in self.entries.values()),
+            reason=reasons.most_common(1)[0][0],
+        )
+
+    def _of(self, thread_id: str) -> list[WaitingEntry]:
+        return [self.entries[key][0] for key in sorted(key for key in self.entries if key[0] == thread_id)]
+
+
+def _size(entry: WaitingEntry) -> int:
+    item = entry.item
+    return len(item.entry.payload) if isinstance(item, StoredEntry) else sum(len(m.body) for m in item.messages)

@@ -1,0 +1,108 @@
+"""The entries that wait: rows of ``buffer_waiting``.
+
+Each is kept as its messages, in the form of the log, with its checksum: what is read is what was written, whichever
+release wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, LiteralString
+
+import msgspec
+from psycopg import AsyncConnection
+
+from bufstore.buffer.entry import Assembler, Malformed, StoredEntry, encode
+from bufstore.buffer.ports.waiting import Queue, WaitingEntry, WaitingTotals
+from bufstore.jetstream.messages import HEADER_BYTES_MAX, StoredMessage
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.pool import Pool
+from bufstore.postgres.ledger.applying import flush_errors
+
+#: No limit.
+_ALL = 1 << 62
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(tuple[StoredMessage, ...])
+
+
+class PostgresWaiting:
+    """See `bufstore.buffer.ports.waiting.WaitingEntries`."""
+
+    def __init__(
+        self, pool: Pool, setup: Callable[[], Awaitable[None]], queries: dict[str, LiteralString], timeout_s: float
+    ) -> None:
+        self._pool = pool
+        self._setup = setup
+        self._sql = queries
+        self._timeout_s = timeout_s
+
+    async def queues(self, partition: int) -> list[Queue]:
+        return [Queue(t, count, int(size), reason) for t, count, size, reason in await self._fetch("queues", partition)]
+
+    async def first(
+        self, thread_ids: Sequence[str], entries: int, bytes_: int
+    ) -> dict[str, list[StoredEntry | Malformed]]:
+        found: dict[str, list[StoredEntry | Malformed]] = {}
+        for thread_id, seq, blob in await self._fetch("first_waiting", arrays.texts(thread_ids), entries, bytes_):
+            found.setdefault(thread_id, []).append(_item(thread_id, seq, blob))
+        return found
+
+    async def of_thread(self, thread_id: str) -> list[StoredEntry | Malformed]:
+        return (await self.first([thread_id], _ALL, _ALL)).get(thread_id, [])
+
+    async def threads(self, after: str, limit: int) -> list[str]:
+        return [row[0] for row in await self._fetch("waiting_threads", after, limit)]
+
+    async def totals(self) -> WaitingTotals:
+        entries, threads, size, since, reason = (await self._fetch("waiting_totals"))[0]
+        return WaitingTotals(entries=entries, threads=threads, bytes=size, since=since, reason=reason)
+
+    async def write(
+        self, connection: AsyncConnection[Any], waiting: Sequence[WaitingEntry], left: Mapping[str, int]
+    ) -> None:
+        """Part of a flush transaction: what waits from now on, and of which threads what up to which position left."""
+        if left:
+            await self._run(connection, "leave", arrays.texts(left), arrays.longs(left.values()))
+        if waiting:
+            await self._run(connection, "wait", *_columns(waiting))
+
+    async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        cursor = arrays.ArrayCursor(connection)
+        await cursor.execute(self._sql[name], parameters, binary=True)
+        return await cursor.rows()
+
+    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        await self._setup()
+        async with self._pool.lend(self._timeout_s) as connection:
+            with flush_errors():
+                return await self._run(connection, name, *parameters)
+
+
+def _columns(waiting: Sequence[WaitingEntry]) -> tuple[arrays.Array, ...]:
+    items = [w.item for w in waiting]
+    return (
+        arrays.texts(i.thread_id for i in items),
+        arrays.longs(i.seq for i in items),
+        arrays.ints(w.partition for w in waiting),
+        arrays.longs(i.entry.id if isinstance(i, StoredEntry) else None for i in items),
+        arrays.blobs([_encoder.encode(_messages(i)) for i in items]),
+        arrays.texts(w.reason.replace("\0", "?") for w in waiting),
+    )
+
+
+def _messages(item: StoredEntry | Malformed) -> tuple[StoredMessage, ...]:
+    if isinstance(item, Malformed):
+        return item.messages
+    # One message, however many it had: nothing limits its size here.
+    ((header, body),) = encode(item.entry, HEADER_BYTES_MAX + len(item.entry.payload))
+    return (StoredMessage("", item.seq, header, body),)
+
+
+def _item(thread_id: str, seq: int, blob: bytes) -> StoredEntry | Malformed:
+    messages = _decoder.decode(blob)
+    assembler = Assembler()
+    items = [item for message in messages for item in assembler.feed(message, thread_id)] + [*assembler.abandon()]
+    if len(items) == 1:
+        return items[0]
+    return Malformed(messages[-1].subject, seq, messages, "messages that make no entry", thread_id)
