@@ -34,7 +34,7 @@ class MemorySession:
 
     def __init__(self, log: MemoryLog, shared: MemorySharedState, config: BufferConfig) -> None:
         self.stream = log
-        self.log = GroupLog(log, config, secrets.token_hex(6))
+        self.log = GroupLog(log, shared, config, secrets.token_hex(6))
         self.shared = shared
 
     @property

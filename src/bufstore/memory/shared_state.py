@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bufstore.buffer.ports.log import Floor
 from bufstore.buffer.ports.shared_state import RUN_TTL_S
 from bufstore.errors import Closed
 from bufstore.jetstream.messages import Conflict
@@ -128,6 +129,15 @@ class MemorySharedState:
     async def progress(self) -> dict[int, int]:
         bucket = await self._turn()
         return {p: value.body for p in bucket.keys("flushed") if (value := bucket.get("flushed", p)) is not None}
+
+    async def put_floors(self, floors: Mapping[int, Floor]) -> None:
+        bucket = await self._turn()
+        for partition, floor in floors.items():
+            bucket.put("floor", partition, floor)
+
+    async def floors(self) -> dict[int, Floor]:
+        bucket = await self._turn()
+        return {p: value.body for p in bucket.keys("floor") if (value := bucket.get("floor", p)) is not None}
 
     async def on_progress(self, callback: Callable[[int, int], None]) -> None:
         await self._listen("flushed", callback)

@@ -40,9 +40,9 @@ class NatsSession:
 
     def __init__(self, nats: NatsConfig, config: BufferConfig, name: str) -> None:
         self.connection = Connection(nats, name)
-        self._stream = NatsLog(self.connection, nats.api, config)
-        self.log = GroupLog(self._stream, config, secrets.token_hex(6))
         self.shared = NatsSharedState(self.connection, nats.api, config.log)
+        self.stream = NatsLog(self.connection, nats.api, config)
+        self.log = GroupLog(self.stream, self.shared, config, secrets.token_hex(6))
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -55,5 +55,5 @@ class NatsSession:
         async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the other does
             stack.push_async_callback(self.connection.aclose)
             stack.push_async_callback(self.shared.aclose)
-            stack.push_async_callback(self._stream.aclose)
+            stack.push_async_callback(self.stream.aclose)
             stack.push_async_callback(self.log.aclose)

@@ -17,6 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
+from bufstore.buffer.ports.log import Floor
 from bufstore.buffer.ports.shared_state import RUN_TTL_S
 from bufstore.config import LogConfig
 from bufstore.errors import LogUnavailable, MalformedEntry
@@ -174,6 +175,21 @@ class NatsSharedState:
             return {}
         reports = [(s.rpartition(".")[2], m.body) for s, m in found.items()]
         return {int(p): int(body) for p, body in reports if p.isdecimal() and body.isdigit()}
+
+    async def put_floors(self, floors: Mapping[int, Floor]) -> None:
+        for partition, floor in floors.items():
+            await self._tell(f"{self._keys}floor.{partition}", f"{floor.settled},{floor.purgeable}".encode())
+
+    async def floors(self) -> dict[int, Floor]:
+        try:
+            found = await self._stream.last([f"{self._keys}floor.*"], _TIMEOUT_S)
+        except StreamMissing:
+            return {}
+        floors = {}
+        for subject, message in found.items():
+            with contextlib.suppress(ValueError, TypeError):  # anybody may publish here
+                floors[int(subject.rpartition(".")[2])] = Floor(*map(int, message.body.split(b",")))
+        return floors
 
     async def on_progress(self, callback: Callable[[int, int], None]) -> None:
         def heard(msg: Msg) -> None:

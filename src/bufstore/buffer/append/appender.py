@@ -78,6 +78,9 @@ class Appender(Generic[S, M]):
         self._explain = explain
         #: When the log was full last, and how many entries had been appended then.
         self._full = (float("-inf"), 0)
+        #: Grows when the log forgets who wrote to which thread: what was looked up before may be out of date.
+        self._life = 0
+        log.on_forget(self._let_go)
         self.appended = 0
         self.conflicts = 0
 
@@ -114,6 +117,13 @@ class Appender(Generic[S, M]):
         if lane is not None:
             lane.stale = True
         self._tips.drop(thread_id)
+
+    def _let_go(self, everything: bool) -> None:
+        self._life += 1
+        for thread_id, tip in self._tips.all():
+            head = self._log.known_head(self._subjects.of(thread_id))
+            if everything or (head and head != tip.seq):
+                self._tips.drop(thread_id)
 
     async def learn_new(
         self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
@@ -362,10 +372,14 @@ class Appender(Generic[S, M]):
         `for_head`: only the first write in the queue needs what is looked for, and alone fails without it.
         """
         try:
-            try:
-                tip = await find()
-            except (LogUnavailable, AppendUnknown):
-                tip = await self._find_again(lane, find)
+            while True:
+                life = self._life
+                try:
+                    tip = await find()
+                except (LogUnavailable, AppendUnknown):
+                    tip = await self._find_again(lane, find)
+                if life == self._life:
+                    break
         except (BufstoreError, AppendUnknown) as e:
             self._fail(lane, e, for_head)
         except Exception as e:

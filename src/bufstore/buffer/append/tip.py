@@ -128,6 +128,10 @@ class TipCache(Generic[M]):
         found = self._tips.get(thread_id)
         return found[0] if found is not None else None
 
+    def all(self) -> list[tuple[str, Tip[M]]]:
+        """Every thread that is remembered, with its tip."""
+        return [(thread_id, tip) for thread_id, (tip, _) in self._tips.items()]
+
     def put(self, thread_id: str, tip: Tip[M]) -> None:
         """Remember the tip, forget what was written longest ago."""
         weight = tip.memory.weight if tip.memory is not None else 1

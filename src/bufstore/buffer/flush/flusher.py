@@ -27,6 +27,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wai
 from tenacity.stop import stop_when_event_set
 
 from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.flush.idle import IdleCursors
 from bufstore.buffer.flush.lease import Lease
 from bufstore.buffer.flush.overdue import Overdue
 from bufstore.buffer.flush.recaller import Recaller
@@ -75,6 +76,7 @@ class Flusher:
             self._unable,
             lambda: self.state.trouble,
         )
+        self._idle = IdleCursors(parts, self._owned, self._takeover.compare)
         self._retention = Retention(parts, self._owned, self._takeover.compare)
 
     async def start(self) -> None:
@@ -202,6 +204,7 @@ class Flusher:
             for owned in list(self._owned.values()):
                 if owned.collect():
                     await owned.feed.more()
+            await self._idle.advance()
             self._overdue.judge()
             self._recaller.look()
             self.state.pending = sum(owned.unsettled for owned in self._owned.values())

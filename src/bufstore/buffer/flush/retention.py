@@ -17,6 +17,7 @@ from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.passed import purgeable, share_to_go
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import FlushFailed
+from bufstore.buffer.ports.log import Floor
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown
@@ -48,6 +49,8 @@ class Retention:
         #: Why Postgres does not confirm anything at the moment.
         self._unconfirmed = ""
         self._to_bury = False
+        #: What was said of our partitions.
+        self._floors: dict[int, Floor] = {}
 
     async def keep(self, stopping: asyncio.Event) -> None:
         """Purge now and then, until `stopping`."""
@@ -75,14 +78,21 @@ class Retention:
         wished = self._loop.time() - self._config.retain_after_flush_s
         confirmed = self._confirmed_at - windows.keep_s
         archived = self._archived if windows.archives else None
-        for owned in list(self._owned.values()):
-            below = purgeable(owned.passed, confirmed=confirmed, wished=wished, to_go=to_go, archived=archived)
-            if below is not None and owned.doubt is None:
+        floors = {}
+        for partition, owned in self._owned.items():
+            if owned.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
-                reach(Failpoint.PURGE_BEFORE)
-                await self._log.purge(owned.cursor.partition, below)
-                reach(Failpoint.PURGE_DONE)
-                owned.passed.gone(below)
+                below = purgeable(owned.passed, confirmed=confirmed, wished=wished, to_go=to_go, archived=archived)
+                floor = Floor(owned.passed.before(confirmed), below or owned.passed.purged)
+                before = self._floors.get(partition, Floor(0, 0))
+                floors[partition] = Floor(max(floor.settled, before.settled), max(floor.purgeable, before.purgeable))
+        self._floors = floors
+        reach(Failpoint.PURGE_BEFORE)
+        purged = await self._log.let_go(floors)
+        reach(Failpoint.PURGE_DONE)
+        for owned in self._owned.values():
+            if purged > owned.passed.purged:
+                owned.passed.gone(purged)
                 self._to_bury = True
         if self._to_bury and not self._unconfirmed:
             await self._bury()

@@ -11,9 +11,9 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from bufstore.buffer.groups.places import group_of
-from bufstore.buffer.ports.log import Feed
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 
@@ -21,6 +21,35 @@ _log = logging.getLogger(__name__)
 
 #: Gives the entries of a message by partition, and whether it is a group at all.
 Split = Callable[[StoredMessage], Awaitable[Sequence[tuple[int, StoredMessage]]]]
+
+
+class StreamFeed(Protocol):
+    """The messages of one subject from a position on, in order, without a hole, until it is lost.
+
+    It delivers so much ahead of what is acknowledged, and no more.
+    """
+
+    @property
+    def lost(self) -> str | None:
+        """Why it can deliver no more (a hole, a lost connection, a deleted consumer), or None."""
+        ...
+
+    @property
+    def crowded(self) -> bool:
+        """Whether half of the messages that may be unacknowledged are."""
+        ...
+
+    def take(self) -> list[StoredMessage]:
+        """What has arrived since the last call."""
+        ...
+
+    async def ack(self, seq: int) -> None:
+        """Everything up to the message with this sequence is done."""
+        ...
+
+    async def close(self) -> None:
+        """Stop and remove the consumer."""
+        ...
 
 
 class PartitionFeed:
@@ -46,6 +75,11 @@ class PartitionFeed:
     def take(self) -> list[StoredMessage]:
         arrived, self._arrived = self._arrived, []
         return arrived
+
+    @property
+    def through(self) -> StoredMessage | None:
+        """The last entry of the log, of any partition, if nothing of this one waits to be taken before it."""
+        return None if self._arrived or self.lost is not None else self._source.last
 
     async def more(self) -> None:
         """An entry is never in pieces here."""
@@ -81,15 +115,17 @@ class PartitionFeed:
 class Feeds:
     """All partitions that a process follows, and the feed of groups behind them."""
 
-    def __init__(self, follow: Callable[[int, Callable[[], None]], Awaitable[Feed]], split: Split) -> None:
+    def __init__(self, follow: Callable[[int, Callable[[], None]], Awaitable[StreamFeed]], split: Split) -> None:
         """`follow`: begins a feed of groups at this sequence."""
         self._follow, self._split = follow, split
         self._feeds: dict[int, PartitionFeed] = {}
-        self._groups: Feed | None = None
+        self._groups: StreamFeed | None = None
         #: From where on groups are delivered.
         self._from = 0
         #: Groups that are not acknowledged: their sequences, and up to which place each partition has entries in them.
         self._open: deque[tuple[int, dict[int, int]]] = deque()
+        #: The last entry that was given out.
+        self.last: StoredMessage | None = None
         self._task: asyncio.Task[None] | None = None
         self._something = asyncio.Event()
         self._changing = asyncio.Lock()
@@ -124,11 +160,11 @@ class Feeds:
         await self._end()
         firsts = [group_of(feed.acked) for feed in self._feeds.values() if feed.lost is None]
         self._from = min([seq, *firsts])
-        self._lost = None
+        self._lost = self.last = None
         self._groups = await self._follow(self._from, self._something.set)
         self._task = asyncio.create_task(self._guarded(self._groups), name="bufstore-feeds")
 
-    async def _guarded(self, groups: Feed) -> None:
+    async def _guarded(self, groups: StreamFeed) -> None:
         try:
             await self._deliver(groups)
         except (BufstoreError, AppendUnknown) as e:
@@ -140,15 +176,17 @@ class Feeds:
             for feed in self._feeds.values():
                 feed.wake()
 
-    async def _deliver(self, groups: Feed) -> None:
+    async def _deliver(self, groups: StreamFeed) -> None:
         while groups.lost is None:
             for message in groups.take():
                 touched: dict[int, int] = {}
-                for partition, entry in await self._split(message):
+                entries = await self._split(message)
+                for partition, entry in entries:
                     feed = self._feeds.get(partition)
                     touched[partition] = entry.seq
                     if feed is not None:
                         feed.add(entry)
+                self.last = entries[-1][1]
                 self._open.append((message.seq, touched))
                 for partition in touched:
                     if (feed := self._feeds.get(partition)) is not None:

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
+from bufstore.buffer.groups.feeds import Feeds, PartitionFeed, StreamFeed
 from bufstore.buffer.groups.group import Group, decode_entry, hash_of
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined
@@ -19,23 +19,45 @@ from bufstore.buffer.groups.places import first_place, group_of, last_place, num
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
-from bufstore.buffer.ports.log import Feed, Log
+from bufstore.buffer.ports.log import Floor, Generations
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, MalformedEntry
-from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Conflict, Held, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Conflict, Held, Outgoing, StoredMessage, Stream
 
 _READ_S = 5.0
 #: How many groups are read at a time where all are read.
 _SCANNED_AT_ONCE = 32
 
 
-class GroupsInStream(Log, Protocol):
-    """The stream that holds the groups: a log of messages, of which any subject can be followed."""
+class GroupsInStream(Stream, Generations, Protocol):
+    """The stream that holds the groups."""
 
-    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> Feed:
+    @property
+    def generation_start(self) -> int:
+        """The first sequence of this generation of the stream."""
+        ...
+
+    @property
+    def windows(self) -> Windows:
+        """See `bufstore.buffer.ports.log.Log`, also for what follows."""
+        ...
+
+    async def set_windows(self, windows: Windows) -> None: ...
+    async def end(self, timeout_s: float) -> int: ...
+    async def identity(self, seq: int) -> StoredMessage | None: ...
+    async def prove_leader(self, timeout_s: float) -> None: ...
+    async def barrier(self, timeout_s: float) -> int: ...
+    async def fill(self) -> tuple[int, int]: ...
+
+    @property
+    def refused(self) -> str | None: ...
+    def refuse(self, reason: str) -> None: ...
+    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None: ...
+
+    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> StreamFeed:
         """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
         ...
 
@@ -44,22 +66,30 @@ class GroupsInStream(Log, Protocol):
         ...
 
 
+class Floors(Protocol):
+    """Where floors are kept for all processes: `bufstore.buffer.ports.shared_state.SharedState`."""
+
+    async def put_floors(self, floors: Mapping[int, Floor]) -> None: ...
+    async def floors(self) -> dict[int, Floor]: ...
+
+
 class GroupLog:
     """See `bufstore.buffer.ports.log.Log`. Positions are places (`bufstore.buffer.groups.places`)."""
 
-    def __init__(self, stream: GroupsInStream, config: BufferConfig, name: str) -> None:
+    def __init__(self, stream: GroupsInStream, shared: Floors, config: BufferConfig, name: str) -> None:
         """`name`: of this process, among those that follow the stream."""
-        self._stream, self._config, self._name = stream, config, name
+        self._stream, self._shared, self._config, self._name = stream, shared, config, name
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._heads = Heads()
-        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self._lost, _READ_S)
+        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self._begins_anew, _READ_S)
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._split)
-        self._lost_callbacks: list[Callable[[], None]] = []
+        self._forget_callbacks: list[Callable[[bool], None]] = []
         #: How often the stream was followed: each time by a consumer of its own.
         self._followed = 0
-        #: Below which place each partition may be purged.
-        self._purgeable: dict[int, int] = {}
+        #: What this process has said that it does not need of partitions; and below which group the log is purged.
+        self._said: dict[int, Floor] = {}
+        self._purged = 0
 
     # --- writing ----------------------------------------------------------------------------------------------
 
@@ -119,16 +149,12 @@ class GroupLog:
     # --- what is in the log -----------------------------------------------------------------------------------
 
     async def _floor(self) -> int:
+        """From where on everything that is in the log must be known."""
         first, _ = await self._stream.bounds()
-        return first_place(first)
-
-    def _lost(self) -> None:
-        for callback in self._lost_callbacks:
-            callback()
-
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        """Call back when it is not known any more what others wrote since something was remembered."""
-        self._lost_callbacks.append(callback)
+        floors = await self._shared.floors()
+        if len(floors) < self._subjects.partitions:
+            return first_place(first)
+        return max(first_place(first), min(floor.settled for floor in floors.values()))
 
     def _head(self, subject: str) -> int:
         return self._heads.head(hash_of(self._subjects.thread_id(subject)))
@@ -249,7 +275,7 @@ class GroupLog:
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> PartitionFeed:
         return await self._feeds.open(partition, start, wake)
 
-    async def _follow(self, seq: int, wake: Callable[[], None]) -> Feed:
+    async def _follow(self, seq: int, wake: Callable[[], None]) -> StreamFeed:
         self._followed += 1
         name = f"{self._name}{self._followed}"
         return await self._stream.follow(name, self._subjects.groups, seq, wake)
@@ -257,13 +283,47 @@ class GroupLog:
     async def acked(self, partition: int, term: int) -> int | None:
         return None
 
-    async def purge(self, partition: int, below: int) -> None:
-        self._purgeable[partition] = max(self._purgeable.get(partition, 0), below)
-        if len(self._purgeable) == self._subjects.partitions:
+    async def let_go(self, floors: Mapping[int, Floor]) -> int:
+        known = await self._shared.floors()
+        for partition, floor in floors.items():
+            before = known.get(partition, Floor(0, 0))
+            known[partition] = Floor(max(floor.settled, before.settled), max(floor.purgeable, before.purgeable))
+        said = {p: known[p] for p in floors if self._said.get(p) != known[p]}
+        if said:
+            await self._shared.put_floors(said)
+            self._said |= said
+        if len(known) < self._subjects.partitions:
+            return 0
+        self._forget(min(floor.settled for floor in known.values()))
+        below = group_of(min(floor.purgeable for floor in known.values()))
+        if below > self._purged:
             # The last group stays: behind nothing, a late first copy of any group could be stored.
             last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
             if last is not None:
-                await self._stream.purge_below(min(group_of(min(self._purgeable.values())), last.seq))
+                await self._stream.purge_below(min(below, last.seq))
+                self._purged = below
+        return first_place(self._purged)
+
+    def _forget(self, floor: int) -> None:
+        # A unit that waits was drafted on what was known when it came.
+        oldest = self._sequencer.oldest
+        floor = floor if oldest is None else min(floor, first_place(oldest))
+        if self._heads.forgets(floor):
+            self._before_forgetting(everything=False)
+        self._heads.forget(floor)
+
+    def _begins_anew(self) -> None:
+        self._before_forgetting(everything=True)
+
+    def _before_forgetting(self, *, everything: bool) -> None:
+        for callback in self._forget_callbacks:
+            callback(everything)
+
+    def on_forget(self, callback: Callable[[bool], None]) -> None:
+        self._forget_callbacks.append(callback)
+
+    def known_head(self, subject: str) -> int:
+        return self._head(subject)
 
     async def erase(self, subject: str, below: int) -> int:
         raise NotImplementedError

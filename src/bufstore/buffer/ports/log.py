@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.jetstream.group_commit import AppendUnit
 from bufstore.jetstream.messages import Held, Outgoing, StoredMessage, Stream
+
+
+class Floor(NamedTuple):
+    """What is no longer needed of a partition's part of the log; positions."""
+
+    #: Everything below is in every Postgres there will be (`bufstore.buffer.flush.passed`).
+    settled: int
+    #: Everything below may leave the log.
+    purgeable: int
 
 
 class Feed(Protocol):
@@ -26,6 +35,14 @@ class Feed(Protocol):
 
     async def more(self) -> None:
         """Go on delivering although the bounds are reached: an oversize entry is incomplete."""
+        ...
+
+    @property
+    def through(self) -> StoredMessage | None:
+        """The last entry that was delivered of any partition; None if one of this partition is still to be taken.
+
+        So the partition has nothing up to there that was not taken.
+        """
         ...
 
     @property
@@ -184,8 +201,22 @@ class Log(Stream, Generations, Protocol):
         """What the log holds, and above a position in each partition; of partitions left out, all."""
         ...
 
-    async def purge(self, partition: int, below: int) -> None:
-        """Remove the partition's messages below a sequence."""
+    async def let_go(self, floors: Mapping[int, Floor]) -> int:
+        """Say what is no longer needed of these partitions; forget and remove what is needed of none.
+
+        Below which position that was removed. Call it now and then, without partitions too: others say it as well.
+        """
+        ...
+
+    def on_forget(self, callback: Callable[[bool], None]) -> None:
+        """Call back before this object forgets who wrote to which thread (True: it does not know at all any more).
+
+        Whoever remembers the last entry of a thread keeps it only if `known_head` does not name another.
+        """
+        ...
+
+    def known_head(self, subject: str) -> int:
+        """The position of the thread's last entry as far as this process has seen the log; 0: it knows of none."""
         ...
 
     async def erase(self, subject: str, below: int) -> int:

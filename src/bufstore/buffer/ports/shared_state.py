@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.log import Floor, Log
 
 #: How long the shared state keeps a run's id: to find the run until Postgres has it, and to refuse its id to others.
 RUN_TTL_S = 7 * 24 * 3600
@@ -67,6 +67,14 @@ class SharedState(Protocol):
 
     async def on_progress(self, callback: Callable[[int, int], None]) -> None:
         """Call back with (partition, sequence) for every report of any flusher, from now on."""
+        ...
+
+    async def put_floors(self, floors: Mapping[int, Floor]) -> None:
+        """Publish, per partition, what is no longer needed of the log."""
+        ...
+
+    async def floors(self) -> dict[int, Floor]:
+        """The last ones published."""
         ...
 
     async def tell_parked(self, thread_id: str) -> None:

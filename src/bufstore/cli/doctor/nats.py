@@ -183,7 +183,7 @@ async def _bucket(notes: Notes, stream: NatsStream, config: LogConfig) -> bool:
 async def _permissions(
     notes: Notes, session: NatsSession, api: str, config: LogConfig, role: Role, *, bucket: bool
 ) -> None:
-    log, subjects = session.log, Subjects(config.subject, config.partitions)
+    log, subjects = session.stream, Subjects(config.subject, config.partitions)
     nothing = subjects.of(f"doctor-{secrets.token_hex(8)}")  # a thread that does not exist
     name = f"{config.subject}-doctor-{secrets.token_hex(8)}"
     consumer = {"name": name, "ack_policy": "all", "filter_subject": nothing, "inactive_threshold": 5_000_000_000}

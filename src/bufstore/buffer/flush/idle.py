@@ -1,0 +1,68 @@
+"""Moves the cursors of partitions to which nothing is written: up to there the log holds nothing of theirs.
+
+All partitions share the log, and it is purged only as far as every cursor has come. So now and then the cursors that
+stay behind go to the last entry that was delivered, whichever partition it is of, in one small transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from bufstore.buffer.entry import entry_id
+from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, NotOwner
+from bufstore.errors import BufstoreError
+
+_log = logging.getLogger(__name__)
+
+_INTERVAL_S = 5.0
+
+
+class IdleCursors:
+    """Moves the idle cursors of one owner, between its flushes."""
+
+    def __init__(
+        self, parts: AnyParts, owned_partitions: Mapping[int, OwnedPartition], compare: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`compare`: doubts the partitions that Postgres shows to be another's."""
+        self._ledger, self._shared = parts.ledger, parts.shared
+        self._owned, self._compare = owned_partitions, compare
+        self._interval = min(_INTERVAL_S, parts.config.log.failover_window_s / 8)
+        self._loop = asyncio.get_running_loop()
+        self._due_at = 0.0
+
+    async def advance(self) -> None:
+        """Move them, if it is time. Call this when everything that arrived has been collected, not during a flush."""
+        if self._loop.time() < self._due_at:
+            return
+        self._due_at = self._loop.time() + self._interval
+        moved = [(owned, cursor) for owned in self._owned.values() if (cursor := idle_cursor(owned)) is not None]
+        if not moved:
+            return
+        cursors = [cursor for _, cursor in moved]
+        try:
+            await self._ledger.flush(
+                [owned.cursor for owned, _ in moved],
+                [],
+                lambda _: Decision(batch=[], watermarks={}, parked=[], cursors=cursors),
+            )
+            for owned, cursor in moved:
+                owned.settle((), cursor, self._loop.time())
+            await self._shared.report({cursor.partition: cursor.seq for cursor in cursors})
+            for owned, cursor in moved:
+                await owned.feed.ack(cursor.seq)
+        except NotOwner:
+            await self._compare()
+        except (BufstoreError, FlushFailed) as e:
+            _log.debug("idle cursors stay where they are for now: %s", e, extra={"action": "idle_cursors"})
+
+
+def idle_cursor(owned: OwnedPartition) -> Cursor | None:
+    """Where the partition's cursor may go without a flush; None if nowhere."""
+    through = owned.feed.through
+    if owned.unsettled or owned.doubt is not None or through is None or through.seq <= owned.cursor.seq:
+        return None
+    return Cursor(owned.cursor.partition, owned.cursor.term, through.seq, entry_id(through))
