@@ -68,9 +68,7 @@ class PartitionFeed:
 
     @property
     def lost(self) -> str | None:
-        if self._lost is None:
-            self._lost = self._source.lost
-        return self._lost
+        return self._lost or self._source.lost
 
     def take(self) -> list[StoredMessage]:
         arrived, self._arrived = self._arrived, []
@@ -99,6 +97,11 @@ class PartitionFeed:
         self.lose("closed")
         await self._source.remove(self)
 
+    @property
+    def lost_itself(self) -> str | None:
+        """Why this feed is lost, whatever becomes of the groups."""
+        return self._lost
+
     def lose(self, reason: str) -> None:
         """Deliver no more."""
         if self._lost is None:
@@ -120,8 +123,9 @@ class Feeds:
         self._follow, self._split = follow, split
         self._feeds: dict[int, PartitionFeed] = {}
         self._groups: StreamFeed | None = None
-        #: From where on groups are delivered.
-        self._from = 0
+        #: The last group that was delivered; and which feeds have got all of theirs up to there.
+        self._delivered = 0
+        self._covered: set[PartitionFeed] = set()
         #: Groups that are not acknowledged: their sequences, and up to which place each partition has entries in them.
         self._open: deque[tuple[int, dict[int, int]]] = deque()
         #: The last entry that was given out.
@@ -145,23 +149,33 @@ class Feeds:
 
     async def open(self, partition: int, start: int, wake: Callable[[], None]) -> PartitionFeed:
         """Deliver a partition's entries from the place `start`. Raises LogUnavailable."""
+        if (before := self._feeds.get(partition)) is not None:
+            before.lose("the partition is followed anew")
+        feed = self._feeds[partition] = PartitionFeed(self, partition, start, wake)
         async with self._changing:
-            if (before := self._feeds.get(partition)) is not None:
-                before.lose("the partition is followed anew")
-            feed = PartitionFeed(self, partition, start, wake)
-            if self._groups is None or self.lost is not None or group_of(start) < self._from:
-                await self._begin(group_of(start))
-            self._feeds[partition] = feed
-            self._something.set()
-            return feed
+            if self._feeds.get(partition) is feed and (self.lost is not None or not self._covers(feed)):
+                try:
+                    await self._begin()
+                except BaseException:
+                    if self._feeds.get(partition) is feed:
+                        del self._feeds[partition]
+                    raise
+        return feed
 
-    async def _begin(self, seq: int) -> None:
-        """Have groups delivered from this one on. What was delivered before comes again, and is known by its place."""
+    def _covers(self, feed: PartitionFeed) -> bool:
+        """Whether everything that the feed wants is still to be delivered, or was delivered to it."""
+        if self._groups is None:
+            return False
+        return feed in self._covered or group_of(feed.delivered + 1) > self._delivered
+
+    async def _begin(self) -> None:
+        """Have groups delivered from where the first feed needs them. What comes again is known by its place."""
         await self._end()
-        firsts = [group_of(feed.acked) for feed in self._feeds.values() if feed.lost is None]
-        self._from = min([seq, *firsts])
+        self._covered = {feed for feed in self._feeds.values() if feed.lost_itself is None}
+        start = min(group_of(feed.acked + 1) for feed in self._covered)
         self._lost = self.last = None
-        self._groups = await self._follow(self._from, self._something.set)
+        self._delivered = start - 1
+        self._groups = await self._follow(start, self._something.set)
         self._task = asyncio.create_task(self._guarded(self._groups), name="bufstore-feeds")
 
     async def _guarded(self, groups: StreamFeed) -> None:
@@ -186,7 +200,7 @@ class Feeds:
                     touched[partition] = entry.seq
                     if feed is not None:
                         feed.add(entry)
-                self.last = entries[-1][1]
+                self.last, self._delivered = entries[-1][1], message.seq
                 self._open.append((message.seq, touched))
                 for partition in touched:
                     if (feed := self._feeds.get(partition)) is not None:
