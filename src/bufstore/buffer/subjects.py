@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass
 from functools import lru_cache
 
+from bufstore.buffer.places import first_place
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.subject_tokens import token, untoken
 
@@ -13,9 +14,14 @@ from bufstore.jetstream.subject_tokens import token, untoken
 _EPOCH_BITS = 40
 
 
+def first_sequence(epoch: int) -> int:
+    """The first sequence of a generation of the stream."""
+    return max(1, epoch << _EPOCH_BITS)
+
+
 def first_position(epoch: int) -> int:
     """The first position of a generation of the log."""
-    return max(1, epoch << _EPOCH_BITS)
+    return first_place(first_sequence(epoch))
 
 
 @lru_cache(maxsize=1 << 14)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
-from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
@@ -41,7 +41,7 @@ class MemoryStream:
         self.windows = Windows.of(config)
         #: What it remembers while it is out of service.
         self.withdrawn: Sequence[int] | None = None
-        self.end = first_position(epoch) - 1
+        self.end = first_sequence(epoch) - 1
         self.bytes = 0
         #: In order of their sequences.
         self.messages: list[StoredMessage] = []
@@ -254,7 +254,7 @@ class MemoryLog:
     @property
     def generation_start(self) -> int:
         stream = self._stream
-        return first_position(stream.epoch if stream is not None else 0)
+        return first_sequence(stream.epoch if stream is not None else 0)
 
     @property
     def refused(self) -> str | None:

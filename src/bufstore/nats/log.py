@@ -10,7 +10,7 @@ from typing import Any
 from nats.aio.client import Client
 
 from bufstore.buffer.shared_call import SharedCall
-from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
@@ -77,7 +77,7 @@ class NatsLog(NatsStream):
             return None
         self._same.note(int(info["state"]["last_seq"]))
         epoch = check_stream(self._config.log, info["config"]) if checked else epoch_of(info["config"])
-        self._generation_start = first_position(epoch)
+        self._generation_start = first_sequence(epoch)
         return epoch
 
     async def _look(self, timeout_s: float = 5.0) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import LogConfig
@@ -110,7 +110,7 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
         "max_msg_size": -1,
         "max_bytes": config.max_bytes,
         "allow_atomic": True,
-        "first_seq": first_position(epoch),
+        "first_seq": first_sequence(epoch),
         **_common(config),
         "metadata": metadata_of(config, epoch, target),
     }

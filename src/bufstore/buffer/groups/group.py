@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bufstore.buffer.groups.places import ENTRIES_MAX, place
+from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from bufstore.buffer.groups.group import Group
-from bufstore.buffer.groups.places import first_place, group_of
+from bufstore.buffer.places import first_place, group_of
 
 #: Heads are forgotten a generation at a time, so that no entry is looked at again for it.
 _GENERATIONS_MAX = 8

@@ -15,10 +15,10 @@ from bufstore.buffer.groups.feeds import Feeds, PartitionFeed, StreamFeed
 from bufstore.buffer.groups.group import Group, decode_entry, hash_of
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined
-from bufstore.buffer.groups.places import first_place, group_of, last_place, number_of, place
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
+from bufstore.buffer.places import first_place, group_of, last_place, number_of, place
 from bufstore.buffer.ports.log import Floor, Generations
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
@@ -74,7 +74,7 @@ class Floors(Protocol):
 
 
 class GroupLog:
-    """See `bufstore.buffer.ports.log.Log`. Positions are places (`bufstore.buffer.groups.places`)."""
+    """See `bufstore.buffer.ports.log.Log`. Positions are places (`bufstore.buffer.places`)."""
 
     def __init__(self, stream: GroupsInStream, shared: Floors, config: BufferConfig, name: str) -> None:
         """`name`: of this process, among those that follow the stream."""

@@ -28,8 +28,8 @@ from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 from bufstore.buffer.groups.group import HEAD_BYTES_MAX, RECORD_BYTES, Draft, NewEntry, hash_of, in_group
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import parts_of, reference
-from bufstore.buffer.groups.places import ENTRIES_MAX, place
 from bufstore.buffer.groups.written import Behind, Written
+from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from bufstore.buffer.groups.group import Group, decode_header
 from bufstore.buffer.groups.heads import Gap, Heads
-from bufstore.buffer.groups.places import group_of
 from bufstore.buffer.groups.written import Behind, Written
+from bufstore.buffer.places import group_of
 from bufstore.buffer.shared_call import SharedCall
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from bufstore.buffer.entry import Item, assemble
-from bufstore.buffer.subjects import Subjects, first_position
+from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import check_kind
 from bufstore.errors import ConfigError, MalformedEntry, NoLog
 from bufstore.jetstream.messages import StoredMessage
@@ -129,7 +129,7 @@ def epoch_after(manifests: Sequence[Manifest], created: str | None, epoch: int) 
     newest = max(manifests, key=lambda m: m.end)
     if created is None:
         return newest.epoch + 1
-    if created != newest.created and first_position(epoch) < newest.end:
+    if created != newest.created and first_sequence(epoch) < newest.end:
         raise ConfigError(
             f"the deployment has a log (epoch {epoch}) whose positions the archive (epoch {newest.epoch}) has too: its "
             "entries would be taken for applied. Restore where there is no log yet, or one of a later epoch"
