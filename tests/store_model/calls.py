@@ -87,7 +87,7 @@ class Witness:
         first = call.outcome == "running"
         if first:
             self.calls.append(call)
-            call.began, call.began_at = world.nats.stream.end, world.loop.time()
+            call.began, call.began_at = world.nats.stream.last_place, world.loop.time()
         before = world.loop.time()
         task = instance.call(_awaited(call, store))
         try:
@@ -112,7 +112,7 @@ class Witness:
             raise Violation(f"{call.kind} took {world.loop.time() - before:.1f} s")
 
     def _ended(self, call: Call, outcome: str, error: BaseException | None) -> None:
-        call.ended, call.error = self._world.nats.stream.end, error
+        call.ended, call.error = self._world.nats.stream.last_place, error
         call.outcome = outcome
         self._world.counts[f"{call.kind} {outcome}"] += 1
 
@@ -158,7 +158,7 @@ class Witness:
             c
             for c in self.calls
             if (c.outcome in ("running", "unknown") and (c.lineage or not c.entries))
-            or (c.lineage and c.outcome == "done" and c.ended >= self._world.nats.stream.end - 50)
+            or (c.lineage and c.outcome == "done" and c.ended >= self._world.nats.stream.last_place - 50)
         ]
 
     def _caller(self, story: Story, item: StoredEntry) -> Call:

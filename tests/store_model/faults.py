@@ -23,10 +23,11 @@ from bufstore.memory.server import MemoryNats, MemorySession
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import ThreadChange
+from store_model.archiving import ArchivingStream
 from store_model.story import BAD_RUN
 
 #: What may happen to one write to the log.
-LOG_FAULTS = ("stored", "lost", "late", "unavailable", "full", "slow")
+LOG_FAULTS = ("stored", "lost", "late", "doubled", "unavailable", "full", "slow")
 #: What may happen to one call of Postgres.
 STORE_FAULTS = ("before", "after")
 
@@ -46,11 +47,6 @@ class Weather:
     rough_until: float = 0.0
     #: When the last late message arrives.
     late_until: float = 0.0
-    #: Whether a late copy may land on a subject that was purged meanwhile. If so Postgres is always up: without it,
-    #: nobody could know that such a copy is superseded.
-    late_after_purge: bool = False
-    #: Subjects of threads whose tombstone was buried: later than that, nothing tells a copy from a new entry.
-    buried: set[str] = field(default_factory=set)
     #: When Postgres failed last.
     store_failed_at: float = -1.0
     seen: Counter[str] = field(default_factory=Counter)
@@ -81,29 +77,6 @@ class Weather:
         if asyncio.get_running_loop().time() < self.log_away_until:
             await asyncio.sleep(self.chance.choice((0, 0.5)))
             raise LogUnavailable("NATS is away")
-
-
-class ArchivingStream(MemoryStream):
-    """A stream that shows everything it ever took to the archive."""
-
-    def __init__(
-        self, config: LogConfig, archive: list[StoredMessage], epoch: int = 0, target: Target | None = None
-    ) -> None:
-        super().__init__(config, epoch, target)
-        self._archive = archive
-
-    def store(self, messages: Sequence[Outgoing]) -> int:
-        end = super().store(messages)
-        self._archive += self.messages[-len(messages) :]
-        return end
-
-    def lose_end(self, count: int) -> None:
-        """The last messages are gone, as after a power failure."""
-        left = self.messages[:-count]
-        self.end = self.messages[-count].seq - 1
-        self.messages, self._of_subject = left, {}
-        for message in left:
-            self._of_subject.setdefault(message.subject, []).append(message)
 
 
 class FaultyLog(MemoryLog):
@@ -148,6 +121,8 @@ class FaultyLog(MemoryLog):
                     now = asyncio.get_running_loop().time()
                     self._weather.log_away_until = now + self._config.append_timeout_s + 0.5
                 raise AppendUnknown("no answer")
+            case "doubled":
+                self._be_late(stream, messages, (0, 0.01, 0.5, 12, 45))
             case "slow":
                 await asyncio.sleep(2)
         seq = stream.store(messages)
@@ -160,14 +135,9 @@ class FaultyLog(MemoryLog):
         self._weather.late_until = max(self._weather.late_until, loop.time() + after)
 
         def arrive() -> None:
-            purged = {m.subject for m in messages if not stream.last_of(m.subject)}
-            if purged and (not self._weather.late_after_purge or purged & self._weather.buried):
-                return
-            try:
+            with contextlib.suppress(Conflict, LogFull):
                 stream.store(messages)
                 self._weather.seen["log landed late"] += 1
-            except Conflict:
-                pass
 
         loop.call_later(after, arrive)
 
@@ -203,7 +173,7 @@ class FaultyNats(MemoryNats):
 
     def session(self, config: BufferConfig) -> Session:
         log = FaultyLog(self._weather, self.streams, config, message_bytes_max=4096)
-        return MemorySession(log, FaultyHot(self._weather, self.bucket))
+        return MemorySession(log, FaultyHot(self._weather, self.bucket), config)
 
 
 class Postgres:

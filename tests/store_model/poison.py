@@ -13,7 +13,7 @@ from bufstore.types import Receipt
 from store_model.calls import Call
 from store_model.drafts import Drafts
 from store_model.story import BAD_RUN, Event
-from store_model.world import CONFIG, SUBJECTS, THREADS, Instance, Violation
+from store_model.world import SUBJECTS, THREADS, Instance, Violation
 
 
 class Poison(Drafts):
@@ -25,9 +25,12 @@ class Poison(Drafts):
         self.world.weather.rough(rough_s)
 
     async def garbage(self, chance: random.Random) -> None:
-        """A stranger publishes what is no entry, on a thread's subject or on nobody's."""
-        subject = chance.choice([SUBJECTS.of(t) for t in THREADS[:2]] + [f"{CONFIG.log.subject}.0.not*a*token"])
-        self.world.nats.stream.store([Outgoing(subject, b"garbage", chance.choice((None, "1.0.x")))])
+        """A stranger publishes what is no group, or a group with an entry that is none."""
+        stream, header = self.world.nats.stream, chance.choice((None, "1.0.x"))
+        if chance.random() < 0.5:
+            stream.store([Outgoing(SUBJECTS.groups, b"garbage", header)])
+        else:
+            stream.write_entries([(chance.choice(THREADS[:2]), header, b"garbage")])
         self.fault("garbage", 5)
 
     async def poison(self, chance: random.Random) -> None:
@@ -36,7 +39,7 @@ class Poison(Drafts):
         await self._refused(chance, thread_id)
         for _ in range(chance.choice((0, 0, 1, 2))):
             if chance.random() < 0.5:
-                self.world.nats.stream.store([Outgoing(SUBJECTS.of(thread_id), b"garbage")])
+                self.world.nats.stream.write_entries([(thread_id, None, b"garbage")])
             await self._make(chance, self._call(chance, thread_id))
 
     async def _refused(self, chance: random.Random, thread_id: str) -> None:

@@ -20,7 +20,7 @@ from bufstore.threads.queries import RunQuery, ThreadQuery
 from bufstore.types import Consistency, Receipt
 from store_model.drafts import Drafts
 from store_model.story import Point, Seen
-from store_model.world import CONFIG, SUBJECTS, THREADS, Instance, Violation
+from store_model.world import CONFIG, THREADS, Instance, Violation
 
 _UNREADABLE = (ReadNotFresh, FlushTimeout, StoreUnavailable, LogUnavailable, Unavailable)
 
@@ -50,7 +50,7 @@ class Reads(Drafts):
         if store is None:
             return None
         story = world.archive.story(thread_id)
-        began, flushed, log_end = world.loop.time(), world.flushed(thread_id), world.nats.stream.end
+        began, flushed, log_end = world.loop.time(), world.flushed(thread_id), world.nats.stream.last_place
         down = store._reads.store.down
         if level is Consistency.EVENTUAL:
             log_end = receipt.thread_seq if receipt is not None else 0
@@ -73,7 +73,7 @@ class Reads(Drafts):
             raise Violation(f"a read took {world.loop.time() - began:.1f} s")
         world.counts[f"read {level.value}"] += 1
         alone = (down or store._reads.store.down) is not None or world.weather.store_failed_at >= began
-        return shown, (flushed, world.flushed(thread_id)), (log_end, world.nats.stream.end), alone
+        return shown, (flushed, world.flushed(thread_id)), (log_end, world.nats.stream.last_place), alone
 
     def _judge(
         self,
@@ -122,7 +122,7 @@ class Reads(Drafts):
         if instance.store is None:
             return
         kind = chance.choice(("messages", "runs", "threads", "run"))
-        store, world, began, end = instance.store, self.world, self.world.loop.time(), self.world.nats.stream.end
+        store, world, began, end = instance.store, self.world, self.world.loop.time(), self.world.nats.stream.last_place
         flushed = {t: world.flushed(t) for t in THREADS}
         run_id = f"run-1-of-{thread_id}"
         work: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
@@ -148,11 +148,11 @@ class Reads(Drafts):
         for t in threads:
             story = world.archive.story(t)
             first = max(end, world.flushed(t)) if kind != "run" else end
-            points = [story.at(s) for s in story.between(first, max(first, world.nats.stream.end))]
+            points = [story.at(s) for s in story.between(first, max(first, world.nats.stream.last_place))]
             if kind == "run":
                 points = [
                     story.shown(f, s)
-                    for s in story.between(end, world.nats.stream.end)
+                    for s in story.between(end, world.nats.stream.last_place)
                     for f in (flushed[t], world.flushed(t))
                 ]
             if not any(_listed(kind, t, answer, point.seen, run_id) for point in points):
@@ -165,7 +165,7 @@ class Reads(Drafts):
             return
         thread_id = chance.choice((None, *THREADS))
         began = world.loop.time()
-        ends = {t: world.nats.stream.last_of(SUBJECTS.of(t)) for t in THREADS}
+        ends = {t: world.nats.stream.end_of(t) for t in THREADS}
         store = instance.store
         task = instance.call(store.force_flush_all() if thread_id is None else store.force_flush(thread_id))
         try:

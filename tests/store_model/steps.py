@@ -90,8 +90,6 @@ class Steps(Reads, Poison):
 
     async def be_overtaken(self, chance: random.Random) -> None:
         """A write is held up until others' entries of the thread are flushed and purged; it lands, and is repeated."""
-        if not self.world.weather.late_after_purge:
-            return
         thread_id, beside = chance.choice(_NEIGHBOURS)
 
         async def go_on() -> None:
@@ -120,16 +118,12 @@ class Steps(Reads, Poison):
 
     async def store_faults(self, chance: random.Random) -> None:
         """The next calls of Postgres fail, before or after they took effect."""
-        if self.world.weather.late_after_purge:
-            return
         self.world.weather.store.extend(chance.choice((*STORE_FAULTS, "")) for _ in range(chance.choice((1, 2, 4))))
         self.fault("store faults")
         await self.write(chance)
 
     async def store_outage(self, chance: random.Random) -> None:
         """Postgres is away for a while."""
-        if self.world.weather.late_after_purge:
-            return
         seconds = chance.choice((0.5, 3, 20))
         self.world.weather.store_away_until = self.world.loop.time() + seconds
         self.fault("store outage", seconds + 15)
@@ -181,7 +175,7 @@ class Steps(Reads, Poison):
             await instance.stop()
         self.witness.audit()
         stream = world.nats.stream
-        if not stream.messages or any(world.flushed(t) < stream.last_of(SUBJECTS.of(t)) for t in THREADS):
+        if not stream.messages or any(world.flushed(t) < stream.end_of(t) for t in THREADS):
             await world.start()
             return
         if chance.random() < 0.5:

@@ -90,7 +90,7 @@ class Instance:
         store, self.store = self.store, None
         if store is None:
             return
-        store.buffer.log.close()  # type: ignore[attr-defined]
+        store.buffer.session.stream.close()  # type: ignore[attr-defined]
         store.buffer.shared.close()  # type: ignore[attr-defined]
         while tasks := [t for t in self._world.tasks[self._number] if not t.done()]:
             for task in tasks:
@@ -121,7 +121,7 @@ class World:
         ]
         for patch in self._patches:
             patch.start()
-        self.weather = Weather(random.Random(seed + 1), late_after_purge=seed % 5 < 2)
+        self.weather = Weather(random.Random(seed + 1))
         self.archive = Archive(SUBJECTS.thread_id, self.weather.archive)
         self.nats = FaultyNats(self.weather, CONFIG.log)
         self.postgres = Postgres(self.weather)
@@ -159,7 +159,7 @@ class World:
 
     def _calls(self) -> int:
         stores = [i.store for i in self.instances if i.store is not None]
-        return sum(s.buffer.log.calls + s.buffer.shared.calls for s in stores)  # type: ignore[attr-defined]
+        return sum(s.buffer.session.stream.calls + s.buffer.shared.calls for s in stores)  # type: ignore[attr-defined]
 
     def check_nothing_left(self) -> None:
         """Everything that was started has ended."""
@@ -222,7 +222,6 @@ class World:
 
     def _on_burial(self, thread_id: str, seq: int) -> None:
         self.weather.seen["buried"] += 1
-        self.weather.buried.add(SUBJECTS.of(thread_id))
         self.audit()
         story = self.archive.story(thread_id)
         story.events.append(Event(seq, buried=True))
@@ -283,13 +282,11 @@ class World:
 
     async def _all_flushed(self) -> str:
         stream = self.nats.stream
-        late = [t for t in THREADS if self.flushed(t) < stream.last_of(SUBJECTS.of(t))]
+        late = [t for t in THREADS if self.flushed(t) < stream.end_of(t)]
         behind = []
         for partition in range(CONFIG.log.partitions):
-            end = max((m.seq for m in stream.last([SUBJECTS.of_partition(partition)]).values()), default=0)
+            end = stream.end_of_partition(partition)
             cursor = self.postgres.ledger._cursors.get(partition)
             if end and (cursor is None or cursor.seq < end):
                 behind.append(f"partition {partition}: {cursor} of {end}")
-        return ", ".join(f"{t}: {self.flushed(t)} of {stream.last_of(SUBJECTS.of(t))}" for t in late) + str(
-            behind or ""
-        )
+        return ", ".join(f"{t}: {self.flushed(t)} of {stream.end_of(t)}" for t in late) + str(behind or "")

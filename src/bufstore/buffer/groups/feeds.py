@@ -8,13 +8,14 @@ has entries in it has passed them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from bufstore.buffer.places import group_of
-from bufstore.errors import BufstoreError
+from bufstore.errors import BufstoreError, Closed
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 
 _log = logging.getLogger(__name__)
@@ -62,13 +63,22 @@ class PartitionFeed:
         self.delivered = start - 1
         #: Everything up to here is acknowledged.
         self.acked = start - 1
+        #: Whether the groups are delivered from its start on, so that it misses none.
+        self.attached = False
         self.wake = wake
         self._arrived: list[StoredMessage] = []
         self._lost: str | None = None
 
     @property
     def lost(self) -> str | None:
-        return self._lost or self._source.lost
+        if self._lost is None and self.attached:
+            self._lost = self._source.lost
+        return self._lost
+
+    @property
+    def ended(self) -> bool:
+        """Whether its owner may know that nothing more comes."""
+        return self._lost is not None
 
     def take(self) -> list[StoredMessage]:
         arrived, self._arrived = self._arrived, []
@@ -90,17 +100,14 @@ class PartitionFeed:
         await self.ack(seq)
 
     async def ack(self, seq: int) -> None:
-        self.acked = max(self.acked, min(seq, self.delivered))
+        # The cursor of an idle partition goes to an entry of another: there is nothing to deliver up to there.
+        self.acked = max(self.acked, seq)
+        self.delivered = max(self.delivered, seq)
         await self._source.acknowledge()
 
     async def close(self) -> None:
         self.lose("closed")
         await self._source.remove(self)
-
-    @property
-    def lost_itself(self) -> str | None:
-        """Why this feed is lost, whatever becomes of the groups."""
-        return self._lost
 
     def lose(self, reason: str) -> None:
         """Deliver no more."""
@@ -110,7 +117,7 @@ class PartitionFeed:
 
     def add(self, message: StoredMessage) -> None:
         """Deliver an entry."""
-        if message.seq > self.delivered and self._lost is None:
+        if self.attached and message.seq > self.delivered and self._lost is None:
             self.delivered = message.seq
             self._arrived.append(message)
 
@@ -123,9 +130,8 @@ class Feeds:
         self._follow, self._split = follow, split
         self._feeds: dict[int, PartitionFeed] = {}
         self._groups: StreamFeed | None = None
-        #: The last group that was delivered; and which feeds have got all of theirs up to there.
-        self._delivered = 0
-        self._covered: set[PartitionFeed] = set()
+        #: The next group has at least this sequence.
+        self._next = 0
         #: Groups that are not acknowledged: their sequences, and up to which place each partition has entries in them.
         self._open: deque[tuple[int, dict[int, int]]] = deque()
         #: The last entry that was given out.
@@ -134,6 +140,7 @@ class Feeds:
         self._something = asyncio.Event()
         self._changing = asyncio.Lock()
         self._lost: str | None = None
+        self._closed = False
 
     @property
     def lost(self) -> str | None:
@@ -148,47 +155,59 @@ class Feeds:
         return self._groups is not None and self._groups.crowded
 
     async def open(self, partition: int, start: int, wake: Callable[[], None]) -> PartitionFeed:
-        """Deliver a partition's entries from the place `start`. Raises LogUnavailable."""
+        """Deliver a partition's entries from the place `start`. Raises LogUnavailable, Closed."""
         if (before := self._feeds.get(partition)) is not None:
             before.lose("the partition is followed anew")
         feed = self._feeds[partition] = PartitionFeed(self, partition, start, wake)
-        async with self._changing:
-            if self._feeds.get(partition) is feed and (self.lost is not None or not self._covers(feed)):
-                try:
+        try:
+            async with self._changing:
+                if self._closed:
+                    raise Closed("the store is closed")
+                following = self._groups is not None and self.lost is None
+                if following and group_of(start) >= self._next:
+                    feed.attached = True
+                if not following or not feed.attached:
                     await self._begin()
-                except BaseException:
-                    if self._feeds.get(partition) is feed:
-                        del self._feeds[partition]
-                    raise
+        except BaseException:
+            if self._feeds.get(partition) is feed:
+                del self._feeds[partition]
+            raise
         return feed
 
-    def _covers(self, feed: PartitionFeed) -> bool:
-        """Whether everything that the feed wants is still to be delivered, or was delivered to it."""
-        if self._groups is None:
-            return False
-        return feed in self._covered or group_of(feed.delivered + 1) > self._delivered
-
     async def _begin(self) -> None:
-        """Have groups delivered from where the first feed needs them. What comes again is known by its place."""
-        await self._end()
-        self._covered = {feed for feed in self._feeds.values() if feed.lost_itself is None}
-        start = min(group_of(feed.acked + 1) for feed in self._covered)
-        self._lost = self.last = None
-        self._delivered = start - 1
-        self._groups = await self._follow(start, self._something.set)
+        """Have groups delivered from the first one on that any feed needs.
+
+        What was delivered before comes again, and is known by its place. Feeds that are opened meanwhile are served
+        too, so opening many at once follows the groups few times.
+        """
+        try:
+            await self._end()
+            feeds = [feed for feed in self._feeds.values() if not feed.ended]
+            self._next = min((group_of(feed.acked + 1) for feed in feeds), default=0)
+            self._lost = self.last = None
+            self._groups = await self._follow(self._next, self._something.set)
+        except BaseException:
+            self._lose("the groups cannot be followed")
+            raise
+        for feed in feeds:
+            feed.attached = True
         self._task = asyncio.create_task(self._guarded(self._groups), name="bufstore-feeds")
+
+    def _lose(self, reason: str) -> None:
+        self._lost = reason
+        for feed in self._feeds.values():
+            feed.wake()
 
     async def _guarded(self, groups: StreamFeed) -> None:
         try:
             await self._deliver(groups)
+            reason = groups.lost or "closed"
         except (BufstoreError, AppendUnknown) as e:
-            self._lost = f"the groups cannot be read: {e}"
+            reason = f"the groups cannot be read: {e}"
         except Exception as e:
             _log.exception("cannot give out the entries of a group", extra={"action": "flusher_error"})
-            self._lost = f"unexpected {type(e).__name__} in a group"
-        finally:
-            for feed in self._feeds.values():
-                feed.wake()
+            reason = f"unexpected {type(e).__name__} in a group"
+        self._lose(reason)
 
     async def _deliver(self, groups: StreamFeed) -> None:
         while groups.lost is None:
@@ -200,7 +219,8 @@ class Feeds:
                     touched[partition] = entry.seq
                     if feed is not None:
                         feed.add(entry)
-                self.last, self._delivered = entries[-1][1], message.seq
+                self.last = entries[-1][1]
+                self._next = message.seq + 1
                 self._open.append((message.seq, touched))
                 for partition in touched:
                     if (feed := self._feeds.get(partition)) is not None:
@@ -215,7 +235,7 @@ class Feeds:
         while self._open:
             seq, touched = self._open[0]
             if any(
-                (feed := self._feeds.get(p)) is not None and feed.lost is None and feed.acked < place
+                (feed := self._feeds.get(p)) is not None and not feed.ended and feed.acked < place
                 for p, place in touched.items()
             ):
                 break
@@ -237,17 +257,22 @@ class Feeds:
 
     async def aclose(self) -> None:
         """Deliver nothing any more."""
+        self._closed = True
         for feed in list(self._feeds.values()):
             feed.lose("closed")
         self._feeds.clear()
-        await self._end()
+        async with self._changing:
+            await self._end()
 
     async def _end(self) -> None:
         groups, self._groups = self._groups, None
         task, self._task = self._task, None
         self._open.clear()
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        if groups is not None:
-            await groups.close()
+        try:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        finally:
+            if groups is not None:
+                with contextlib.suppress(BufstoreError, AppendUnknown):
+                    await groups.close()
