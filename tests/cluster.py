@@ -136,7 +136,7 @@ async def leader_of(store: Any, deployment: Deployment) -> int:
 
     async def asked() -> str:
         try:
-            info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
+            info = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
         except BufstoreError:
             return ""
         return str(info["cluster"].get("leader") or "")
@@ -149,7 +149,7 @@ async def replicas_current(store: Any, deployment: Deployment) -> bool:
     """Whether every replica of log and hot bucket has all that its leader has."""
     for stream in (deployment.log.stream, f"KV_{deployment.log.bucket}"):
         try:
-            info = await store.buffer.log.api(f"STREAM.INFO.{stream}")
+            info = await store.buffer.session.stream.api(f"STREAM.INFO.{stream}")
         except BufstoreError:
             return False
         followers = info["cluster"].get("replicas") or ()

@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 
 from bufstore import Run, RunStatus
+from bufstore.buffer.ports.log import Floor
 
 
 def fresh(what: str = "thread") -> str:
@@ -30,6 +31,14 @@ def done(run: Run) -> Run:
 def said(n: int, size: int = 20) -> dict[str, Any]:
     """Message number `n`."""
     return {"role": "user", "content": f"{n}:" + "x" * size, "id": f"m{n}"}
+
+
+async def let_all_go(*stores: Any) -> None:
+    """What retention does, later: everything that is in the log is flushed, and these processes need it no more."""
+    for store in stores:
+        await store.force_flush_all()
+        past = 1 + await store.buffer.log.end(5.0)
+        await store.buffer.log.let_go(dict.fromkeys(range(store.buffer.subjects.partitions), Floor(past, past)))
 
 
 async def eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:

@@ -27,9 +27,10 @@ from bufstore import (
 )
 from bufstore.embedded import Servers
 from bufstore.jetstream import frames
+from bufstore.jetstream.messages import Outgoing
 from bufstore.testing import CHECKS, Check
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, let_all_go, query, run_of, said
 from transaction_pooler import TransactionPooler
 
 
@@ -323,8 +324,8 @@ async def test_while_somebody_else_parks_poison_waits_and_delays_no_other(deploy
         for number, thread_id in enumerate(threads):
             await writer.checkpoint(thread_id, [said(0)], run_of(thread_id))
             if number == 10:
-                await writer.buffer.session.connection.request(writer.buffer.subjects.of("poisoned"), b"no entry", 5)
-                await writer.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+                await writer.buffer.log.publish(Outgoing(writer.buffer.subjects.of("poisoned"), b"no entry"), 5)
+                await writer.buffer.session.connection.request(writer.buffer.subjects.groups, b"no group", 5)
         other = await psycopg.AsyncConnection.connect(deployment.servers.postgres.dsn)
         async with other:
             await other.execute(f"SELECT 1 FROM {deployment.name}.buffer_log FOR UPDATE")  # type: ignore[arg-type]
@@ -340,8 +341,8 @@ async def test_poison_is_parked_whole_and_delays_nobody(deployment: Deployment) 
         thread_id, other = fresh(), fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         subject = store.buffer.subjects.of(thread_id)
-        await store.buffer.session.connection.request(subject, b"no entry at all", 5)
-        await store.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store.buffer.log.publish(Outgoing(subject, b"no entry at all"), 5)
+        await store.buffer.session.connection.request(store.buffer.subjects.groups, b"no group", 5)
         await store.checkpoint(other, [said(0)], run_of(other))
         await store.force_flush(other)
         await eventually(lambda: _is(store.quarantined(), 2))
@@ -477,7 +478,7 @@ async def test_a_lost_hot_bucket_makes_nothing_wrong(deployment: Deployment) -> 
     async with deployment.store() as store:
         thread_id = fresh()
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
-        await store.buffer.log.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store.buffer.session.stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
         await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id))
         await store.checkpoint(thread_id, [said(2)], run_of(thread_id, 1))
         await store.force_flush(thread_id)
@@ -491,12 +492,14 @@ async def test_a_deleted_consumer_is_replaced(deployment: Deployment) -> None:
         await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
         await store.force_flush(thread_id)
 
-        async def consumers() -> list[str]:  # each partition gets its own as soon as it can
-            names: list[str] = (await store.buffer.log.api(f"CONSUMER.NAMES.{deployment.log.stream}"))["consumers"]
-            return names if len(names) == 8 else []
+        async def consumers() -> list[str]:  # one follows the groups
+            names: list[str] = (await store.buffer.session.stream.api(f"CONSUMER.NAMES.{deployment.log.stream}"))[
+                "consumers"
+            ]
+            return names
 
         for name in await eventually(consumers):
-            await store.buffer.log.api(f"CONSUMER.DELETE.{deployment.log.stream}.{name}")
+            await store.buffer.session.stream.api(f"CONSUMER.DELETE.{deployment.log.stream}.{name}")
         await store.checkpoint(thread_id, [said(0), said(1)], run_of(thread_id))
         await store.force_flush(thread_id)
         assert await store.load_messages(thread_id, consistency=Consistency.EVENTUAL) == [said(0), said(1)]
@@ -546,9 +549,8 @@ async def test_an_append_to_an_unknown_thread_needs_postgres(own_servers: Server
         await store.checkpoint(purged, [said(0)], run_of(purged))
         await store.force_flush_all()
         store._appender.forget(purged)
-        await store.buffer.log.api(
-            f"STREAM.PURGE.{deployment.log.stream}", {"filter": store.buffer.subjects.of(purged)}
-        )
+        await let_all_go(store)
+        await store.checkpoint(known, [said(0)], run_of(known))
         own_servers.postgres.stop()
         await store.checkpoint_append(known, [said(1)], run_of(known))
         with pytest.raises(StoreUnavailable):

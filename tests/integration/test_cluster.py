@@ -61,7 +61,7 @@ async def test_three_replicas_survive_their_leader(servers: Servers, cluster: Cl
         await write(10)
         for thread_id in thread_ids:
             assert await store.load_messages(thread_id) == acknowledged[thread_id]
-        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
+        info = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
         assert info["config"]["num_replicas"] == 3
         leader = cluster.servers[int(info["cluster"]["leader"][1:])]
         await asyncio.to_thread(leader.kill)
@@ -87,7 +87,7 @@ async def test_strong_notices_a_leader_that_is_alone(servers: Servers, cluster: 
         await store.force_flush(thread_id)
         assert (await store.health()).ok
         await eventually(lambda: _counted_as_flushed(store))
-        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
+        info = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
         followers = [s for i, s in enumerate(cluster.servers) if f"n{i}" != info["cluster"]["leader"]]
         for server in followers:
             await asyncio.to_thread(server.pause)
@@ -128,9 +128,9 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
             found = await store.load_messages(thread_id, consistency=Consistency.STRONG)
             return len(found or [])
 
-        before = (await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}"))["state"]
+        before = (await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}"))["state"]
         assert await read() == written
-        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
+        info = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
         assert (info["state"]["last_seq"], info["state"].get("num_deleted", 0)) == (before["last_seq"], 0)
         followers = [s for i, s in enumerate(cluster.servers) if f"n{i}" != info["cluster"]["leader"]]
         for server in followers:

@@ -16,7 +16,7 @@ from helpers import done, eventually, fresh, query, run_of, said
 
 
 async def _bucket(store: BufferedThreadStore, deployment: Deployment) -> dict[str, Any]:
-    info = await store.buffer.log.api(f"STREAM.INFO.KV_{deployment.log.bucket}")
+    info = await store.buffer.session.stream.api(f"STREAM.INFO.KV_{deployment.log.bucket}")
     return dict(info["state"])
 
 
@@ -211,13 +211,13 @@ async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
             return len(flusher._owned) == deployment.log.partitions
 
         await eventually(complete)
-        feeds = [owned.feed for owned in flusher._owned.values()]
-        assert sum(feed._bytes_max for feed in feeds) <= server_holds / 2  # type: ignore[attr-defined]
+        groups = store.buffer.log._feeds._groups  # type: ignore[attr-defined]
+        assert groups._bytes_max <= server_holds / 2
 
 
 async def test_nothing_in_the_log_ages_or_is_pushed_out(deployment: Deployment) -> None:
     async with deployment.store() as store:
-        config = (await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
+        config = (await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
         assert (config["retention"], config["max_age"], config["discard"]) == ("limits", 0, "new")
         assert (config["max_msgs"], config["max_msgs_per_subject"]) == (-1, -1)
         assert config["max_bytes"] == deployment.log.max_bytes

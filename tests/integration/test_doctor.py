@@ -27,7 +27,7 @@ async def doctor(deployment: Deployment, *arguments: str, **environment: str) ->
 
 async def state(deployment: Deployment) -> Any:
     async with deployment.store(flusher=False) as store:
-        found = (await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}"))["state"]
+        found = (await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}"))["state"]
         return {k: found[k] for k in ("messages", "bytes", "last_seq")}
 
 
@@ -63,9 +63,9 @@ async def test_what_differs_and_what_waits_is_said(deployment: Deployment) -> No
     deployment.verified = False
     async with deployment.store(picky(deployment), flush_interval_s=600) as store:
         await poisoned(store, fresh())
-        config = (await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
+        config = (await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}"))["config"]
         config["max_age"] = 3_600_000_000_000
-        await store.buffer.log.api(f"STREAM.UPDATE.{deployment.log.stream}", config)
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", config)
         await query(deployment.servers.postgres.dsn, f"UPDATE {deployment.name}.buffer_log SET epoch = 3")
         code, checks = await doctor(deployment)
     assert code == 2

@@ -244,7 +244,7 @@ async def test_the_commands_work_with_an_operators_rights_and_an_apps_role(site:
         # The log goes as an operator may remove it, and a repair finds that out.
         await site.cli("flush", "--all")
     async with site.store(Role.OPERATOR) as store:
-        await store.buffer.log.api(f"STREAM.DELETE.{site.deployment.log.stream}")
+        await store.buffer.session.stream.api(f"STREAM.DELETE.{site.deployment.log.stream}")
     assert (await site.cli("repair", "--apply")).code == 0
     assert (await site.set_up()).json["log_made"] is True
 
@@ -265,7 +265,7 @@ async def test_no_role_may_do_what_only_the_next_one_may(site: Site) -> None:
         async with site.store(role) as store:
             for verb in verbs:
                 with pytest.raises(ConfigError, match="does not permit"):
-                    await store.buffer.log.api(verb)
+                    await store.buffer.session.stream.api(verb)
     name = site.deployment.name
     for statement in (
         f"CREATE TABLE {name}.mine ()",

@@ -262,7 +262,7 @@ async def test_poison_is_parked_without_the_hot_bucket(deployment: Deployment) -
         bad, good = fresh(), fresh()
         await store.checkpoint(bad, [said(0)], run_of(bad))
         await store.checkpoint(good, [said(0)], run_of(good))
-        await store.buffer.log.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store.buffer.session.stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
         await store.checkpoint_append(bad, [{"content": "poison"}], run_of(bad))
         await store.checkpoint_append(good, [said(1)], run_of(good))
         await store.force_flush_all()

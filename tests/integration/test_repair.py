@@ -45,7 +45,7 @@ async def flushed(store: BufferedThreadStore, thread_id: str) -> list[Any] | Non
 
 async def delete_stream(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
-        await store.buffer.log.api(f"STREAM.DELETE.{deployment.log.stream}")
+        await store.buffer.session.stream.api(f"STREAM.DELETE.{deployment.log.stream}")
         deployment.verified = False
     deployment.verified = True
 

@@ -57,8 +57,8 @@ async def test_a_stream_that_differs_is_named_with_both_values(
     deployment: Deployment, field: str, change: dict[str, Any]
 ) -> None:
     async with deployment.store(flusher=False) as store:
-        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
-        await store.buffer.log.api(f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | change)
+        info = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | change)
     with pytest.raises(ConfigDrift) as caught:
         async with deployment.store():
             pass
@@ -71,8 +71,8 @@ async def test_a_stream_that_differs_is_named_with_both_values(
 async def test_a_bucket_that_differs_is_named(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
         name = f"KV_{deployment.log.bucket}"
-        info = await store.buffer.log.api(f"STREAM.INFO.{name}")
-        await store.buffer.log.api(f"STREAM.UPDATE.{name}", info["config"] | {"max_age": 10**12})
+        info = await store.buffer.session.stream.api(f"STREAM.INFO.{name}")
+        await store.buffer.session.stream.api(f"STREAM.UPDATE.{name}", info["config"] | {"max_age": 10**12})
     with pytest.raises(ConfigDrift, match=r"bucket .* max_age"):
         async with deployment.store():
             pass
@@ -90,9 +90,9 @@ async def test_another_number_of_partitions_is_refused(servers: Servers, deploy:
 
 async def test_a_stream_of_somebody_else_is_refused(deployment: Deployment) -> None:
     async with deployment.store(flusher=False) as store:
-        await store.buffer.log.api(f"STREAM.DELETE.{deployment.log.stream}")
+        await store.buffer.session.stream.api(f"STREAM.DELETE.{deployment.log.stream}")
         config = {"name": deployment.log.stream, "subjects": [f"{deployment.name}.>"]}
-        await store.buffer.log.api(f"STREAM.CREATE.{deployment.log.stream}", config)
+        await store.buffer.session.stream.api(f"STREAM.CREATE.{deployment.log.stream}", config)
     with pytest.raises(ConfigDrift, match="not ours"):
         async with deployment.store():
             pass
@@ -104,7 +104,7 @@ async def test_a_consumer_that_is_not_ours_is_named(deployment: Deployment, capl
             name = f"{deployment.name}-flusher-0-{term}"
             config = {"name": name, "durable_name": name, "ack_policy": "explicit", "filter_subject": "x.0.*"}
             config["filter_subject"] = f"{deployment.name}.0.*"
-            await store.buffer.log.api(
+            await store.buffer.session.stream.api(
                 f"CONSUMER.CREATE.{deployment.log.stream}.{name}.{config['filter_subject']}",
                 {"stream_name": deployment.log.stream, "config": config},
             )

@@ -68,13 +68,13 @@ async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deploy
             receipt = await store.checkpoint(thread_id, messages, run_of(thread_id))
 
         async def consumers() -> list[str]:
-            found = (await store.buffer.log.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
+            found = (await store.buffer.session.stream.api(f"CONSUMER.NAMES.{stream}"))["consumers"] or []
             return [name for name in found if f"-flusher-{partition}-" in name]
 
         async def delivered() -> Any:
             assert len(await consumers()) <= 1
             for name in await consumers():
-                info = await store.buffer.log.api(f"CONSUMER.INFO.{stream}.{name}")
+                info = await store.buffer.session.stream.api(f"CONSUMER.INFO.{stream}.{name}")
                 if info["num_ack_pending"] == 5:
                     return info
             return None
@@ -84,7 +84,7 @@ async def test_acks_move_nothing_and_each_owner_has_a_consumer_of_its_own(deploy
         await store.buffer.session.connection.client().publish(f"$JS.ACK.{stream}.{info['name']}.{last}", b"+ACK")
 
         async def acknowledged() -> bool:
-            found = await store.buffer.log.api(f"CONSUMER.INFO.{stream}.{info['name']}")
+            found = await store.buffer.session.stream.api(f"CONSUMER.INFO.{stream}.{info['name']}")
             return bool(found["num_ack_pending"] == 0)
 
         await eventually(acknowledged)
@@ -104,7 +104,7 @@ async def test_an_entry_that_vanished_from_the_log_stops_its_own_thread_only(dep
             await writer.checkpoint_append(whole, [said(n)], run_of(whole, n))
             receipt = await writer.checkpoint_append(hurt, [said(n)], run_of(hurt, n))
             seqs.append(receipt.thread_seq)
-        await writer.buffer.log.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[2]})
+        await writer.buffer.session.stream.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[2]})
     async with deployment.store() as store:
         await store.force_flush_all()
         for level in Consistency:

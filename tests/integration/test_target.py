@@ -24,16 +24,19 @@ async def cli(deployment: Deployment, *arguments: object, **environment: str) ->
 
 async def says(deployment: Deployment, store: BufferedThreadStore) -> dict[str, str]:
     """What the stream says of itself."""
-    found = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
+    found = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
     return {n: v for n, v in found["config"]["metadata"].items() if n.startswith("bufstore.")}
 
 
 async def forget(deployment: Deployment, **options: Any) -> None:
     """Log and database as an earlier release made them: they do not say that they belong together."""
     async with deployment.store(flusher=False, **options) as store:
-        info = await store.buffer.log.api(f"STREAM.INFO.{deployment.log.stream}")
+        stream = store.buffer.session.stream  # type: ignore[attr-defined]
+        info = await stream.api(f"STREAM.INFO.{deployment.log.stream}")
         old = {n: v for n, v in info["config"]["metadata"].items() if n in ("bufstore.partitions", "bufstore.epoch")}
-        await store.buffer.log.api(f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": old})
+        await store.buffer.session.stream.api(
+            f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": old}
+        )
     await query(
         deployment.servers.postgres.dsn,
         f"UPDATE {deployment.name}.buffer_log SET domain = NULL, store = NULL, target = NULL",

@@ -65,7 +65,7 @@ async def test_a_chain_that_lost_an_entry_is_found(deployment: Deployment) -> No
             receipt = await store.checkpoint(thread_id, [said(i) for i in range(n + 1)], run_of(thread_id))
             seqs.append(receipt.thread_seq)
         assert (await store.verify()).ok
-        await store.buffer.log.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[1]})
+        await store.buffer.session.stream.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[1]})
         report = await store.verify()
         assert [(f.rule, f.thread_id) for f in report.findings] == [("chain", thread_id)]
         assert str(seqs[2]) in report.findings[0].detail
