@@ -2,10 +2,10 @@
 
 A group is one message. Its header has what judging needs, so that it can be read without the body:
 ``Bufstore-Entry: G1.<checksum>.<base64>`` with the group's random id, the group before it in the log (its id and its
-sequence), and per entry a record: a hash of the thread, the place of the thread's entry before it, the partition, and
-where the entry begins in the body. The body is the entries, each with the thread's id, the entry's own header and its
-payload. An entry's own header has a checksum of its own (`bufstore.buffer.entry`), so an entry that is damaged takes
-no other with it.
+sequence), where the parts of its large entries begin (`bufstore.buffer.groups.oversize`), and per entry a record: a
+hash of the thread, the place of the thread's entry before it, the partition, and where the entry begins in the body.
+The body is the entries, each with the thread's id, the entry's own header and its payload. An entry's own header has a
+checksum of its own (`bufstore.buffer.entry`), so an entry that is damaged takes no other with it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import NamedTuple
 
 import msgspec
 
+from bufstore.buffer.groups.oversize import first_part
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
 VERSION = "G1"
 HASH_BYTES = 16
-_HEAD = struct.Struct(">QQQ")
+_HEAD = struct.Struct(">QQQQ")
 _RECORD = struct.Struct(f">{HASH_BYTES}sQIHxx")
 _LENGTHS = struct.Struct(">HH")
 #: In the length of an entry's own header: the payload stands elsewhere.
@@ -82,6 +83,8 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     #: Id and sequence of the group before it; 0 for none.
     before_id: int
     before: int
+    #: The first sequence of the parts that its entries name; 0: they name none.
+    parts: int
     records: Sequence[Record]
 
     def places(self) -> Iterator[tuple[int, Record]]:
@@ -104,6 +107,7 @@ class Draft:
     def __init__(self, id_: int, entries: Sequence[NewEntry]) -> None:
         """`entries`: at most `ENTRIES_MAX`."""
         self.id = id_
+        self._parts = min((first_part(e.payload) for e in entries if e.elsewhere), default=0)
         self.records: list[Record] = []
         parts: list[bytes] = []
         begins = 0
@@ -123,11 +127,11 @@ class Draft:
 
     def stored(self, seq: int, before_id: int, before: int) -> Group:
         """The group once it has this sequence."""
-        return Group(seq, self.id, before_id, before, _placed(self.records, seq))
+        return Group(seq, self.id, before_id, before, self._parts, _placed(self.records, seq))
 
     def header(self, before_id: int, before: int) -> str:
         """The header of the group when it is to stand behind this one."""
-        text = b2a_base64(_HEAD.pack(self.id, before_id, before) + self._packed, newline=False)
+        text = b2a_base64(_HEAD.pack(self.id, before_id, before, self._parts) + self._packed, newline=False)
         return f"{VERSION}.{zlib.crc32(text):08x}.{text.decode('ascii')}"
 
 
@@ -146,15 +150,15 @@ def decode_header(message: StoredMessage) -> Group:
         if int(crc, 16) != zlib.crc32(text.encode()):
             raise MalformedEntry("checksum mismatch")
         data = a2b_base64(text, strict_mode=True)
-        id_, before_id, before = _HEAD.unpack_from(data)
+        id_, before_id, before, parts = _HEAD.unpack_from(data)
         records = [Record._make(found) for found in _RECORD.iter_unpack(memoryview(data)[_HEAD.size :])]
     except (ValueError, struct.error) as e:
         raise MalformedEntry(f"undecodable header: {type(e).__name__}") from e
     if not records or len(records) > ENTRIES_MAX:
         raise MalformedEntry(f"a group of {len(records)} entries")
-    if not before < message.seq:
+    if not max(before, parts) < message.seq:
         raise MalformedEntry("a group before its predecessor")
-    return Group(message.seq, id_, before_id, before, _placed(records, message.seq))
+    return Group(message.seq, id_, before_id, before, parts, _placed(records, message.seq))
 
 
 def _placed(records: Sequence[Record], seq: int) -> list[Record]:

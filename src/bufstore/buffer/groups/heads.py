@@ -42,6 +42,10 @@ class Heads:
         self._ends: dict[int, int] = {}
         #: What was seen above the floor: place of the first entry, and the partition of each.
         self._groups: deque[tuple[int, bytes]] = deque()
+        #: Everything behind this group was seen.
+        self._began = 0
+        #: Groups that name parts of large entries, and the first of these.
+        self._named: deque[tuple[int, int]] = deque()
 
     def start(self, floor: int, seen: int, seen_id: int | None) -> None:
         """Begin anew: everything up to the group `seen` lies below the place `floor`.
@@ -54,6 +58,8 @@ class Heads:
         self._generations, self._tops = [{}], [0]
         self._ends.clear()
         self._groups.clear()
+        self._began = seen
+        self._named.clear()
 
     def observe(self, group: Group) -> bool:
         """Note the next group; False if it was seen before. Raises Gap."""
@@ -67,6 +73,8 @@ class Heads:
         for at, record in group.places():
             newest[record.hash] = at
             self._ends[record.partition] = at
+        if group.parts:
+            self._named.append((group.seq, group.parts))
         self._tops[-1] = first_place(group.seq + 1)
         self._groups.append((first_place(group.seq), b"".join([r.partition.to_bytes(2, "big") for r in group.records])))
         return True
@@ -114,6 +122,17 @@ class Heads:
     def entries(self) -> int:
         """How many entries were seen above the floor."""
         return sum(len(partitions) // 2 for _, partitions in self._groups)
+
+    def first_needed(self, seq: int) -> int | None:
+        """The first sequence that the groups from this one on need: its own, or that of a part they name.
+
+        None if not all of these groups were seen. Never ask for an earlier one later.
+        """
+        if seq <= self._began:
+            return None
+        while self._named and self._named[0][0] < seq:
+            self._named.popleft()
+        return min([seq, *(parts for _, parts in self._named)])
 
     def forgets(self, floor: int) -> bool:
         """Whether `forget` would let go of heads: then what rests on them is dropped before."""

@@ -103,6 +103,7 @@ class GroupLog:
             self._tail.first_behind,
             self._stored,
             timeout_s=timeout_s,
+            parts_last_s=lambda: self._stream.windows.rely_s / 2,
         )
         self._sequencer = sequencer
         return sequencer
@@ -299,8 +300,10 @@ class GroupLog:
         if below > self._purged:
             # The last group stays: behind nothing, a late first copy of any group could be stored.
             last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
-            if last is not None:
-                await self._stream.purge_below(min(below, last.seq))
+            await self._tail.see_all()
+            needed = self._heads.first_needed(below) if self._heads.life else None
+            if last is not None and needed is not None:
+                await self._stream.purge_below(min(needed, last.seq))
                 self._purged = below
         return first_place(self._purged)
 

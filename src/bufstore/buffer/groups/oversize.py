@@ -1,7 +1,8 @@
 """Entries that are too large for one message: their parts are stored first, and the group only names them.
 
 The parts stand on a subject of their own, without an expectation: they count for nothing until a group names them.
-A part whose group never came is purged with everything around it.
+A part stays in the log as long as a group that names it. A part whose group never came is purged with everything
+around it; until its group is stored it may be so only because it is younger than what is purged.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ def parts_of(subject: str, payload: bytes, bytes_max: int) -> list[Outgoing]:
 def reference(payload: bytes, seqs: Sequence[int]) -> bytes:
     """What the group holds instead of the payload, whose parts have these sequences."""
     return _WHOLE.pack(len(payload), zlib.crc32(payload)) + b"".join(map(_SEQ.pack, seqs))
+
+
+def first_part(reference_: bytes) -> int:
+    """The sequence of the first of the parts that are named."""
+    found: int = _SEQ.unpack_from(reference_, _WHOLE.size)[0]
+    return found
 
 
 async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:

@@ -70,6 +70,8 @@ class Queued(NamedTuple):
     messages: Sequence[Outgoing]
     #: Which of them only say that.
     elsewhere: frozenset[int] = frozenset()
+    #: The time before the first of their parts was stored.
+    parts_at: float = float("inf")
 
 
 class Chosen(NamedTuple):
@@ -132,14 +134,16 @@ class Sequencer:
         stored: Callable[[Written], None],
         *,
         timeout_s: float,
+        parts_last_s: Callable[[], float],
     ) -> None:
         """`see`: sees everything that is in the log by now. `behind`: the same; what stands behind this sequence.
 
         `stored`: told of each group that this process wrote. `timeout_s`: the longest wait for one answer.
+        `parts_last_s`: how long parts of large entries certainly stay in the log that no group names.
         """
         self._stream, self._subjects, self._heads = stream, subjects, heads
         self._see, self._behind, self._stored = see, behind, stored
-        self._timeout_s = timeout_s
+        self._timeout_s, self._parts_last_s = timeout_s, parts_last_s
         self._waiting: deque[Queued] = deque()
         self._sending: list[Queued] = []
         self._task: asyncio.Task[None] | None = None
@@ -256,6 +260,7 @@ class Sequencer:
         try:
             messages, elsewhere = list(queued.messages), set[int]()
             async with self._one_large:
+                parts_at = asyncio.get_running_loop().time()
                 for number, message in enumerate(messages):
                     if len(message.body) > self._entry_room:
                         parts = parts_of(self._subjects.parts, message.body, self._entry_room)
@@ -271,7 +276,7 @@ class Sequencer:
         except BufstoreError as e:
             end_one(queued.unit, e)
         else:
-            self._queue(queued._replace(messages=messages, elsewhere=frozenset(elsewhere)))
+            self._queue(queued._replace(messages=messages, elsewhere=frozenset(elsewhere), parts_at=parts_at))
         finally:
             self._large.remove(queued)
 
@@ -297,25 +302,25 @@ class Sequencer:
     async def _store(self, units: list[Queued]) -> None:
         if not self._heads.life:
             await self._see()
-        chosen = choose(units, self._heads, self._subjects)
+        chosen = self._choose(units)
         draft: Draft | None = None
+        drafted: list[NewEntry] = []
         while True:
             if chosen.moved:
                 _end_all(chosen.moved, Conflict("another entry was stored first"))
-                draft = None
             if not chosen.units:
                 return
-            if draft is None:
-                draft = Draft(_new_id(), chosen.entries)
+            if draft is None or drafted != chosen.entries:
+                draft, drafted = Draft(_new_id(), chosen.entries), chosen.entries
             before, before_id = self._heads.seen, self._heads.seen_id
-            outcome = await self._send(draft, before, before_id)
+            outcome = await self._send(draft, before, before_id, min(q.parts_at for q in chosen.units))
             if isinstance(outcome, Written):
                 break
             if not isinstance(outcome, Conflict):
                 _end_all(chosen.units, outcome)
                 return
             self.refusals += 1
-            chosen = choose(chosen.units, self._heads, self._subjects)
+            chosen = self._choose(chosen.units)
         # The first line that matters, the publish ack: only now is the group on the log's disk, and only now do its
         # writers return. Returning earlier would acknowledge what a crash can still lose.
         self.groups += 1
@@ -326,8 +331,18 @@ class Sequencer:
             number += len(queued.messages)
             end_one(queued.unit, place(outcome.group.seq, number))
 
-    async def _send(self, draft: Draft, before: int, before_id: int) -> Written | Exception:
-        """Store the group behind this one.
+    def _choose(self, units: Sequence[Queued]) -> Chosen:
+        """`choose`, without those whose parts may be gone by now."""
+        late = [queued for queued in units if self._too_late(queued.parts_at)]
+        if late:
+            _end_all(late, LogUnavailable("the parts of a large entry were stored too long ago"))
+        return choose([queued for queued in units if queued not in late], self._heads, self._subjects)
+
+    def _too_late(self, parts_at: float) -> bool:
+        return asyncio.get_running_loop().time() - parts_at > self._parts_last_s()
+
+    async def _send(self, draft: Draft, before: int, before_id: int, parts_at: float) -> Written | Exception:
+        """Store the group behind this one. `parts_at`: when the first part that it names was stored.
 
         Returns Conflict when another group stands there, which has been seen then; another error when nothing is
         stored, or AppendUnknown.
@@ -358,7 +373,7 @@ class Sequencer:
                 _log.info("the outcome of a group stays unknown: %s", e, extra={"action": "append_unknown"})
                 return None
             if found is None:
-                return None
+                return AppendUnknown("its parts may be gone") if self._too_late(parts_at) else None
             if found.id == draft.id:
                 return written(found.seq)
             if found.before != before:
