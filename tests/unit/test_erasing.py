@@ -12,8 +12,10 @@ from bufstore import (
     BufferedThreadStore,
     Children,
     Consistency,
+    FlushTimeout,
     LineageError,
     LogConfig,
+    LogRolledBack,
     MemoryThreadStore,
     Run,
     Unavailable,
@@ -35,7 +37,7 @@ class Picky(MemoryThreadStore):
 
 async def content_of(store: BufferedThreadStore, thread_id: str) -> list[bytes]:
     """The bodies of what the log holds of a thread."""
-    return [m.body for m in await store.buffer.log.after(store.buffer.subjects.of(thread_id), 0, 5.0)]
+    return [m.body async for _, m in store.buffer.log.scan(threads=[thread_id])]
 
 
 def test_what_was_written_leaves_the_log_and_others_stay() -> None:
@@ -193,3 +195,101 @@ def test_what_is_written_while_it_waits_stays() -> None:
         assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == ["new"]
 
     alone(main)
+
+
+def test_groups_of_many_threads_go_and_nobody_loses_anything() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        gone, others = fresh(), [fresh() for _ in range(30)]
+        large = "large" * 100_000
+        async with (
+            instance(nats, inner) as store,
+            instance(nats, inner, flusher=False) as idle,
+            instance(nats, inner, flusher=False) as writer,
+        ):
+            for n in range(3):  # each round is one group
+                new = [(t, [f"secret of {t}" for _ in range(n + 1)]) for t in (gone, *others)]
+                await asyncio.gather(*(store.checkpoint(t, messages, run_of(t, n)) for t, messages in new))
+            await store.checkpoint(gone, [large], run_of(gone, 3))
+            # What these have seen of the log, they have seen before.
+            for other in (idle, writer):
+                for t in others:
+                    assert len(await other.load_messages(t)) == 3
+            await writer.checkpoint_append(others[0], ["more"], run_of(others[0], 3))
+            groups = len(nats.streams["THREADLOG"].messages)
+
+            assert (await store.erase(gone)).log_messages == 4
+            assert len(nats.streams["THREADLOG"].messages) < groups
+            assert not any(f"secret of {gone}".encode() in m.body for m in nats.streams["THREADLOG"].messages)
+            assert not any(b"large" in m.body for m in nats.streams["THREADLOG"].messages)
+
+            for n, at in enumerate((store, idle, writer)):
+                for i, t in enumerate(others):
+                    added = ["more"] if i == 0 else []
+                    whole = [f"secret of {t}"] * 3 + added + [str(k) for k in range(n)]
+                    assert await at.load_messages(t, consistency=Consistency.STRONG) == whole
+                    await at.checkpoint_append(t, [str(n)], run_of(t, 10 + n))
+                assert await at.load_checkpoint(gone, consistency=Consistency.STRONG) is None
+            await store.force_flush_all()
+            assert await store.quarantined() == 0
+        async with instance(nats, inner) as later:
+            for t in others:
+                assert (await later.load_messages(t))[-3:] == ["0", "1", "2"]
+
+    run(main())
+
+
+def test_what_ends_the_log_goes_when_something_stands_behind_it() -> None:
+    async def main(store: BufferedThreadStore) -> None:
+        thread_id, other = fresh(), fresh()
+        receipt = await store.checkpoint(thread_id, ["secret"], run_of(thread_id))
+
+        async def write_behind(_: str) -> None:
+            await store.checkpoint(other, ["new"], run_of(other))
+
+        assert await store.buffer.eraser.erase({thread_id: receipt.thread_seq + 1}, write_behind) == 1
+        assert await content_of(store, thread_id) == []
+        assert len(await content_of(store, other)) == 1
+        # What is not in the log any more is in Postgres, and the thread goes on from there.
+        assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == ["secret"]
+        await store.checkpoint_append(thread_id, ["more"], run_of(thread_id, 1))
+        assert await store.load_messages(thread_id, consistency=Consistency.STRONG) == ["secret", "more"]
+
+    alone(main)
+
+
+def test_a_postgres_of_before_an_erasure_is_refused() -> None:
+    async def main() -> None:
+        nats, inner, other, gone = MemoryNats(), MemoryThreadStore(), fresh(), fresh()
+        async with instance(nats, inner) as store:
+            ledger = inner.ledger(0)
+            tables = [inner._threads, inner._messages, ledger._rows, ledger._cursors]
+            await store.checkpoint(other, ["first"], run_of(other))
+            await store.force_flush_all()
+            copies = [dict(table) for table in tables]
+            await asyncio.gather(*(store.checkpoint(t, ["first", "second"], run_of(t, 1)) for t in (other, gone)))
+            await store.erase(gone)
+        for table, copy in zip(tables, copies, strict=True):
+            table.clear()
+            table.update(copy)
+        with pytest.raises(LogRolledBack):
+            async with instance(nats, inner):
+                pass
+
+    run(main())
+
+
+def test_what_is_not_archived_stays() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        log = LogConfig(archive=True, failover_window_s=20.0)
+        async with instance(nats, inner, log=log, flush_timeout_s=5.0) as store:
+            receipt = await store.checkpoint(thread_id, ["secret"], run_of(thread_id))
+            with pytest.raises(FlushTimeout, match="archived"):
+                await store.erase(thread_id)
+            assert len(await content_of(store, thread_id)) == 2
+            await inner.ledger(0).set_archived(receipt.thread_seq + 2048)
+            assert (await store.erase(thread_id)).log_messages == 1
+            assert len(await content_of(store, thread_id)) == 1
+
+    run(main())

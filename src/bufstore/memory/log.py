@@ -98,7 +98,13 @@ class MemoryStream:
 
     def purge(self, filter_: str, below: int) -> None:
         """Remove what matches the filter and stands below a sequence."""
-        kept = [m for m in self.messages if m.seq >= below or not _matches(filter_, m.subject)]
+        self._keep([m for m in self.messages if m.seq >= below or not _matches(filter_, m.subject)])
+
+    def remove(self, seq: int) -> None:
+        """Remove one message."""
+        self._keep([m for m in self.messages if m.seq != seq])
+
+    def _keep(self, kept: list[StoredMessage]) -> None:
         self.messages, self._of_subject = kept, {}
         for message in kept:
             self._of_subject.setdefault(message.subject, []).append(message)
@@ -380,13 +386,9 @@ class MemoryLog:
     async def purge(self, partition: int, below: int) -> None:
         (await self._turn()).purge(self._subjects.of_partition(partition), below)
 
-    async def erase(self, subject: str, below: int) -> int:
-        stream = await self._turn()
-        old = [str(m.seq) for m in stream.after(subject, 0) if m.seq < below]
-        if old:
-            stream.store([Outgoing(self._subjects.erased, ",".join(old).encode())])
-            stream.purge(subject, below)
-        return len(old)
+    async def overwrite(self, seq: int) -> None:
+        """Remove one message; a no-op if it is gone."""
+        (await self._turn()).remove(seq)
 
     async def subjects(self, filter_: str, offset: int) -> list[str]:
         return (await self._turn()).names(filter_)[offset:]

@@ -40,8 +40,6 @@ from bufstore.nats.setup import (
 #: dead and cuts it off, and while a large window is computed nothing is read.
 _ASKED_BYTES_MAX = 32 << 20
 
-_ERASED_AT_ONCE = 16
-
 #: A node that has not caught up may be chosen to lead a new consumer before it knows of it; it takes the others some
 #: seconds to elect another. To make another consumer is faster; where everything is slow, each has more time.
 _MADE_S = 2.0
@@ -268,33 +266,12 @@ class NatsLog(NatsStream):
             {"filter": self._subjects.of_partition(partition), "seq": below},
         )
 
-    async def erase(self, subject: str, below: int) -> int:
-        # One by one: a purge by subject only forgets where the messages are, a deletion overwrites them.
-        removed, after = 0, 0
-        while found := await self.after(subject, after, 5.0, limit=_ERASED_AT_ONCE):
-            old = [message.seq for message in found if message.seq < below]
-            if old:
-                await self._tell_erased(old)
-            removed += sum(await asyncio.gather(*map(self._overwrite, old)))
-            if len(old) < len(found):
-                break
-            after = found[-1].seq
-        return removed
-
-    async def _tell_erased(self, positions: Sequence[int]) -> None:
-        """Readers take a hole for a loss, unless they are told."""
-        body = ",".join(map(str, positions)).encode()
-        try:
-            await self.publish(Outgoing(self._subjects.erased, body), 5.0)
-        except AppendUnknown as e:
-            raise LogUnavailable(f"the erasure was interrupted and is incomplete; erase again: {e}") from None
-
-    async def _overwrite(self, seq: int) -> bool:
-        try:
+    async def overwrite(self, seq: int) -> None:
+        """Remove one message, and overwrite it on disk; a no-op if it is gone."""
+        # A purge only forgets where messages are.
+        self._same.check()
+        with contextlib.suppress(MessageMissing):
             await self.api(f"STREAM.MSG.DELETE.{self._config.log.stream}", {"seq": seq})
-        except MessageMissing:
-            return False  # somebody else was faster
-        return True
 
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> NatsFeed:
         consumer = f"{self._config.log.subject}-flusher-{partition}"

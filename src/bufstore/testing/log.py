@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from bufstore.buffer.ports.log import Log
+from bufstore.buffer.ports.log import Floor, Log
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target
@@ -47,7 +47,9 @@ class Logs:
 
     async def made(self) -> Log:
         """The log of one more instance, which exists and has been looked at."""
-        log = (await self.open()).log
+        session = await self.open()
+        await session.shared.setup()
+        log = session.log
         if await log.epoch(checked=False) is None:
             await log.create(_EPOCH, _HERE)
         assert await log.epoch() == _EPOCH
@@ -164,8 +166,6 @@ async def a_log_that_is_refused_is_written_no_more(logs: Logs) -> None:
             await call
     # That is a matter of the instance that refused it.
     assert await put(other, a) == [FIRST]
-    with raises(LogRolledBack):
-        await log.erase(a, FIRST + 1)
     assert (await other.last([a], PATIENCE_S))[a].seq == FIRST
 
 
@@ -369,22 +369,44 @@ async def positions_go_on_when_everything_was_purged(logs: Logs) -> None:
     assert await put(log, a) == [FIRST + 2]
 
 
-@_check()
-async def an_erasure_removes_one_subject_below_a_position(logs: Logs) -> None:
-    log = await logs.made()
-    a, b = logs.threads(0, 2)
-    await put(log, *[a, b] * 20)
-    assert await log.erase(a, FIRST + 38) == 19
-    assert [m.seq for m in await log.after(a, 0, PATIENCE_S)] == [FIRST + 38]
-    assert len(await log.after(b, 0, PATIENCE_S)) == 20
-    assert await log.erase(a, FIRST) == 0
+async def _settle(log: Log, logs: Logs, below: int) -> None:
+    """Say that nothing below this position is needed any more."""
+
+    async def settled() -> bool:
+        return await log.settled() >= below
+
+    await log.let_go({p: Floor(below, 0) for p in range(logs.config.log.partitions)})
+    await eventually(settled)
 
 
 @_check()
-async def an_erasure_says_which_positions_are_gone(logs: Logs) -> None:
+async def an_erasure_removes_what_a_thread_has_in_the_log(logs: Logs) -> None:
     log = await logs.made()
     a, b = logs.threads(0, 2)
-    await put(log, a, b, a)
-    await log.erase(a, FIRST + 3)
+    places = await put(log, *[a, b] * 20)
+    gone, stays = logs.subjects.thread_id(a), logs.subjects.thread_id(b)
+    remains = await log.remains({gone: places[-2]})
+    assert (remains.entries, remains.ends_log) == (19, False)
+    with raises(LogUnavailable):  # nobody has said that it is not needed
+        await log.erase(remains)
+    await _settle(log, logs, remains.settled_from)
+    for _ in range(2):  # it may be repeated
+        await log.erase(remains)
+    assert [m.seq async for _, m in log.scan(threads=[gone])] == [places[-2]]
+    assert [m.seq async for _, m in log.scan(threads=[stays])] == places[1::2]
+    assert places[-4] <= await log.erased() < remains.settled_from
+    assert (await log.remains({gone: places[-2]})).entries == 0
+    assert (await log.remains({stays: places[-1] + 1})).ends_log
+
+
+@_check()
+async def an_erasure_says_which_messages_are_gone(logs: Logs) -> None:
+    log = await logs.made()
+    (a,) = logs.threads(0)
+    places = await put(log, a, a, a)
+    assert await log.erased() == 0
+    remains = await log.remains({logs.subjects.thread_id(a): places[2]})
+    await _settle(log, logs, remains.settled_from)
+    await log.erase(remains)
     told = await log.after(logs.subjects.erased, 0, PATIENCE_S)
-    assert {int(p) for m in told for p in m.body.split(b",")} == {FIRST, FIRST + 2}
+    assert {int(p) for m in told for p in m.body.split(b",")} == {*remains.groups}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from bufstore.buffer.entry import entry_id
 from bufstore.errors import AlreadyExists, NotFound
+from bufstore.jetstream.messages import StoredMessage
 from bufstore.threads import edits
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
@@ -56,8 +57,10 @@ class ThreadEraser:
             await self._lineage.change(wanted)
         except NotFound:
             existed = False
-        below = {t: await self._removed_at(t) for t in threads}
-        removed = await self._eraser.erase({t: seq for t, seq in below.items() if seq})
+        # As it stands on the log's disk: what nobody needs any more is not looked up by thread.
+        last = {t: m async for _, m in self._log.scan(threads=threads) if (t := self._subjects.thread_id(m.subject))}
+        below = {t: await self._removed_at(t, last.get(t)) for t in threads}
+        removed = await self._eraser.erase({t: seq for t, seq in below.items() if seq}, self._remove_remains)
         quarantined = sum([await self._unpark(t) for t in threads])
         set_aside = await self._erase_set_aside(threads) if self._erase_set_aside is not None else 0
         return Erasure(
@@ -70,15 +73,13 @@ class ThreadEraser:
             archived_below=await self._ledger.archived(),
         )
 
-    async def _removed_at(self, thread_id: str) -> int | None:
+    async def _removed_at(self, thread_id: str, last: StoredMessage | None) -> int | None:
         """The position of the thread's removal; 0 if the log holds nothing of it, None if it was written again.
 
-        The log's last entry of a thread stays, because it is what writers build on; so it must be one that says
+        `last`: its last entry in the log. That stays, because it is what writers build on; so it must be one that says
         nothing. Where the log holds entries and no removal behind them (those were parked, and there was no thread
         to delete), a removal is written.
         """
-        subject = self._subjects.of(thread_id)
-        last = (await self._log.last([subject], self._config.append_timeout_s)).get(subject)
         if last is None:
             return 0
         await self._waiter.partitions({self._subjects.partition(thread_id): last.seq}, self._config.flush_timeout_s)
@@ -86,9 +87,12 @@ class ThreadEraser:
         if watermark.gone and entry_id(last) == watermark.applied_id:
             return watermark.flushed_seq
         try:
-            return (await self._edits.edit(edits.remove_remains(thread_id))).thread_seq
+            return await self._remove_remains(thread_id)
         except AlreadyExists:
             return watermark.flushed_seq if watermark.gone else None
+
+    async def _remove_remains(self, thread_id: str) -> int:
+        return (await self._edits.edit(edits.remove_remains(thread_id))).thread_seq
 
     async def _unpark(self, thread_id: str) -> int:
         count = 0

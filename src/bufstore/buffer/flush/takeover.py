@@ -46,6 +46,8 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
     end = await log.end(5.0)
     if end < cursor.seq:
         return f"the log ends at {end}, Postgres has applied partition {cursor.partition} to {cursor.seq}"
+    if (erased := await log.erased()) and cursor.seq <= erased:
+        return f"what stood up to {erased} is erased, Postgres has applied partition {cursor.partition} to {cursor.seq}"
     if cursor.id and cursor.seq >= log.generation_start:
         # The entry at the cursor is never purged: if it is not there, the log was purged further than this Postgres
         # has got, or it is not the same log.

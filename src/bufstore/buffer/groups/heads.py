@@ -89,10 +89,15 @@ class Heads:
 
     def head(self, hash_: bytes) -> int:
         """The place of the thread's last entry; 0 if it has none above the floor."""
+        found = self._remembered(hash_)
+        return found if found >= self.floor else 0
+
+    def _remembered(self, hash_: bytes) -> int:
+        """The place of the thread's last entry, also if that stands below the floor; 0: forgotten, or never seen."""
         for generation in reversed(self._generations):
             found = generation.get(hash_)
             if found is not None:
-                return found if found >= self.floor else 0
+                return found
         return 0
 
     def end(self, partition: int) -> int:
@@ -106,8 +111,10 @@ class Heads:
         An expectation below the floor is right if its writer has looked at every group since: a writer drops what it
         remembers of a thread before this object forgets that others have written to it.
         """
-        head = self.head(hash_)
-        return expected == head if head else expected < self.floor or expected == 0
+        last = self._remembered(hash_)
+        if last:
+            return expected == last or (expected == 0 and last < self.floor)
+        return expected < self.floor or expected == 0
 
     def count_above(self, position: Callable[[int], int]) -> int:
         """How many entries stand above the position that this gives for their partition."""

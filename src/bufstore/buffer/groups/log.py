@@ -8,28 +8,31 @@ is) it leaves to the stream.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed, StreamFeed
 from bufstore.buffer.groups.group import Group, decode_entry, hash_of
 from bufstore.buffer.groups.heads import Heads
-from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.groups.oversize import joined, sequences
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import first_place, group_of, last_place, number_of, place
-from bufstore.buffer.ports.log import Floor, Generations
+from bufstore.buffer.ports.log import Floor, Generations, Remains
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, MalformedEntry
+from bufstore.errors import BufstoreError, LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Conflict, Held, Outgoing, StoredMessage, Stream
 
 _READ_S = 5.0
 #: How many groups are read at a time where all are read.
 _SCANNED_AT_ONCE = 32
+_ERASED_AT_ONCE = 16
+#: How often an erasure is told anew because others erase at the same time.
+_TELL_TRIES = 10
 
 
 class GroupsInStream(Stream, Generations, Protocol):
@@ -63,6 +66,10 @@ class GroupsInStream(Stream, Generations, Protocol):
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""
+        ...
+
+    async def overwrite(self, seq: int) -> None:
+        """Remove one message, and overwrite it on disk; a no-op if it is gone."""
         ...
 
 
@@ -170,8 +177,11 @@ class GroupLog:
             if not self._is_thread(subject):
                 async for message in self._all(subject, 0):
                     found[message.subject] = message
-            elif (head := self._head(subject)) and (message_ := await self.identity(head)) is not None:
-                found[subject] = message_
+            elif head := self._head(subject):
+                if (message_ := await self.identity(head)) is not None:
+                    found[subject] = message_
+                else:  # it was purged or erased: then the floor is above it by now, and nobody builds on it any more
+                    self._forget(await self._floor())
         return found
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
@@ -212,11 +222,15 @@ class GroupLog:
             return StoredMessage(f"{self._subjects.prefix}.{group.records[number].partition}.", at, None, body)
         return StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, payload)
 
+    def _foreign(self, message: StoredMessage) -> StoredMessage:
+        """What is among the groups and is none, as if it were an entry."""
+        return StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
+
     async def _split(self, message: StoredMessage) -> Sequence[tuple[int, StoredMessage]]:
         """The entries of a message of the stream, with the partition of each."""
         group = self._tail.decoded(message)
         if group is None:  # anybody may publish: it belongs to no thread, and somebody must look at it
-            return [(0, StoredMessage(message.subject, first_place(message.seq), message.header, message.body))]
+            return [(0, self._foreign(message))]
         return [
             (record.partition, await self._entry(group, number, message.body))
             for number, record in enumerate(group.records)
@@ -228,14 +242,38 @@ class GroupLog:
             for message in await self._stream.after(filter_, group_of(seq), _READ_S):
                 yield StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
             return
-        words = filter_.split(".")
-        at = max(group_of(seq) - 1, 0)
-        while messages := await self._stream.after(self._subjects.groups, at, _READ_S, limit=_SCANNED_AT_ONCE):
+        partition = filter_.split(".")[1]
+        async for _, entry in self.scan(seq, partitions=None if partition == "*" else [int(partition)]):
+            yield entry
+
+    async def scan(
+        self,
+        above: int = 0,
+        *,
+        partitions: Collection[int] | None = None,
+        threads: Collection[str] | None = None,
+    ) -> AsyncIterator[tuple[int, StoredMessage]]:
+        hashes = {hash_of(thread_id) for thread_id in threads} if threads is not None else None
+        async for message in self._groups(max(group_of(above) - 1, 0)):
+            group = self._tail.decoded(message)
+            if group is None:
+                if hashes is None and (partitions is None or 0 in partitions) and first_place(message.seq) > above:
+                    yield 0, self._foreign(message)
+                continue
+            for at, record in group.places():
+                if (
+                    at > above
+                    and (hashes is None or record.hash in hashes)
+                    and (partitions is None or record.partition in partitions)
+                ):
+                    yield record.partition, await self._entry(group, number_of(at), message.body)
+
+    async def _groups(self, above: int) -> AsyncIterator[StoredMessage]:
+        """The messages of the groups' subject above a sequence, so many at a time."""
+        while messages := await self._stream.after(self._subjects.groups, above, _READ_S, limit=_SCANNED_AT_ONCE):
             for message in messages:
-                for partition, entry in await self._split(message):
-                    if entry.seq > seq and (words[1] == "*" or words[1] == str(partition)):
-                        yield entry
-            at = messages[-1].seq
+                yield message
+            above = messages[-1].seq
 
     async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         await self._tail.see_all()
@@ -328,8 +366,56 @@ class GroupLog:
     def known_head(self, subject: str) -> int:
         return self._head(subject)
 
-    async def erase(self, subject: str, below: int) -> int:
-        raise NotImplementedError
+    async def settled(self) -> int:
+        return await self._floor()
+
+    async def remains(self, below: Mapping[str, int]) -> Remains:
+        wanted = {hash_of(thread_id): place_ for thread_id, place_ in below.items()}
+        entries, parts, groups, last = 0, set[int](), list[int](), 0
+        async for message in self._groups(0):
+            last, group = message.seq, self._tail.decoded(message)
+            if group is None:
+                continue
+            found = [at for at, record in group.places() if at < wanted.get(record.hash, 0)]
+            entries += len(found)
+            if found:
+                groups.append(group.seq)
+                parts.update(*(_parts_of(group, number_of(at), message.body) for at in found))
+        if not groups:
+            return Remains(0, (), (), 0, False)
+        return Remains(entries, groups, sorted(parts), first_place(groups[-1] + 1), groups[-1] == last)
+
+    async def erase(self, remains: Remains) -> None:
+        if await self._floor() < remains.settled_from:
+            raise LogUnavailable("what is to be erased may still be needed")
+        # The parts of an entry first: what is left of an interrupted erasure names them.
+        for messages in (remains.parts, remains.groups):
+            for i in range(0, len(messages), _ERASED_AT_ONCE):
+                some = messages[i : i + _ERASED_AT_ONCE]
+                await self._tell_erased(some)
+                await asyncio.gather(*map(self._stream.overwrite, some))
+
+    async def _tell_erased(self, seqs: Sequence[int]) -> None:
+        """Readers take a hole for a loss, unless they are told. Each message also names the highest that ever went."""
+        for _ in range(_TELL_TRIES):
+            before = (await self._stream.last([self._subjects.erased], _READ_S)).get(self._subjects.erased)
+            highest = max(_erased_in(before), default=0) if before is not None else 0
+            numbers = sorted({*seqs, highest} - {0})
+            message = Outgoing(
+                self._subjects.erased, ",".join(map(str, numbers)).encode(), None, before.seq if before else 0
+            )
+            try:
+                await self._stream.publish(message, _READ_S)
+            except Conflict:
+                continue
+            except AppendUnknown as e:
+                raise LogUnavailable(f"the erasure was interrupted and is incomplete; erase again: {e}") from None
+            return
+        raise LogUnavailable("others erase at the same time; erase again")
+
+    async def erased(self) -> int:
+        found = (await self._stream.last([self._subjects.erased], _READ_S)).get(self._subjects.erased)
+        return last_place(max(_erased_in(found))) if found is not None and _erased_in(found) else 0
 
     async def aclose(self) -> None:
         """Write and deliver nothing any more."""
@@ -387,3 +473,18 @@ class GroupLog:
 
     def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
         self._stream.vouched_by(mismatch)
+
+
+def _erased_in(message: StoredMessage) -> list[int]:
+    """The sequences that a message names as erased; none in a foreign one."""
+    numbers = message.body.split(b",")
+    return [int(number) for number in numbers] if all(number.isdigit() for number in numbers) else []
+
+
+def _parts_of(group: Group, number: int, body: bytes) -> list[int]:
+    """The sequences of the parts that an entry consists of; none for one that is whole, or damaged."""
+    try:
+        entry = decode_entry(group, number, body)
+        return sequences(entry.payload) if entry.elsewhere else []
+    except MalformedEntry:
+        return []

@@ -35,15 +35,22 @@ def first_part(reference_: bytes) -> int:
     return found
 
 
+def sequences(reference_: bytes) -> list[int]:
+    """The sequences of the parts that are named. Raises MalformedEntry."""
+    try:
+        return [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])]
+    except struct.error as e:
+        raise MalformedEntry("undecodable reference to the parts of a large entry") from e
+
+
 async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:
     """The payload that is named. Raises MalformedEntry when a part is missing or is not what was stored."""
     try:
         size, crc = _WHOLE.unpack_from(reference_)
-        seqs = [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])]
     except struct.error as e:
         raise MalformedEntry("undecodable reference to the parts of a large entry") from e
     parts = []
-    for seq in seqs:
+    for seq in sequences(reference_):
         part = await read(seq)
         if part is None:
             raise MalformedEntry(f"part {seq} of a large entry is missing")

@@ -1,19 +1,21 @@
-"""Erases a thread's entries from the log, before retention would purge them.
+"""Erases threads' entries from the log, before retention would purge them.
 
-The same rule as for a purge (`bufstore.buffer.flush.retention`): an entry may leave the log when it stands below a
-cursor that was committed `failover_window_s` ago and that Postgres still has. Then no failover needs the entry again,
-no read that took an older state from Postgres still runs, and the entry at the cursor, which tells whether the log is
-still the same one, stays.
+The same rule as for a purge (`bufstore.buffer.flush.passed`): a group of entries may leave the log when everything in
+it, and before it, is in every Postgres there will be, as the owners of all partitions have said. Then no failover needs
+it again, and no cursor stands in it. Entries of other threads that stand in the group go with it: Postgres has them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.log import Remains
 from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.errors import FlushTimeout
+
+_LOOK_S = 0.25
 
 
 class Eraser:
@@ -24,46 +26,46 @@ class Eraser:
         self._subjects, self._config = parts.subjects, parts.config
         self._waiter = waiter
 
-    async def erase(self, threads: Mapping[str, int]) -> int:
-        """Remove each thread's messages below its position, once that is allowed. Returns how many there were.
+    async def erase(self, threads: Mapping[str, int], write_behind: Callable[[str], Awaitable[object]]) -> int:
+        """Remove each thread's entries below its position, once that is allowed. Returns how many there were.
+
+        `write_behind`: writes something that may stay, into a thread: the last message of the log never goes.
 
         Returns after `failover_window_s` at the earliest, unless there is nothing to remove. Raises FlushTimeout when
         removal is not allowed within twice the window and `flush_timeout_s`; LogUnavailable, StoreUnavailable.
         """
-        targets: dict[int, int] = {}
-        for thread_id, below in threads.items():
-            if await self._log.after(self._subjects.of(thread_id), 0, self._config.append_timeout_s, limit=1):
-                partition = self._subjects.partition(thread_id)
-                targets[partition] = max(below, targets.get(partition, 0))
-        if not targets:
+        remains = await self._log.remains(threads)
+        if not remains.entries:
             return 0
-        window, patience = await self._window(), self._config.flush_timeout_s
-        try:
-            # Twice the window: partitions may have moved to another owner meanwhile, which looks the same.
-            async with asyncio.timeout(2 * window + patience):
-                while not await self._passed(targets):
-                    pass
-        except TimeoutError:
-            reason = "the partition changed hands, or Postgres went back, before its commit was old enough"
-            raise FlushTimeout(None, target=max(targets.values()), flushed=0, reason=reason) from None
-        removed = 0
-        for thread_id, below in threads.items():
-            removed += await self._log.erase(self._subjects.of(thread_id), below)
-        return removed
+        if remains.ends_log:
+            await write_behind(next(iter(threads)))
+        await self._flushed(remains)
+        await self._settled(remains)
+        await self._log.erase(remains)
+        return remains.entries
 
-    async def _passed(self, targets: Mapping[int, int]) -> bool:
-        """Wait until the cursors have passed the targets, and a window longer; False if the history is another one."""
+    async def _flushed(self, remains: Remains) -> None:
+        """Return once everything that goes is flushed: owners that would wait for more are asked not to."""
+        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
+        ends = await self._log.ends(filters, self._config.append_timeout_s)
+        targets = {p: min(end, remains.settled_from - 1) for p, end in enumerate(ends) if end}
         await self._waiter.partitions(targets, self._config.flush_timeout_s)
-        before = await self._ledger.cursors()
-        window = await self._window()
-        await asyncio.sleep(window)
-        if await self._window() > window:
-            return False  # it was raised meanwhile
-        now = await self._ledger.cursors()
-        # When Postgres went back, its partitions are taken again, with other terms.
-        return all(now[p].term == before[p].term and now[p].seq >= target for p, target in targets.items())
 
-    async def _window(self) -> float:
-        """How long entries must stay, as the log says now."""
+    async def _settled(self, remains: Remains) -> None:
+        """Return once it is in every Postgres there will be, and in the archive if there is one."""
         await self._log.fill()
-        return self._log.windows.keep_s
+        windows, settled = self._log.windows, 0
+        try:
+            # Twice the window: partitions may have moved to another owner meanwhile, who begins to count anew.
+            async with asyncio.timeout(2 * windows.keep_s + self._config.flush_timeout_s):
+                while (settled := await self._log.settled()) < remains.settled_from:  # noqa: ASYNC110 - others say it
+                    await asyncio.sleep(_LOOK_S)
+                while windows.archives and await self._ledger.archived() < remains.settled_from:  # noqa: ASYNC110
+                    await asyncio.sleep(_LOOK_S)
+        except TimeoutError:
+            reason = (
+                "the log is not archived up to there"
+                if settled >= remains.settled_from
+                else "a partition changed hands, or Postgres went back, before its commit was old enough"
+            )
+            raise FlushTimeout(None, target=remains.settled_from, flushed=settled, reason=reason) from None

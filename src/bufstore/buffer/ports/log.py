@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from bufstore.buffer.target import Target
@@ -19,6 +19,20 @@ class Floor(NamedTuple):
     settled: int
     #: Everything below may leave the log.
     purgeable: int
+
+
+class Remains(NamedTuple):
+    """What a log holds of some threads that can be erased."""
+
+    #: How many entries.
+    entries: int
+    #: The sequences of the messages that hold them, and of the parts that large ones consist of.
+    groups: Sequence[int]
+    parts: Sequence[int]
+    #: They may go once everything below this position is settled; 0: there are none.
+    settled_from: int
+    #: Whether one of them is the last of the log, which never goes: something must be written behind it.
+    ends_log: bool
 
 
 class Feed(Protocol):
@@ -219,8 +233,33 @@ class Log(Stream, Generations, Protocol):
         """The position of the thread's last entry as far as this process has seen the log; 0: it knows of none."""
         ...
 
-    async def erase(self, subject: str, below: int) -> int:
-        """Remove the subject's messages below a sequence and overwrite them on disk; how many there were."""
+    def scan(
+        self, above: int = 0, *, partitions: Collection[int] | None = None, threads: Collection[str] | None = None
+    ) -> AsyncIterator[tuple[int, StoredMessage]]:
+        """Every entry that stands in the log above a position, in order, with its partition; or only those of some.
+
+        It reads the log from there to its end, a little at a time: for repair, the self-check and people. What belongs
+        to no thread counts as partition 0.
+        """
+        ...
+
+    async def settled(self) -> int:
+        """The position below which everything is in every Postgres there will be, as the owners have said by now."""
+        ...
+
+    async def remains(self, below: Mapping[str, int]) -> Remains:
+        """What the log still holds of these threads below a position each. Reads the whole log."""
+        ...
+
+    async def erase(self, remains: Remains) -> None:
+        """Remove what was found, and overwrite it on disk. Entries of others that stand in between go as well.
+
+        Raises LogUnavailable unless everything below `settled_from` is settled. May be repeated.
+        """
+        ...
+
+    async def erased(self) -> int:
+        """Everything that was erased stands at or below this position, which every cursor had passed; 0: nothing."""
         ...
 
     async def subjects(self, filter_: str, offset: int) -> list[str]:
@@ -244,9 +283,9 @@ class Log(Stream, Generations, Protocol):
         """Use the log no more: this is not the one that Postgres knows.
 
         From now on LogRolledBack is raised by `end` and by all that writes or removes messages: each form of `publish`,
-        `purge`, and `erase` where it finds something. So nothing is appended, flushed or purged. Other calls may still
-        answer with what the server has; that need not be what was acknowledged. Other processes are not concerned:
-        the self-check and repair look at the log as they find it.
+        `let_go`, and `erase` where it has something to remove. So nothing is appended, flushed or purged. Other calls
+        may still answer with what the server has; that need not be what was acknowledged. Other processes are not
+        concerned: the self-check and repair look at the log as they find it.
 
         A replicated log may have shown something old: it is looked at again, and accepted once it has come past
         everything that this process has seen in it, holds what this process wrote, and its leader has proved itself.
