@@ -93,7 +93,7 @@ class ArchivingStream(MemoryStream):
             for thread_id, header, payload in entries
         ]
         draft = Draft(next(_ids), new)
-        self.store([Outgoing(self._subjects.groups, draft.body, draft.header(*before), before[1])])
+        self.store([Outgoing(self._subjects.groups, draft.body, draft.header(*before, 0), before[1])])
 
 
 def _group(message: StoredMessage) -> Group | None:

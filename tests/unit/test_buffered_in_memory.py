@@ -157,7 +157,7 @@ def test_a_thread_whose_tombstone_is_buried_can_be_read_and_made_again() -> None
                 for level in Consistency:
                     assert await store.load_checkpoint(thread_id, consistency=level, at_least=receipt) is None
             with pytest.raises(ReadNotFresh):
-                later = Receipt(thread_id, receipt.thread_seq + 9, 1, 0)
+                later = Receipt(thread_id, receipt.thread_seq + (9 << 10), 1, 0)
                 await two.load_checkpoint(thread_id, at_least=later)
             await one.save_thread(thread_id)
             await one.checkpoint_append(thread_id, [2], run_of(thread_id), expected_version=0)

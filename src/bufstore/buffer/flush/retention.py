@@ -123,6 +123,8 @@ class Retention:
         below = max((owned.passed.purged for owned in self._owned.values()), default=0)
         while found := await self._ledger.tombstones(below, after, _TOMBSTONES_AT_ONCE):
             mine = [(seq, thread_id) for seq, thread_id in found if seq < self._purged_below(thread_id)]
+            if mine:
+                await self._log.fence(max(seq for seq, _ in mine) + 1)
             # What is in the log of such a thread was written since, and maybe builds on the deletion.
             subjects = {self._subjects.of(thread_id): (seq, thread_id) for seq, thread_id in mine}
             written = await self._log.last(list(subjects), _TIMEOUT_S) if subjects else {}

@@ -219,7 +219,7 @@ class Feeds:
                     touched[partition] = entry.seq
                     if feed is not None:
                         feed.add(entry)
-                self.last = entries[-1][1]
+                    self.last = entry
                 self._next = message.seq + 1
                 self._open.append((message.seq, touched))
                 for partition in touched:

@@ -2,8 +2,9 @@
 
 A group is one message. Its header has what judging needs, so that it can be read without the body:
 ``Bufstore-Entry: G1.<checksum>.<base64>`` with the group's random id, the group before it in the log (its id and its
-sequence), where the parts of its large entries begin (`bufstore.buffer.groups.oversize`), and per entry a record: a
-hash of the thread, the place of the thread's entry before it, the partition, and where the entry begins in the body.
+sequence), where the parts of its large entries begin (`bufstore.buffer.groups.oversize`), below which place the log may
+be purged by then, and per entry a record: a hash of the thread, the place of the thread's entry before it, the
+partition, and where the entry begins in the body. A group without entries tells only that.
 The body is the entries, each with the thread's id, the entry's own header and its payload. An entry's own header has a
 checksum of its own (`bufstore.buffer.entry`), so an entry that is damaged takes no other with it.
 """
@@ -27,7 +28,7 @@ from bufstore.jetstream.messages import StoredMessage
 
 VERSION = "G1"
 HASH_BYTES = 16
-_HEAD = struct.Struct(">QQQQ")
+_HEAD = struct.Struct(">QQQQQ")
 _RECORD = struct.Struct(f">{HASH_BYTES}sQIHxx")
 _LENGTHS = struct.Struct(">HH")
 #: In the length of an entry's own header: the payload stands elsewhere.
@@ -85,6 +86,8 @@ class Group(msgspec.Struct, frozen=True, gc=False):
     before: int
     #: The first sequence of the parts that its entries name; 0: they name none.
     parts: int
+    #: Everything below this place may be purged: nothing may be built on it.
+    purged: int
     records: Sequence[Record]
 
     def places(self) -> Iterator[tuple[int, Record]]:
@@ -125,13 +128,13 @@ class Draft:
         self._packed = b"".join([_RECORD.pack(*record) for record in self.records])
         self.body = b"".join(parts)
 
-    def stored(self, seq: int, before_id: int, before: int) -> Group:
+    def stored(self, seq: int, before_id: int, before: int, purged: int) -> Group:
         """The group once it has this sequence."""
-        return Group(seq, self.id, before_id, before, self._parts, _placed(self.records, seq))
+        return Group(seq, self.id, before_id, before, self._parts, purged, _placed(self.records, seq))
 
-    def header(self, before_id: int, before: int) -> str:
-        """The header of the group when it is to stand behind this one."""
-        text = b2a_base64(_HEAD.pack(self.id, before_id, before, self._parts) + self._packed, newline=False)
+    def header(self, before_id: int, before: int, purged: int) -> str:
+        """The header of the group when it is to stand behind this one. `purged`: see `Group`."""
+        text = b2a_base64(_HEAD.pack(self.id, before_id, before, self._parts, purged) + self._packed, newline=False)
         return f"{VERSION}.{zlib.crc32(text):08x}.{text.decode('ascii')}"
 
 
@@ -150,15 +153,15 @@ def decode_header(message: StoredMessage) -> Group:
         if int(crc, 16) != zlib.crc32(text.encode()):
             raise MalformedEntry("checksum mismatch")
         data = a2b_base64(text, strict_mode=True)
-        id_, before_id, before, parts = _HEAD.unpack_from(data)
+        id_, before_id, before, parts, purged = _HEAD.unpack_from(data)
         records = [Record._make(found) for found in _RECORD.iter_unpack(memoryview(data)[_HEAD.size :])]
     except (ValueError, struct.error) as e:
         raise MalformedEntry(f"undecodable header: {type(e).__name__}") from e
-    if not records or len(records) > ENTRIES_MAX:
+    if len(records) > ENTRIES_MAX:
         raise MalformedEntry(f"a group of {len(records)} entries")
-    if not max(before, parts) < message.seq:
+    if max(before, parts) >= message.seq or purged > place(message.seq, 0):
         raise MalformedEntry("a group before its predecessor")
-    return Group(message.seq, id_, before_id, before, parts, _placed(records, message.seq))
+    return Group(message.seq, id_, before_id, before, parts, purged, _placed(records, message.seq))
 
 
 def _placed(records: Sequence[Record], seq: int) -> list[Record]:

@@ -29,6 +29,8 @@ class Heads:
     def __init__(self) -> None:
         #: Everything below this place may be forgotten.
         self.floor = 0
+        #: Everything below this place may be purged, as groups say.
+        self.purged = 0
         #: Sequence and id of the last group seen; 0 for none.
         self.seen = 0
         self.seen_id = 0
@@ -53,6 +55,7 @@ class Heads:
         `seen_id` is None when it is not known whether there is a group with this sequence, and which.
         """
         self.floor, self.seen, self.seen_id = floor, seen, seen_id or 0
+        self.purged = 0
         self._anywhere = seen_id is None
         self.life += 1
         self._generations, self._tops = [{}], [0]
@@ -69,6 +72,7 @@ class Heads:
         if not follows and not (self._anywhere and group.before <= self.seen):
             raise Gap(f"group {group.seq} stands behind {group.before}, and {self.seen} was seen last")
         self._passed(group.seq, group.id)
+        self.purged = max(self.purged, group.purged)
         newest = self._generations[-1]
         for at, record in group.places():
             newest[record.hash] = at
@@ -89,11 +93,11 @@ class Heads:
 
     def head(self, hash_: bytes) -> int:
         """The place of the thread's last entry; 0 if it has none above the floor."""
-        found = self._remembered(hash_)
-        return found if found >= self.floor else 0
+        found = self.remembered(hash_)
+        return found if found >= max(self.floor, self.purged) else 0
 
-    def _remembered(self, hash_: bytes) -> int:
-        """The place of the thread's last entry, also if that stands below the floor; 0: forgotten, or never seen."""
+    def remembered(self, hash_: bytes) -> int:
+        """The place of the thread's last entry, also below the floor as long as it is not forgotten; 0 for none."""
         for generation in reversed(self._generations):
             found = generation.get(hash_)
             if found is not None:
@@ -109,12 +113,15 @@ class Heads:
         """Whether the thread's last entry stands at `expected`; 0: it has none above the floor.
 
         An expectation below the floor is right if its writer has looked at every group since: a writer drops what it
-        remembers of a thread before this object forgets that others have written to it.
+        remembers of a thread before this object forgets that others have written to it. But not if the entry may be
+        purged: the row of a thread whose last entry deletes it is removed then.
         """
-        last = self._remembered(hash_)
-        if last:
-            return expected == last or (expected == 0 and last < self.floor)
-        return expected < self.floor or expected == 0
+        if not expected:
+            return not self.head(hash_)
+        remembered = self.remembered(hash_)
+        if expected < self.purged:
+            return False
+        return expected == remembered if remembered else expected < self.floor
 
     def count_above(self, position: Callable[[int], int]) -> int:
         """How many entries stand above the position that this gives for their partition."""

@@ -345,6 +345,14 @@ class GroupLog:
                 self._purged = below
         return first_place(self._purged)
 
+    async def fence(self, below: int) -> None:
+        self._sequencer.start()
+        try:
+            async with asyncio.timeout(_READ_S):
+                await self._sequencer.fence(below)
+        except (Conflict, TimeoutError):
+            raise AppendUnknown("it is not known whether every writer knows what is purged") from None
+
     def _forget(self, floor: int) -> None:
         # A unit that waits was drafted on what was known when it came.
         oldest = self._sequencer.oldest
@@ -364,7 +372,7 @@ class GroupLog:
         self._forget_callbacks.append(callback)
 
     def known_head(self, subject: str) -> int:
-        return self._head(subject)
+        return self._heads.remembered(hash_of(self._subjects.thread_id(subject)))
 
     async def settled(self) -> int:
         return await self._floor()

@@ -88,6 +88,9 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
     chosen, moved, entries = list[Queued](), list[Queued](), list[NewEntry]()
     here: dict[str, int] = {}
     for queued in units:
+        if not queued.messages:  # it only wants a group to be stored
+            chosen.append(queued)
+            continue
         first = queued.messages[0]
         thread_id = subjects.thread_id(first.subject)
         hash_ = hash_of(thread_id)
@@ -157,6 +160,8 @@ class Sequencer:
         self._loop: asyncio.AbstractEventLoop | None = None
         #: The server's max_payload, as it was last known.
         self._bytes_max = _BYTES_MAX
+        #: Below this place the log may be purged.
+        self._purged = 0
         #: How many groups were stored, and how often another writer was first.
         self.groups = 0
         self.refusals = 0
@@ -187,6 +192,15 @@ class Sequencer:
         unit = Awaited(messages)
         self.add(unit)
         return unit.stored
+
+    async def fence(self, below: int) -> None:
+        """Have a group say that the log is purged below this place: every writer has to know it then.
+
+        Raises as `submit`.
+        """
+        self._purged = max(self._purged, below)
+        if self._heads.purged < below:
+            await self.submit([])
 
     def add(self, unit: AppendUnit) -> None:
         """Queue a unit, whose `ended` is called later: see `submit`."""
@@ -329,7 +343,7 @@ class Sequencer:
         number = -1
         for queued in chosen.units:
             number += len(queued.messages)
-            end_one(queued.unit, place(outcome.group.seq, number))
+            end_one(queued.unit, place(outcome.group.seq, max(number, 0)))
 
     def _choose(self, units: Sequence[Queued]) -> Chosen:
         """`choose`, without those whose parts may be gone by now."""
@@ -347,13 +361,14 @@ class Sequencer:
         Returns Conflict when another group stands there, which has been seen then; another error when nothing is
         stored, or AppendUnknown.
         """
-        header = draft.header(before_id, before)
+        purged = max(self._purged, self._heads.purged)
+        header = draft.header(before_id, before, purged)
         message = Outgoing(self._subjects.groups, draft.body, header, before)
         unanswered = False
 
         def written(seq: int) -> Written:
             stored = StoredMessage(message.subject, seq, header, draft.body)
-            return Written(draft.stored(seq, before_id, before), stored)
+            return Written(draft.stored(seq, before_id, before, purged), stored)
 
         async def once() -> Written | Exception | None:
             """None: look again."""

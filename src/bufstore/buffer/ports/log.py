@@ -222,6 +222,13 @@ class Log(Stream, Generations, Protocol):
         """
         ...
 
+    async def fence(self, below: int) -> None:
+        """Return once nobody can write any more what builds on an entry below this position, which was let go of.
+
+        Raises AppendUnknown, LogFull, LogUnavailable.
+        """
+        ...
+
     def on_forget(self, callback: Callable[[bool], None]) -> None:
         """Call back before this object forgets who wrote to which thread (True: it does not know at all any more).
 
