@@ -38,7 +38,10 @@ async def let_all_go(*stores: Any) -> None:
     for store in stores:
         await store.force_flush_all()
         past = 1 + await store.buffer.log.end(5.0)
-        await store.buffer.log.let_go(dict.fromkeys(range(store.buffer.subjects.partitions), Floor(past, past)))
+        partitions = range(store.buffer.subjects.partitions)
+        cursors = await store.buffer.ledger.cursors()
+        floors = {p: Floor(past, cursors[p].seq if p in cursors else 0) for p in partitions}
+        await store.buffer.log.let_go(floors)
 
 
 async def eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
