@@ -367,6 +367,14 @@ class MemoryLog:
         """One server leads always."""
         return 0
 
+    async def fresh_end(self, subject: str, timeout_s: float) -> int:
+        """One server leads always."""
+        return 0
+
+    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """As `after`."""
+        return await self.after(subject, seq, timeout_s, limit)
+
     async def latest(self, subject: str, timeout_s: float) -> int:
         found = (await self.last([subject], timeout_s)).get(subject)
         return found.seq if found is not None else 0

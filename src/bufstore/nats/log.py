@@ -242,6 +242,10 @@ class NatsLog(NatsStream):
         except TimeoutError:
             raise LogUnavailable("the log did not prove in time where a thread ends") from None
 
+    async def fresh_end(self, subject: str, timeout_s: float) -> int:
+        """Where the subject ends, as of a moment after this was asked; 0 on a single server, which always knows."""
+        return await self.latest(subject, timeout_s) if self._leader_only else 0
+
     async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         if not self._leader_only:
             return await self.ends(filters, timeout_s)

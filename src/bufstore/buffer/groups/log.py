@@ -28,6 +28,8 @@ from bufstore.errors import BufstoreError, LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Conflict, Held, Outgoing, StoredMessage, Stream
 
 _READ_S = 5.0
+#: A replica has what its leader has stored a moment later.
+_LAG_S = 0.002
 #: How many groups are read at a time where all are read.
 _SCANNED_AT_ONCE = 32
 _ERASED_AT_ONCE = 16
@@ -52,6 +54,15 @@ class GroupsInStream(Stream, Generations, Protocol):
     async def end(self, timeout_s: float) -> int: ...
     async def identity(self, seq: int) -> StoredMessage | None: ...
     async def prove_leader(self, timeout_s: float) -> None: ...
+
+    async def fresh_end(self, subject: str, timeout_s: float) -> int:
+        """Where the subject ends, as of a moment after this was asked; 0 where every read is as fresh as that."""
+        ...
+
+    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """The subject's messages above `seq`, in order, as any replica has them, which may lag; at most `limit`."""
+        ...
+
     async def barrier(self, timeout_s: float) -> int: ...
     async def fill(self) -> tuple[int, int]: ...
 
@@ -277,20 +288,34 @@ class GroupLog:
 
     async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         await self._tail.see_all()
-        ends = []
-        for filter_ in filters:
-            words = filter_.split(".")
-            if self._is_thread(filter_):
-                ends.append(self._head(filter_))
-            else:
-                partitions = range(self._subjects.partitions) if words[1] == "*" else [int(words[1])]
-                ends.append(max((self._heads.end(p) for p in partitions), default=0))
-        return ends
+        return [self._end_of(filter_) for filter_ in filters]
+
+    def _end_of(self, filter_: str) -> int:
+        if self._is_thread(filter_):
+            return self._head(filter_)
+        word = filter_.split(".")[1]
+        partitions = range(self._subjects.partitions) if word == "*" else [int(word)]
+        return max((self._heads.end(p) for p in partitions), default=0)
 
     async def latest(self, subject: str, timeout_s: float) -> int:
-        await self._stream.prove_leader(timeout_s)
-        await self._tail.see_all()
+        await self._see_fresh(timeout_s)
         return self._head(subject)
+
+    async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        await self._see_fresh(timeout_s)
+        return [self._end_of(filter_) for filter_ in filters]
+
+    async def _see_fresh(self, timeout_s: float) -> None:
+        """Return once everything has been seen that was acknowledged when this was called. Raises LogUnavailable."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                end = await self._stream.fresh_end(self._subjects.groups, timeout_s)
+                await self._tail.see_all()
+                while self._heads.seen < end:  # the replica that answered lags
+                    await asyncio.sleep(_LAG_S)
+                    await self._tail.see_all()
+        except TimeoutError:
+            raise LogUnavailable("the log did not show in time where it ends") from None
 
     async def end(self, timeout_s: float) -> int:
         return last_place(await self._stream.end(timeout_s))

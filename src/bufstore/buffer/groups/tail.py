@@ -30,8 +30,8 @@ class Subject(Protocol):
         """See `bufstore.jetstream.messages.Stream`."""
         ...
 
-    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """See `bufstore.jetstream.messages.Stream`."""
+    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """See `bufstore.buffer.groups.log.GroupsInStream`."""
         ...
 
 
@@ -65,7 +65,7 @@ class Tail:
         await self.see_all()
         if self._heads.seen <= seq:
             return None
-        found = await self._log.after(self._subject, seq, self._timeout_s, limit=1)
+        found = await self._log.read(self._subject, seq, self._timeout_s, limit=1)
         if not found:
             return None
         group = self.decoded(found[0])
@@ -82,7 +82,7 @@ class Tail:
             self._kept.move_to_end(seq)
             return found
         # Who wants one group wants its neighbours next.
-        for message in await self._log.after(
+        for message in await self._log.read(
             self._subject, max(seq - _AT_ONCE // 2, 0), self._timeout_s, limit=_AT_ONCE // 2
         ):
             group = self.decoded(message)
@@ -94,7 +94,7 @@ class Tail:
         if not self._heads.life:
             await self._begin()
         while True:
-            behind = await self._log.after(self._subject, self._heads.seen, self._timeout_s, limit=_AT_ONCE)
+            behind = await self._log.read(self._subject, self._heads.seen, self._timeout_s, limit=_AT_ONCE)
             try:
                 self._observe(behind)
             except Gap as e:
