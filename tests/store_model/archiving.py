@@ -28,7 +28,7 @@ class ArchivingStream(MemoryStream):
         self._subjects = Subjects(config.subject, config.partitions)
         self._archive = archive
         #: Entries of groups, by the group's sequence; parts of large entries.
-        self._entries: dict[int, list[tuple[int, StoredMessage]]] = {}
+        self._entries: dict[int, list[StoredMessage]] = {}
         self._parts: dict[int, StoredMessage] = {}
 
     def store(self, messages: Sequence[Outgoing]) -> int:
@@ -38,19 +38,18 @@ class ArchivingStream(MemoryStream):
                 self._parts[message.seq] = message
             elif message.subject == self._subjects.groups:
                 self._entries[message.seq] = self._explode(message)
-                self._archive += [entry for _, entry in self._entries[message.seq]]
+                self._archive += self._entries[message.seq]
         return end
 
-    def _explode(self, message: StoredMessage) -> list[tuple[int, StoredMessage]]:
+    def _explode(self, message: StoredMessage) -> list[StoredMessage]:
         group = _group(message)
         found = []
-        for number, record in enumerate(group.records if group is not None else ()):
+        for number in range(len(group.records) if group is not None else 0):
             assert group is not None
-            at = place(group.seq, number)
             entry = decode_entry(group, number, message.body)
             payload = _driven(joined(entry.payload, self._part)) if entry.elsewhere else entry.payload
             found.append(
-                (record.partition, StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, payload))
+                StoredMessage(self._subjects.of(entry.thread_id), place(group.seq, number), entry.header, payload)
             )
         return found
 
@@ -65,13 +64,14 @@ class ArchivingStream(MemoryStream):
     def end_of(self, thread_id: str) -> int:
         """The place of the thread's last entry that is still there; 0 for none."""
         subject = self._subjects.of(thread_id)
-        return max((e.seq for _, e in self._there() if e.subject == subject), default=0)
+        return max((e.seq for e in self._there() if e.subject == subject), default=0)
 
-    def end_of_partition(self, partition: int) -> int:
-        """The place of the partition's last entry that is still there; 0 for none."""
-        return max((e.seq for p, e in self._there() if p == partition), default=0)
+    @property
+    def end_of_entries(self) -> int:
+        """The place of the last entry that is still there; 0 for none."""
+        return max((e.seq for e in self._there()), default=0)
 
-    def _there(self) -> list[tuple[int, StoredMessage]]:
+    def _there(self) -> list[StoredMessage]:
         return [entry for m in self.messages for entry in self._entries.get(m.seq, ())]
 
     def lose_end(self, count: int) -> None:

@@ -76,7 +76,7 @@ class Flusher:
             self._unable,
             lambda: self.state.trouble,
         )
-        self._idle = IdleCursors(parts, self._owned, self._takeover.compare)
+        self._idle = IdleCursors(parts, self._owned)
         self._retention = Retention(parts, self._owned, self._takeover.compare)
 
     async def start(self) -> None:

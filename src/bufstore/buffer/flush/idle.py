@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 from bufstore.buffer.entry import entry_id
 from bufstore.buffer.flush.owned_partition import OwnedPartition
@@ -24,12 +24,9 @@ _INTERVAL_S = 5.0
 class IdleCursors:
     """Moves the idle cursors of one owner, between its flushes."""
 
-    def __init__(
-        self, parts: AnyParts, owned_partitions: Mapping[int, OwnedPartition], compare: Callable[[], Awaitable[None]]
-    ) -> None:
-        """`compare`: doubts the partitions that Postgres shows to be another's."""
+    def __init__(self, parts: AnyParts, owned_partitions: Mapping[int, OwnedPartition]) -> None:
         self._ledger, self._shared = parts.ledger, parts.shared
-        self._owned, self._compare = owned_partitions, compare
+        self._owned = owned_partitions
         self._interval = min(_INTERVAL_S, parts.config.log.failover_window_s / 8)
         self._loop = asyncio.get_running_loop()
         self._due_at = 0.0
@@ -54,8 +51,10 @@ class IdleCursors:
             await self._shared.report({cursor.partition: cursor.seq for cursor in cursors})
             for owned, cursor in moved:
                 await owned.feed.ack(cursor.seq)
-        except NotOwner:
-            await self._compare()
+        except NotOwner as e:
+            # Another owner has it, or a commit whose answer was lost has moved the cursor.
+            if (doubtful := self._owned.get(e.partition)) is not None:
+                doubtful.doubt = str(e)
         except (BufstoreError, FlushFailed) as e:
             _log.debug("idle cursors stay where they are for now: %s", e, extra={"action": "idle_cursors"})
 
