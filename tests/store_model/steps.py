@@ -74,6 +74,28 @@ class Steps(Reads, Poison):
         await instance.stop()
         await instance.start()
 
+    async def pause(self, chance: random.Random) -> None:
+        """A process stands still in the middle of calls, maybe until all it knows is purged, and goes on."""
+        number = chance.choice((0, 1))
+        instance, seconds = self.world.instances[number], chance.choice((0.5, 5, 50, 120))
+        self.fault("pause", seconds + 30)
+        calls = [self._call(chance, chance.choice(THREADS)) for _ in range(chance.choice((1, 2, 3)))]
+
+        async def stand_still() -> None:
+            await asyncio.sleep(chance.choice((0, 0, 0.001, 0.01, 0.1)))
+            self.world.loop.stop_process(number, seconds)
+            self.world.stood_still += seconds
+            await asyncio.sleep(seconds)
+
+        async def others() -> None:
+            other = self.world.instances[1 - number]
+            for _ in range(chance.choice((0, 1, 3))):
+                await asyncio.sleep(chance.choice((0.1, 5, 40)))
+                await self.witness.make(other, self._call(chance, chance.choice(THREADS)))
+
+        await asyncio.gather(stand_still(), others(), *(self.witness.make(instance, call) for call in calls))
+        await asyncio.sleep(chance.choice((0, 1)))
+
     async def log_faults(self, chance: random.Random) -> None:
         """The next writes to the log fail."""
         self.world.weather.log.extend(chance.choice((*LOG_FAULTS, "")) for _ in range(chance.choice((1, 2, 4))))

@@ -23,8 +23,8 @@ from bufstore.threads.protocol import kind_of
 from bufstore.threads.state_readers import ComparingReader
 from bufstore.types import Consistency
 from store_model.faults import FaultyNats, LedgerView, Postgres, StoreView, Weather
+from store_model.pausing import PausingLoop
 from store_model.story import Archive, Event, Seen, seen_in
-from unit.fake_log import JumpingLoop
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
-        self.loop = JumpingLoop()
+        self.loop = PausingLoop(_where)
         self.tasks: dict[int, set[asyncio.Task[Any]]] = {}
         self.loop.set_task_factory(self._make_task)
         self._complaints: list[dict[str, Any]] = []
@@ -132,6 +132,8 @@ class World:
         self._rows: dict[str, Watermark] = {}
         self._cursors: dict[int, tuple[int, int]] = {}
         self.counts: Counter[str] = Counter()
+        #: How long processes stood still, all together.
+        self.stood_still = 0.0
         #: Reads what is new in the archive, after each step.
         self.audit: Callable[[], None] = lambda: None
         self.run(self.start())

@@ -73,6 +73,7 @@ class Store(RuleBasedStateMachine):
                 "lose_hot_state",
                 "fail_over",
                 "repair",
+                "pause",
             ]
         ),
         seed=SEEDS,
