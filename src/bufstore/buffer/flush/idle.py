@@ -25,7 +25,7 @@ class IdleCursors:
     """Moves the idle cursors of one owner, between its flushes."""
 
     def __init__(self, parts: AnyParts, owned_partitions: Mapping[int, OwnedPartition]) -> None:
-        self._ledger, self._shared = parts.ledger, parts.shared
+        self._ledger = parts.ledger
         self._owned = owned_partitions
         self._interval = min(_INTERVAL_S, parts.config.log.failover_window_s / 8)
         self._loop = asyncio.get_running_loop()
@@ -48,7 +48,6 @@ class IdleCursors:
             )
             for owned, cursor in moved:
                 owned.settle((), cursor, self._loop.time())
-            await self._shared.report({cursor.partition: cursor.seq for cursor in cursors})
             for owned, cursor in moved:
                 await owned.feed.ack(cursor.seq)
         except NotOwner as e:
