@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import nats
+
 from bufstore import Consistency, Run
 from bufstore.spark import Deployment as Where
 from conftest import Deployment
@@ -100,6 +102,24 @@ async def write(deployment: Deployment, threads: list[str], steps: range) -> Non
         for row in rows_of(threads, steps):
             run = Run(run_id=row["run_id"], thread_id=row["thread_id"], agent_id="planner")
             await store.checkpoint_append(row["thread_id"], [json.loads(m) for m in row["delta"]], run)
+
+
+async def purge(deployment: Deployment, below: int) -> None:
+    """Remove the messages below this sequence from the log, as flushers do it; but they are not asked."""
+    await _ask(deployment, "PURGE", {"seq": below})
+
+
+async def delete(deployment: Deployment, sequence: int) -> None:
+    """Remove one message of the log, and tell nobody."""
+    await _ask(deployment, "MSG.DELETE", {"seq": sequence})
+
+
+async def _ask(deployment: Deployment, verb: str, body: dict[str, Any]) -> None:
+    client = await nats.connect(deployment.servers.nats.url)
+    asked = f"$JS.API.STREAM.{verb}.{deployment.log.stream}"
+    answer = await client.request(asked, json.dumps(body).encode(), timeout=5)
+    await client.close()
+    assert "error" not in json.loads(answer.data), answer.data
 
 
 async def in_postgres(deployment: Deployment, threads: list[str]) -> dict[str, list[int] | None]:

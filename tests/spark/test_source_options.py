@@ -29,6 +29,8 @@ from bufstore.spark.source.options import read_options
         {"threads": "[]"},
         {"threads": '["a"]', "partitions": "1"},
         {"partitions": "x"},
+        {"form": "messages", "threads": '["a"]'},
+        {"form": "messages", "partitions": "1"},
         {"stream": "a.b"},
         {"user": "me"},
     ],

@@ -13,11 +13,12 @@ import pytest
 from pyspark.sql import functions as F
 
 from bufstore import Consistency, Run, RunStatus
+from bufstore.buffer.groups.places import first_place, group_of
 from bufstore.buffer.subjects import Subjects
 from bufstore.spark.progress import ProgressListener, QueryProgress
 from conftest import Deployment
 from helpers import fresh
-from spark.jobs import ended, prepared, read_options, rows_of
+from spark.jobs import delete, ended, prepared, purge, read_options, rows_of
 
 
 async def written(deployment: Deployment, threads: list[str], steps: range) -> None:
@@ -57,19 +58,84 @@ async def test_entries_come_decoded_and_each_once(spark: Any, either: Deployment
     assert json.loads(row.run)["agent_id"] == "agent"
     few = await collected(read(spark, either, columns="thread_id, position", threads=json.dumps(threads[:1])))
     assert [(r.thread_id, len(r)) for r in few] == [(threads[0], 2)] * 6
+    partition = Subjects(either.name, either.log.partitions).partition(threads[0])
+    few = await collected(read(spark, either, partitions=partition))
+    assert [r.position for r in few] == [r.position for r in rows if r.partition == partition]
     assert len(await collected(read(spark, either, startingPosition=rows[0].position + 1))) == 30
 
 
 async def test_what_is_no_entry_is_a_row_with_its_cause(spark: Any, deployment: Deployment) -> None:
     await written(deployment, [fresh()], range(1))
     client = await nats.connect(deployment.servers.nats.url)
-    await client.jetstream().publish(f"{deployment.name}.0.none", b"\xff")
+    strange = [f"{deployment.name}.0.none", f"{deployment.name}.groups.0"]
+    for subject in strange:
+        await client.jetstream().publish(subject, b"\xff")
     await client.close()
-    rows = await collected(read(spark, deployment))
-    assert [(r.cause is None, r.body) for r in rows] == [(True, None), (False, bytearray(b"\xff"))]
-    raw = await collected(read(spark, deployment, form="messages"))
-    assert [r.subject for r in raw][1] == f"{deployment.name}.0.none"
+    rows = await collected(read(spark, deployment, numPartitions=1))
+    none = (False, bytearray(b"\xff"))
+    assert [(r.cause is None, r.body) for r in rows] == [(True, None), none, none]
+    raw = await collected(read(spark, deployment, form="messages", numPartitions=1))
+    assert [r.subject for r in raw][1:] == strange
     assert raw[0].header is not None
+
+
+async def shared_groups(deployment: Deployment, threads: list[str], steps: range) -> None:
+    """Written at the same time, so that a group holds entries of many threads."""
+    async with deployment.store(flusher=False) as store:
+        for n in steps:
+            run = {t: Run(run_id=f"run-{t}", thread_id=t) for t in threads}
+            await asyncio.gather(*(store.checkpoint_append(t, [{"n": n}], run[t]) for t in threads))
+
+
+async def test_a_group_is_read_whole_and_a_position_may_be_within_it(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    threads = [fresh() for _ in range(40)]
+    await shared_groups(deployment, threads, range(3))
+    groups = await collected(read(spark, deployment, form="messages"))
+    assert len(groups) < 60, "several entries share a group"
+    rows = sorted(await collected(read(spark, deployment, numPartitions=5)), key=lambda row: row.position)
+    assert steps_of(rows) == {t: [0, 1, 2] for t in threads}
+    assert {group_of(r.position) for r in rows} == {r.position for r in groups}
+    first, last = rows[50].position, rows[90].position
+    some = await collected(read(spark, deployment, startingPosition=first, endingPosition=last, numPartitions=3))
+    assert sorted(r.position for r in some) == [r.position for r in rows[50:90]]
+    # A micro-batch ends at a group's end, however few rows it may have.
+    options = {"startingPosition": first, "maxMessagesPerTrigger": 1}
+    running = query(spark, deployment, tmp_path, **options)
+    await ended(running)
+    kept = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert sorted(r.position for r in kept) == [r.position for r in rows[50:]]
+    batches = [p for p in running.recentProgress if p["numInputRows"]]
+    assert len(batches) == len({group_of(r.position) for r in rows[50:]})
+
+
+async def test_a_large_entry_of_which_a_part_is_gone(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
+    """Its parts stand before its group: they may be purged when that is still there."""
+    deployment.verified = False
+    big, small = fresh(), fresh()
+    await written(deployment, [small], range(1))
+    await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(big, [{"n": 0, "text": "x" * 3_000_000}], Run(run_id="big", thread_id=big))
+    await written(deployment, [small], range(1, 2))
+    messages = sorted(await collected(read(spark, deployment, form="messages")), key=lambda r: r.position)
+    group = next(r for r in messages[1:] if r.subject.endswith(".groups.0"))
+    await ended(query(spark, deployment, tmp_path, maxMessagesPerTrigger=1, maxBytesPerTrigger=1_000_000))
+    rows = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert steps_of(rows) == {small: [0, 1], big: [0]}, "also where each part is in a micro-batch of its own"
+    before = next(r for r in messages if r.subject.endswith(".parts.0")).position
+    at = await collected(read(spark, deployment, startingPosition=first_place(group.position)))
+    assert steps_of(at) == {big: [0], small: [1]}
+    await purge(deployment, before + 1)
+    there = await collected(read(spark, deployment))
+    assert steps_of(there) == {small: [1]}, "what is left of it is no entry"
+    with pytest.raises(Exception, match=r"purged before entry \d+ was read"):
+        await collected(read(spark, deployment, startingPosition=first_place(group.position)))
+    (torn, _) = await collected(
+        read(spark, deployment, startingPosition=first_place(group.position), failOnDataLoss=False, numPartitions=1)
+    )
+    assert (torn.thread_id, torn.cause) == (big, f"part {before} of a large entry is missing")
 
 
 async def test_a_range_of_time(spark: Any, deployment: Deployment) -> None:
@@ -107,14 +173,6 @@ async def test_a_stream_goes_on_where_it_stopped(spark: Any, either: Deployment,
     assert steps_of(rows) == {t: list(range(12)) for t in threads}
 
 
-async def purge(deployment: Deployment, below: int, partition: int | None = None) -> None:
-    client = await nats.connect(deployment.servers.nats.url)
-    for p in range(deployment.log.partitions) if partition is None else [partition]:
-        body = json.dumps({"filter": f"{deployment.name}.{p}.*", "seq": below}).encode()
-        await client.request(f"$JS.API.STREAM.PURGE.{deployment.log.stream}", body)
-    await client.close()
-
-
 async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -124,23 +182,16 @@ async def test_what_was_purged_unread_fails_the_query_unless_it_may_be_lost(
     await ended(query(spark, deployment, tmp_path, startingPosition="earliest", maxMessagesPerTrigger=100))
     await written(deployment, threads, range(5, 10))
     rows = await collected(read(spark, deployment))
-    last = max(r.position for r in rows)
-    # As the flusher does it, partition by partition: only one of them is purged over what was not read.
-    client = await nats.connect(deployment.servers.nats.url)
-    partition = next(r.partition for r in rows if r.position == last - 8)
-    body = json.dumps({"filter": f"{deployment.name}.{partition}.*", "seq": last - 7}).encode()
-    await client.request(f"$JS.API.STREAM.PURGE.{deployment.log.stream}", body)
-    await client.close()
-    if (await written_positions(spark, deployment)) == {r.position for r in rows}:
-        pytest.fail("nothing was purged")
+    last = max(group_of(r.position) for r in rows)
+    await delete(deployment, last - 8)
     with pytest.raises(Exception, match="was purged before it was read"):
         await ended(query(spark, deployment, tmp_path))
     await purge(deployment, last - 2)
-    with pytest.raises(Exception, match="the log begins at position"):
+    with pytest.raises(Exception, match="the log begins at message"):
         await ended(query(spark, deployment, tmp_path))
     await ended(query(spark, deployment, tmp_path, failOnDataLoss=False))
     kept = await collected(spark.read.parquet(str(tmp_path / "out")))
-    assert len(kept) == 20 + len(await written_positions(spark, deployment))
+    assert len(kept) == 20 + 3
 
 
 async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployment, tmp_path: Path) -> None:
@@ -159,8 +210,8 @@ async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployme
     # And what is purged unread is one.
     replicated.verified = False
     await written(replicated, [late], range(2, 5))
-    await purge(replicated, max(row.position for row in rows) + 3, partition=1)
-    with pytest.raises(Exception, match="was purged before it was read"):
+    await purge(replicated, max(group_of(row.position) for row in rows) + 3)
+    with pytest.raises(Exception, match="the log begins at message"):
         await ended(query(spark, replicated, tmp_path))
 
 
@@ -212,10 +263,6 @@ async def test_what_was_erased_on_purpose_is_no_loss(
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
     assert steps_of([r for r in rows if r.kind == "checkpoint"]) == {gone: [0, 1], kept: [2, 3]}
     assert [r.thread_id for r in rows if r.kind != "checkpoint"] == [gone], "its removal"
-
-
-async def written_positions(spark: Any, deployment: Deployment) -> set[int]:
-    return {r.position for r in await collected(read(spark, deployment, failOnDataLoss=False))}
 
 
 async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment: Deployment, tmp_path: Path) -> None:

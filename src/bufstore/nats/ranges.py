@@ -1,8 +1,9 @@
 """Reads a range of the log without disturbing anybody: no acks, no durable consumer, the same answer each time.
 
 For jobs that read what others write (`bufstore.spark`). Each read has an ephemeral consumer of its own, so the
-flusher's are never touched. The stream's own sequence identifies what is delivered; a range ends at its
-position, or when the server says that nothing is left, never because of silence.
+flusher's are never touched. What is read are the messages of the stream: groups of entries, parts of large entries,
+and what stands beside them. The stream's own sequence identifies them; a range ends at its sequence, or when the server
+says that nothing is left, never because of silence.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class LogState(msgspec.Struct, frozen=True):
     #: When the stream was created: tells it from another stream of the same name.
     created: str
     epoch: int
-    #: The first position that is (or will be) there, and the one behind the last.
+    #: The sequence of the first message that is (or will be) there, and the one behind the last.
     first: int
     end: int
     messages: int
@@ -97,42 +98,22 @@ class LogReader:
         end = max(int(state["last_seq"]) + 1, first)
         return LogState(found, info["created"], epoch_of(config), first, end, int(state["messages"]))
 
-    async def whole_from(self, log: LogState) -> int:
-        """The position from which nothing was purged: each partition is purged up to a position of its own.
-
-        Too high where a partition got its first message late: that looks like a purge.
-        """
-        firsts = await asyncio.gather(
-            *(self._first(log.subjects.of_partition(p), log.end) for p in range(log.config.partitions))
-        )
-        return max([log.first, *(first for first in firsts if first < log.end)])
-
-    async def _first(self, filter_: str, end: int) -> int:
-        found = await self._stream.after(filter_, 0, _SILENCE_S, limit=1)
-        return found[0].seq if found else end
-
-    async def proofs_gone(self, log: LogState) -> int:
-        """The position below which the log may have holes of messages that proved a read; 0: it has none.
-
-        Those go from the first on, and the last stays. Earlier versions wrote each in place of the one before, as
-        barrier.
-        """
-        subjects = log.subjects
-        barriers = await self._stream.last([subjects.barrier], _SILENCE_S)
-        return max(await self._first(subjects.proof, 0), *(found.seq for found in barriers.values()), 0)
+    async def message(self, sequence: int) -> StoredMessage | None:
+        """The message with this sequence, from the leader; None if it is not there any more."""
+        return await self._stream.identity(sequence)
 
     async def erased(self, start: int) -> set[int]:
-        """Positions of threads that were erased: all from `start` on, and maybe some before."""
-        log, positions = await self.look(), set[int]()
+        """Sequences of messages that were erased: all from `start` on, and maybe some before."""
+        log, sequences = await self.look(), set[int]()
         async with contextlib.aclosing(self.read(start, log.end, [log.subjects.erased])) as found:
             async for part in found:
                 for read in part:
                     with contextlib.suppress(ValueError):  # a foreign message
-                        positions.update(int(number) for number in read.message.body.split(b","))
-        return positions
+                        sequences.update(int(number) for number in read.message.body.split(b","))
+        return sequences
 
     async def at_time(self, time_ns: int, log: LogState) -> int:
-        """The position of the first message that was stored at this time or later; the log's end if none was."""
+        """The sequence of the first message that was stored at this time or later; the log's end if none was."""
         found = self.read(0, log.end, [log.subjects.all], headers_only=True, at_once=1, since_ns=time_ns)
         async with contextlib.aclosing(found):
             async for part in found:
@@ -149,7 +130,7 @@ class LogReader:
         at_once: int = _PULL,
         since_ns: int | None = None,
     ) -> AsyncGenerator[list[Read]]:
-        """The messages of these subjects from `start` to before `end`, in order, some at a time.
+        """The messages of these subjects from sequence `start` to before `end`, in order, some at a time.
 
         `headers_only`: without bodies. `since_ns`: from the first that was stored then or later, instead of `start`.
         """
@@ -280,11 +261,3 @@ def _rfc3339(time_ns: int) -> str:
 
     seconds, ns = divmod(time_ns, 1_000_000_000)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{ns:09d}Z"
-
-
-def filters_of(log: LogState, threads: Sequence[str] = (), partitions: Sequence[int] = ()) -> list[str]:
-    """The subjects of these threads or partitions; of everything when none is named."""
-    subjects = log.subjects
-    if threads:
-        return [subjects.of(thread_id) for thread_id in threads]
-    return [subjects.of_partition(p) for p in partitions] if partitions else [subjects.all]

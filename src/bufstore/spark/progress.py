@@ -22,7 +22,7 @@ class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
     rows: int
     rows_per_second: float
     seconds: float
-    #: Messages (at most) between what was read and the end of the log; None when the source is another one.
+    #: Messages of the stream between what was read and its end; None when the source is another one.
     lag: int | None
     #: What the query's own ``df.observe(name, …)`` counted: name → column → value.
     observed: Mapping[str, Mapping[str, Any]] = {}

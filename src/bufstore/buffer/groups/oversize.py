@@ -43,19 +43,24 @@ def sequences(reference_: bytes) -> list[int]:
         raise MalformedEntry("undecodable reference to the parts of a large entry") from e
 
 
-async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:
-    """The payload that is named. Raises MalformedEntry when a part is missing or is not what was stored."""
+def whole(reference_: bytes, parts: Sequence[bytes]) -> bytes:
+    """The payload that is named, of its parts. Raises MalformedEntry when they are not what was stored."""
     try:
         size, crc = _WHOLE.unpack_from(reference_)
     except struct.error as e:
         raise MalformedEntry("undecodable reference to the parts of a large entry") from e
+    payload = b"".join(parts)
+    if len(payload) != size or zlib.crc32(payload) != crc:
+        raise MalformedEntry("the parts of a large entry are not what was stored")
+    return payload
+
+
+async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:
+    """The payload that is named. Raises MalformedEntry when a part is missing or is not what was stored."""
     parts = []
     for seq in sequences(reference_):
         part = await read(seq)
         if part is None:
             raise MalformedEntry(f"part {seq} of a large entry is missing")
         parts.append(part.body)
-    payload = b"".join(parts)
-    if len(payload) != size or zlib.crc32(payload) != crc:
-        raise MalformedEntry("the parts of a large entry are not what was stored")
-    return payload
+    return whole(reference_, parts)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from bufstore.buffer.groups.places import first_place
 from bufstore.buffer.target import check_proof, check_same
 from bufstore.errors import DataLoss, NoLog
 from bufstore.nats.ranges import LogReader, LogState
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ArchiveReport(msgspec.Struct, kw_only=True):
-    """What was archived; `count` 0: there was nothing new."""
+    """What was archived: `count` messages of the stream from sequence `start` to before `end`; 0: nothing was new."""
 
     start: int
     end: int
@@ -45,10 +46,10 @@ def archive(
 ) -> ArchiveReport:
     """Write what is in the log and not in the archive at `path` (any file system that Spark can write to) as Parquet.
 
-    Begins where the newest range ends; a new archive begins with the log's first message, or at `start`. When the
-    manifest is written, the flushers may purge the range (`LogConfig.archive`); a run that died before it told them
-    so is made up for by the next one. One archive a deployment: another folder begins anew, and what the flushers keep
-    counts from the furthest.
+    Begins where the newest range ends; a new archive begins with the log's first message, or at sequence `start`.
+    When the manifest is written, the flushers may purge the range (`LogConfig.archive`); a run that died before it told
+    them so is made up for by the next one. One archive a deployment: another folder begins anew, and what the flushers
+    keep counts from the furthest.
 
     Raises DataLoss when something of it was purged unread, or the stream is not the one of the newest range: then
     `start` says where to go on, and that something may be missing, before it and behind it. ArchiveOvertaken when
@@ -108,8 +109,8 @@ def _read(
         "nats": ",".join(server.servers),
         "stream": deployment.stream,
         "form": "messages",
-        # Messages may have been purged before an archive begins. Later none may be missing, unless the caller names
-        # the position to continue at, and so accepts the gap.
+        # Messages may have been purged before an archive begins. Later none may be missing, unless the caller says
+        # where to continue, and so accepts the gap.
         "startingPosition": "earliest" if earliest and not given else m.start,
         "endingPosition": m.end,
         "failOnDataLoss": not given,
@@ -147,4 +148,4 @@ async def _check_database(deployment: Deployment) -> None:
 
 async def _note(deployment: Deployment, end: int) -> None:
     async with deployment.database() as (_, ledger):
-        await ledger.set_archived(end)
+        await ledger.set_archived(first_place(end))

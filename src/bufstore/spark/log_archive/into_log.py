@@ -23,14 +23,14 @@ from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, assemble, enco
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
-from bufstore.jetstream.group_commit import GroupCommit
-from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, Conflict, Outgoing
+from bufstore.jetstream.messages import HEADER_BYTES_MAX, AppendUnknown, Conflict, Outgoing
 from bufstore.spark.config import Deployment
 from bufstore.spark.log_archive.applicable import RestoreCounts, applicable
 from bufstore.threads.behind import buffer_of
 
 _TIMEOUT_S = 30.0
-_UNIT_BYTES = 4 << 20
+#: A unit goes into one group. It does not fill that, so that many threads share one.
+_UNIT_BYTES = 128 << 10
 _AT_ONCE = 256
 
 
@@ -48,8 +48,8 @@ def wanted(
 ) -> Wanted:
     """What of the archive's `items` is missing behind what there is.
 
-    `row` and `version`: of Postgres. `held`: ids of the entries that the log has, at least the last, oldest first.
-    `log_end`: the position behind the log's last.
+    `row` and `version`: of Postgres. `held`: ids of the entries that the log shows, at least the last, oldest first.
+    `log_end`: the position behind everything that the log has.
     """
     ids = [item.entry.id if isinstance(item, StoredEntry) else 0 for item in items]
     last = held[-1] if held else row.applied_id
@@ -101,12 +101,12 @@ class IntoLog:
         # Of an app's own store, only its watermark of a thread is known.
         self._held = store.versions if named is None or named.kind == buffer.backing.kind else None
         self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
-        self._group = GroupCommit(self._log, timeout_s=_TIMEOUT_S)
+        self._writer = self._log.writer(_TIMEOUT_S)
         self._at_once = asyncio.Semaphore(_AT_ONCE)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(buffer.connected())
-            self._group.start()
-            stack.push_async_callback(self._group.aclose)
+            self._writer.start()
+            stack.push_async_callback(self._writer.aclose)
             self._stack = stack.pop_all()
         return self
 
@@ -160,11 +160,10 @@ class IntoLog:
 
     async def _write(self, thread_id: str, todo: Wanted, behind: int) -> Wanted:
         written = 0
-        for unit in self._units(thread_id, todo.entries):
-            messages = [message for entry in unit for message in entry]
-            messages[0] = msgspec.structs.replace(messages[0], expected=behind)
+        for unit in _units(self._subjects.of(thread_id), todo.entries):
+            unit[0] = msgspec.structs.replace(unit[0], expected=behind)
             try:
-                behind = await self._group.submit(messages)
+                behind = await self._writer.submit(unit)
             except Conflict:
                 left = len(todo.entries) - written
                 reason = f"thread {thread_id!r}: somebody writes to it now"
@@ -174,16 +173,17 @@ class IntoLog:
             written += len(unit)
         return todo
 
-    def _units(self, thread_id: str, entries: Sequence[Entry]) -> list[list[list[Outgoing]]]:
-        """The entries' messages, in units of what is stored as neighbours."""
-        subject, bytes_max = self._subjects.of(thread_id), self._log.message_bytes_max
-        units: list[list[list[Outgoing]]] = []
-        count = size = 0
-        for entry in entries:
-            messages = [Outgoing(subject, body, header) for header, body in encode(entry, bytes_max)]
-            count, size = count + len(messages), size + len(entry.payload)
-            if not units or count > BATCH_MESSAGES_MAX or size > _UNIT_BYTES:
-                units.append([])
-                count, size = len(messages), len(entry.payload)
-            units[-1].append(messages)
-        return units
+
+def _units(subject: str, entries: Sequence[Entry]) -> list[list[Outgoing]]:
+    """The entries as they are written, in units of what is stored as neighbours."""
+    units: list[list[Outgoing]] = []
+    size = 0
+    for entry in entries:
+        # Whatever its size, it is one entry of a group.
+        [(header, body)] = encode(entry, 2 * HEADER_BYTES_MAX + len(entry.payload))
+        size += HEADER_BYTES_MAX + len(body)
+        if not units or size > _UNIT_BYTES:
+            units.append([])
+            size = HEADER_BYTES_MAX + len(body)
+        units[-1].append(Outgoing(subject, body, header))
+    return units

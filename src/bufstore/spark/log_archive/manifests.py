@@ -1,6 +1,7 @@
 """What an archive holds: ranges of the log as Parquet, and a manifest for each that says what is in it.
 
-``<path>/ranges/<start>-<end>-<attempt>/date=…/*.parquet`` hold messages of the log byte for byte;
+``<path>/ranges/<start>-<end>-<attempt>/date=…/*.parquet`` hold messages of the stream byte for byte: groups of entries,
+and parts of large ones, which may be in the range before that of their group. Their position is their sequence.
 ``<path>/manifests/<start>-<end>-<attempt>`` says what is in a range: folder, stream, count, checksum. The manifest is
 written last: a range without a manifest does not count.
 
@@ -20,8 +21,9 @@ from bufstore.errors import ArchiveOvertaken, ConfigError, DataLoss
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-#: 1: the files are in the folder of the range's name.
-VERSION = 2
+#: 1: the files are in the folder of the range's name. 1 and 2: a message is an entry, or a piece of one. 3: the entries
+#: are in groups.
+VERSION = 3
 _SCHEMA = "position bigint, stored_at timestamp, subject string, header string, body binary"
 _COLUMNS = ("position", "stored_at", "subject", "header", "body")
 
@@ -31,13 +33,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     stream: str
-    #: When the stream was made, and its generation: positions of one generation never come again.
+    #: When the stream was made, and its generation: sequences of one generation never come again.
     created: str
     epoch: int
     #: First word of the subjects, and the number of partitions.
     subject: str
     partitions: int
-    #: Positions from `start` to before `end`.
+    #: Sequences of the stream from `start` to before `end`, and how many messages have them.
     start: int
     end: int
     count: int
@@ -90,7 +92,7 @@ def whole(manifests: Sequence[Manifest]) -> None:
 
 
 def overlap(one: Manifest, other: Manifest) -> bool:
-    """Whether both have messages of the same positions."""
+    """Whether both have messages of the same sequences."""
     return one.created == other.created and one.start < other.end and other.start < one.end
 
 

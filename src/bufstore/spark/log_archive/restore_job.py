@@ -10,21 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce
-from itertools import chain, groupby, pairwise
-from operator import itemgetter
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from bufstore.buffer.entry import Item, assemble
+from bufstore.buffer.entry import Item
 from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import check_kind
-from bufstore.errors import ConfigError, MalformedEntry, NoLog
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.errors import ConfigError, NoLog
 from bufstore.spark.config import Deployment
 from bufstore.spark.job_description import described
 from bufstore.spark.log_archive.applicable import RestoreCounts
 from bufstore.spark.log_archive.archive_job import log_of
+from bufstore.spark.log_archive.archived_entries import pieces_of, threads_of
 from bufstore.spark.log_archive.into_log import IntoLog
 from bufstore.spark.log_archive.into_postgres import IntoPostgres
 from bufstore.spark.log_archive.manifests import Manifest, check_range, manifests_of, overlap, whole
@@ -87,10 +86,11 @@ def restore(
     for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
         parts = list(ranges)
         messages = reduce(DataFrame.union, [check_range(spark, path, manifest) for manifest in parts])
+        messages = messages.select("position", "subject", "header", "body")
         if any(overlap(before, after) for before, after in pairwise(parts)):  # two archived at the same time
             messages = messages.dropDuplicates(["position", "subject", "header"])
-        owned = messages.select("position", "subject", "header", "body").repartition(tasks, "subject")
-        ordered = owned.sortWithinPartitions("subject", "position")
+        owned = pieces_of(messages, subjects).repartition(tasks, "subject")
+        ordered = owned.sortWithinPartitions("subject", "position", "number")
         with described(ordered, f"bufstore: restore {path} into {into}"):
             for found in ordered.mapInArrow(partial(_task, deployment, subjects, into, dry_run), _OUTCOME).collect():
                 report.add(RestoreCounts(*found))
@@ -141,21 +141,8 @@ def _task(
     deployment: Deployment, subjects: Subjects, into: Into, dry_run: bool, batches: Iterator[pyarrow.RecordBatch]
 ) -> Iterator[pyarrow.RecordBatch]:
     with in_task():
-        counts = loop().run(_restore(deployment, into, _threads(subjects, batches), dry_run=dry_run))
+        counts = loop().run(_restore(deployment, into, threads_of(subjects, batches), dry_run=dry_run))
     yield outcome(**msgspec.structs.asdict(counts))
-
-
-def _threads(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, list[Item]]]:
-    """The entries of one thread after the other; what belongs to no thread is left out."""
-    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
-    for subject, found in groupby(rows, key=itemgetter("subject")):
-        try:
-            thread_id = subjects.thread_id(subject)
-        except MalformedEntry:
-            continue  # a barrier, or garbage: a flush passes it or parks it
-        messages = [StoredMessage(subject, row["position"], row["header"], row["body"] or b"") for row in found]
-        if items := assemble(messages, thread_id):
-            yield thread_id, list(items)
 
 
 async def _restore(

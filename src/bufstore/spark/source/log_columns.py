@@ -15,7 +15,7 @@ from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_
 
 #: Of an entry, in order. An entry that cannot be decoded has a cause and its body, and null where nothing is known.
 ENTRY_COLUMNS: Mapping[str, str] = {
-    #: Where it stands in the log: its (last) message's sequence.
+    #: Where it stands in the log (`bufstore.buffer.groups.places`): the order of entries, and what cursors count.
     "position": "bigint",
     "stored_at": "timestamp",
     "thread_id": "string",
@@ -43,6 +43,7 @@ ENTRY_COLUMNS: Mapping[str, str] = {
     "body": "binary",
 }
 MESSAGE_COLUMNS: Mapping[str, str] = {
+    #: Its sequence in the stream.
     "position": "bigint",
     "stored_at": "timestamp",
     "subject": "string",
@@ -66,10 +67,11 @@ def schema_of(columns: Sequence[str]) -> str:
 
 
 class LogItem(msgspec.Struct, frozen=True):
-    """An entry, or a message that is not an entry, and when its last message was stored."""
+    """An entry, or what is none, and when its group was stored."""
 
     what: Item
     stored_at_ns: int
+    #: -1: it is not known.
     partition: int
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
 import pyarrow
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.buffer.entry import Assembler, Malformed, decode
-from bufstore.errors import DataLoss, LogUnavailable, MalformedEntry
-from bufstore.nats.ranges import LogReader, LogState, Read, filters_of
+from bufstore.errors import DataLoss, LogUnavailable
+from bufstore.nats.ranges import LogReader, LogState, Read
 from bufstore.spark.process_loop import loop
-from bufstore.spark.source.log_columns import LogItem, entry_rows, message_rows
+from bufstore.spark.source.log_columns import entry_rows, message_rows
+from bufstore.spark.source.log_entries import LogEntries, Wanted
 from bufstore.spark.source.offsets import Holes, Offset, Range
 from bufstore.spark.source.options import ReadOptions
 
@@ -57,45 +57,41 @@ async def look(options: ReadOptions) -> LogState:
     return await patiently(once)
 
 
-async def whole_from(options: ReadOptions, log: LogState) -> int:
-    """From where on nothing was purged."""
-    return await (await reader_of(options)).whole_from(log)
-
-
 async def check_first(options: ReadOptions, log: LogState, start: Offset) -> None:
     """Raise DataLoss when what is gone at the log's beginning had not been read, and was not erased."""
-    at = max(start.position, start.whole_from)
-    if log.first > at:
-        holes = Holes(Range(start=at, end=log.first, created=log.created, whole_from=0))
+    if log.first > start.position:
+        holes = Holes(Range(start=start.position, end=log.first, created=log.created, whole_from=0))
         holes.passed([log.first])
-        if await _lost(await reader_of(options), log, holes) is not None:
-            raise DataLoss(f"the log begins at position {log.first}, but the reader has only reached {start.position}")
+        if await _lost(await reader_of(options), holes) is not None:
+            raise DataLoss(f"the log begins at message {log.first}, but the reader has only reached {start.position}")
 
 
-async def _lost(reader: LogReader, log: LogState, holes: Holes) -> int | None:
-    if not holes.found:
-        return None
+async def _lost(reader: LogReader, holes: Holes) -> int | None:
     # Asked now: what made the holes was written before.
-    return holes.lost(
-        await reader.erased(holes.found[0][0]), await reader.proofs_gone(log), await reader.whole_from(log)
-    )
+    return holes.lost(await reader.erased(holes.found[0][0])) if holes.found else None
 
 
 async def at_time(options: ReadOptions, log: LogState, time_ns: int) -> int:
-    """The position of the first message that was stored then or later."""
+    """The sequence of the first message that was stored then or later."""
     return await (await reader_of(options)).at_time(time_ns, log)
 
 
-async def within_bytes(options: ReadOptions, log: LogState, start: int, end: int) -> int:
-    """How far one gets from `start` with so many bytes of bodies; at least over one message."""
-    assert options.max_bytes is not None
-    reader, left, at = await reader_of(options), options.max_bytes, None
-    filters = filters_of(log, options.threads, options.partitions)
-    async with aclosing(reader.read(start, end, filters, headers_only=True)) as parts:
+async def within(options: ReadOptions, log: LogState, start: int, end: int) -> int:
+    """How far one gets from `start` with as many rows and bytes of bodies as a micro-batch may have.
+
+    At least over one message; never into one. Reads headers only.
+    """
+    reader, rows, size, at = await reader_of(options), 0, 0, start
+    wanted = Wanted(log.subjects, options)
+    async with aclosing(reader.read(start, end, [log.subjects.all], headers_only=True)) as parts:
         async for part in parts:
             for read in part:
-                left -= read.size
-                if left < 0 and at is not None:
+                rows += wanted.rows(read.message)
+                size += read.size
+                full = (options.max_messages is not None and rows > options.max_messages) or (
+                    options.max_bytes is not None and size > options.max_bytes
+                )
+                if full and at > start:
                     return at
                 at = read.message.seq + 1
     return end
@@ -108,70 +104,19 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
     if log.created != part.created:
         # The same numbers, other messages: whether that may be is decided when the query plans again.
         raise DataLoss(f"the stream was replaced by a new one ({log.created}) while it was read ({part.created})")
-    filters = filters_of(log, options.threads, options.partitions)
-    entries = _Entries(log, part) if options.form == "entries" else None
-    beside, holes = log.subjects.beside, Holes(part)
-    async with aclosing(reader.read(part.start, part.end, filters)) as found:
+    holes, entries = Holes(part), LogEntries(reader, log, options, part)
+    # All of it, because a group holds entries of many threads; and so it is known whether anything is missing.
+    async with aclosing(reader.read(part.start, part.end, [log.subjects.all])) as found:
         async for reads in found:
             holes.passed([r.message.seq for r in reads])
-            reads = [r for r in reads if r.message.subject not in beside]
-            if entries is None:
-                yield message_rows(options.columns, reads)
-                continue
-            if reads and entries.fresh:
-                entries.begin([r async for r in _before(reader, reads[0], filters)])
-            yield entry_rows(options.columns, list(entries.of(reads)))
+            yield await _rows(options, log, entries, reads)
     holes.passed([part.end])
-    looked_at_all = not (options.threads or options.partitions)
-    if looked_at_all and options.fail_on_data_loss and (lost := await _lost(reader, log, holes)) is not None:
-        raise DataLoss(f"position {lost} was purged before it was read: retention is shorter than this read took")
+    if options.fail_on_data_loss and (lost := await _lost(reader, holes)) is not None:
+        raise DataLoss(f"message {lost} was purged before it was read: retention is shorter than this read took")
 
 
-async def _before(reader: LogReader, first: Read, filters: Sequence[str]) -> AsyncIterator[Read]:
-    """The messages of the same entry before this one: an oversize entry's stand side by side."""
-    try:
-        _, chunk, _ = decode(first.message)
-    except MalformedEntry:
-        return
-    seq = first.message.seq
-    async with aclosing(reader.read(seq - chunk, seq, filters)) as found:
-        async for reads in found:
-            for read in reads:
-                yield read
-
-
-class _Entries:
-    """The entries of a range: those whose last message lies in it."""
-
-    def __init__(self, log: LogState, part: Range) -> None:
-        self._subjects = log.subjects
-        self._part = part
-        self._assembler = Assembler()
-        self.fresh = True
-
-    def begin(self, before: Sequence[Read]) -> None:
-        """What stands before the range and belongs to its first entry."""
-        self.fresh = False
-        for read in before:
-            list(self._items(read))
-
-    def of(self, reads: Sequence[Read]) -> Iterator[LogItem]:
-        """What is complete with these messages."""
-        for read in reads:
-            for item in self._items(read):
-                cut = isinstance(item.what, Malformed) and "without its start" in item.what.cause
-                # The rest of an entry whose beginning was purged after its flush is no entry any more.
-                if not (cut and item.what.seq < self._part.whole_from):
-                    yield item
-
-    def _items(self, read: Read) -> Iterator[LogItem]:
-        message = read.message
-        partition = int(word) if (word := message.subject.split(".")[1]).isdigit() else -1
-        try:
-            thread_id = self._subjects.thread_id(message.subject)
-        except MalformedEntry as e:
-            none = Malformed(message.subject, message.seq, (message,), str(e))
-            yield LogItem(none, read.stored_at_ns, partition)
-            return
-        for what in self._assembler.feed(message, thread_id):
-            yield LogItem(what, read.stored_at_ns, partition)
+async def _rows(options: ReadOptions, log: LogState, entries: LogEntries, reads: Sequence[Read]) -> pyarrow.RecordBatch:
+    if options.form == "entries":
+        return entry_rows(options.columns, [item for read in reads async for item in entries.of(read)])
+    beside = log.subjects.beside
+    return message_rows(options.columns, [r for r in reads if r.message.subject not in beside])

@@ -7,22 +7,29 @@ from typing import Any
 
 import msgspec
 
+from bufstore.buffer.groups.places import group_of, number_of
 from bufstore.errors import ConfigError, DataLoss
 
 
 class Offset(msgspec.Struct, frozen=True, kw_only=True):
-    """A place in the log. Written to Spark's checkpoint folder; its fields keep their order and meaning."""
+    """Where a reader stands. Written to Spark's checkpoint folder; its fields keep their order and meaning.
+
+    It stands between two messages of the stream, so that a group of entries is read whole, or not yet.
+    """
 
     #: When the stream was created: a stream that was created again is another one, whatever its name.
     created: str
-    #: The position that is read next.
+    #: The sequence of the message that is read next.
     position: int
-    #: Up to here messages may be missing: they were purged before the reader began.
+    #: What stood below this was purged before the reader began, if it is missing.
     whole_from: int
+    #: Of the first group, only entries from this position on are read; 0: all of them.
+    since: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For Spark, which compares the text of two offsets."""
-        return {"created": self.created, "position": self.position, "whole_from": self.whole_from}
+        found: dict[str, Any] = {"created": self.created, "position": self.position, "whole_from": self.whole_from}
+        return found | ({"since": self.since} if self.since else {})
 
 
 def offset_of(found: Mapping[str, Any]) -> Offset:
@@ -34,74 +41,75 @@ def offset_of(found: Mapping[str, Any]) -> Offset:
 
 
 class Range(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the log that one task reads: entries whose last message lies from `start` to before `end`."""
+    """A part of the log that one task reads: the messages of the stream from `start` to before `end`."""
 
     start: int
     end: int
     #: Of the stream that it was planned on, as in `Offset`.
     created: str
     whole_from: int
+    #: Only entries from this position on, and up to before that one; 0: no bound.
+    since: int = 0
+    until: int = 0
+
+    def holds(self, position: int) -> bool:
+        """Whether an entry at this position is in it."""
+        return position >= self.since and (not self.until or position < self.until)
 
 
-def begin_at(wanted: str, first: int, end: int) -> int:
-    """The position that an option names: "earliest", "latest" or a number. Raises ConfigError, DataLoss."""
+def begin_at(wanted: str, first: int, end: int, form: str) -> tuple[int, int]:
+    """The message at which to begin, and the position of the entry in it, if others stand before that (else 0).
+
+    `wanted`: "earliest" (the message `first`), "latest" (`end`) or a number: of messages a sequence, of entries a
+    position. Raises ConfigError.
+    """
     if wanted == "earliest":
-        return first
+        return first, 0
     if wanted == "latest":
-        return end
-    try:
-        position = int(wanted)
-    except ValueError:
-        raise ConfigError(f"a position is 'earliest', 'latest' or a number, not {wanted!r}") from None
-    if position < 0:
-        raise ConfigError("a position must not be negative")
-    return position
+        return end, 0
+    if not (wanted.isascii() and wanted.isdigit()):
+        raise ConfigError(f"a position is 'earliest', 'latest' or a number of at least 0, not {wanted!r}")
+    number = int(wanted)
+    if form == "messages":
+        return max(number, 1), 0
+    return max(group_of(number), 1), number if number_of(number) else 0
 
 
 def check(start: Offset, created: str, end: int) -> None:
-    """Raise DataLoss unless `start` is a place in this log."""
+    """Raise DataLoss unless `start` is in this log, which ends before message `end`."""
     if start.created != created:
         raise DataLoss(
             f"the stream was replaced by a new one ({created}; the reader began on that of {start.created}): "
             "unread entries may be gone with the old one"
         )
     if start.position > end:
-        raise DataLoss(f"the log ends before position {end}, but the reader was at {start.position}: the log went back")
+        raise DataLoss(f"the log ends before message {end}, but the reader was at {start.position}: the log went back")
 
 
-def split(start: int, end: int, parts: int, created: str, whole_from: int) -> list[Range]:
-    """`start` to `end` in at most `parts` non-empty ranges of about the same length."""
-    size = max(1, -(-(end - start) // max(parts, 1)))
+def split(whole: Range, parts: int) -> list[Range]:
+    """The range in at most `parts` non-empty ones of about the same length."""
+    size = max(1, -(-(whole.end - whole.start) // max(parts, 1)))
     return [
-        Range(start=at, end=min(at + size, end), created=created, whole_from=whole_from)
-        for at in range(start, end, size)
+        msgspec.structs.replace(whole, start=at, end=min(at + size, whole.end))
+        for at in range(whole.start, whole.end, size)
     ]
 
 
 class Holes:
-    """The positions of a range that do not come, from where on nothing was purged before the reader began."""
+    """The sequences of a range that do not come. The stream is purged from its front only."""
 
     def __init__(self, part: Range) -> None:
-        self._at = max(part.start, part.whole_from)
-        #: Each from its first position to before its end.
+        self._at = part.start
+        #: Each from its first sequence to before its end.
         self.found: list[tuple[int, int]] = []
 
-    def passed(self, positions: Sequence[int]) -> None:
+    def passed(self, sequences: Sequence[int]) -> None:
         """These came, in order; with the range's end as last one all of it was looked at."""
-        for position in positions:
-            if position > self._at:
-                self.found.append((self._at, position))
-            self._at = max(self._at, position + 1)
+        for sequence in sequences:
+            if sequence > self._at:
+                self.found.append((self._at, sequence))
+            self._at = max(self._at, sequence + 1)
 
-    def lost(self, erased: Collection[int], proofs_gone: int, whole_from: int) -> int | None:
-        """The first position whose message was lost, as far as can be told; None if nothing was.
-
-        A log has holes only where messages were purged or `erased`. Below `proofs_gone` it has those of messages that
-        proved a read, too (0: there are none).
-        `whole_from`: from where on nothing was purged; it may lie too high, never too low.
-        """
-        for start, end in self.found:
-            for position in range(start, end):
-                if (position > proofs_gone or position < whole_from) and position not in erased:
-                    return position
-        return None
+    def lost(self, erased: Collection[int]) -> int | None:
+        """The first sequence whose message was purged, and not `erased`; None if there is none."""
+        return next((s for start, end in self.found for s in range(start, end) if s not in erased), None)

@@ -43,16 +43,16 @@ class ReadOptions(Secretive):
 NAMES = {
     "form": "entries (decoded) or messages (byte for byte)",
     "columns": "those that are needed, with commas: what is not asked for is not decoded",
-    "startingPosition": "earliest, latest or a position (default: earliest for a batch, latest for a stream)",
+    "startingPosition": "earliest, latest or a value of column position (default: earliest for a batch, else latest)",
     "startingTimestamp": "ISO 8601; instead of startingPosition",
     "endingPosition": "latest or a position that is not read any more (batch only)",
     "endingTimestamp": "ISO 8601; instead of endingPosition",
-    "maxMessagesPerTrigger": "messages of a micro-batch",
-    "maxBytesPerTrigger": "bytes of bodies in a micro-batch (at least one message)",
+    "maxMessagesPerTrigger": "rows of a micro-batch, which ends at a group's end (at least one group)",
+    "maxBytesPerTrigger": "bytes of bodies that a micro-batch reads (at least one message of the stream)",
     "numPartitions": "tasks that read at the same time (default: the driver's cores)",
     "failOnDataLoss": "whether messages that are gone unread fail the query (default true)",
-    "threads": "only these, as a JSON list of ids",
-    "partitions": "only these partitions of the log, with commas",
+    "threads": "only entries of these, as a JSON list of ids",
+    "partitions": "only entries of these partitions of the log, with commas",
 }
 
 
@@ -71,6 +71,9 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
             raise ConfigError(f"options {side}Position and {side}Timestamp exclude each other")
     if "threads" in found and "partitions" in found:
         raise ConfigError("options threads and partitions exclude each other")
+    for name in ("threads", "partitions"):
+        if name in found and form != "entries":
+            raise ConfigError(f"option {name} needs form=entries: a message holds entries of many threads")
     if found.get("endingPosition") == "earliest":
         raise ConfigError("option endingPosition must be latest or a position")
     return ReadOptions(

@@ -1,8 +1,8 @@
 """The log as a source of Spark: ``spark.read.format("threadlog")`` and ``spark.readStream.format("threadlog")``.
 
-Spark finds it by itself (`pyspark_threadlog`). An offset is a position of the log together with the stream's identity,
-so a batch that is read again is the same entries. Tasks read ranges with consumers of their own
-(`bufstore.nats.ranges`); the flusher's are never touched, and nothing is acknowledged.
+Spark finds it by itself (`pyspark_threadlog`). An offset is a sequence of the stream together with the stream's
+identity, so a batch that is read again is the same entries, and it ends at a group's end. Tasks read ranges with
+consumers of their own (`bufstore.nats.ranges`); the flusher's are never touched, and nothing is acknowledged.
 Options: `bufstore.spark.source.options`.
 """
 
@@ -70,19 +70,18 @@ class _Reads:
         return loop().run(log_scan.look(self.options))
 
     def _first_offset(self, log: LogState, position: str | None, timestamp_ns: int | None, default: str) -> Offset:
-        whole_from = loop().run(log_scan.whole_from(self.options, log))
-        at = _position(self.options, log, position, timestamp_ns, default)
+        at, since = _place(self.options, log, position, timestamp_ns, default)
         # A caller that names a position must hear what is missing behind it; earliest means what is still there.
         named = position is not None and position not in ("earliest", "latest")
-        return Offset(created=log.created, position=at, whole_from=at if named else max(at, whole_from))
+        return Offset(created=log.created, position=at, whole_from=0 if named else log.first, since=since)
 
 
 class _Batch(_Reads, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         options, log = self.options, self._look()
         start = self._first_offset(log, options.starting_position, options.starting_timestamp_ns, "earliest")
-        end = _position(options, log, options.ending_position, options.ending_timestamp_ns, "latest")
-        return _planned(options, log, start, min(end, log.end))
+        end, until = _place(options, log, options.ending_position, options.ending_timestamp_ns, "latest")
+        return _planned(options, log, start, min(end + bool(until), log.end), until)
 
 
 class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -108,11 +107,8 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             _check(options, log, before)
         begin = _begin(log, before)
         end = max(log.end if self._target is None else self._target, begin)
-        if not isinstance(limit, ReadAllAvailable):
-            if options.max_messages is not None:
-                end = min(end, begin + options.max_messages)
-            if options.max_bytes is not None and begin < end:
-                end = loop().run(log_scan.within_bytes(options, log, begin, end))
+        if not isinstance(limit, ReadAllAvailable) and begin < end:
+            end = loop().run(log_scan.within(options, log, begin, end))
         if end == begin and log.created == before.created:
             return start
         return Offset(created=log.created, position=end, whole_from=before.whole_from).as_dict()
@@ -131,11 +127,13 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Nothing: the log is not ours to trim, and Spark does not call this after the last batch."""
 
 
-def _planned(options: ReadOptions, log: LogState, start: Offset, end: int) -> list[InputPartition]:
+def _planned(options: ReadOptions, log: LogState, start: Offset, end: int, until: int = 0) -> list[InputPartition]:
     if options.fail_on_data_loss:
         _check(options, log, start)
     begin = _begin(log, start)
-    return [_RangePartition(part) for part in split(begin, end, options.tasks, log.created, start.whole_from)]
+    since = start.since if begin == start.position else 0
+    whole = Range(start=begin, end=end, created=log.created, whole_from=start.whole_from, since=since, until=until)
+    return [_RangePartition(part) for part in split(whole, options.tasks)]
 
 
 def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
@@ -145,14 +143,17 @@ def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
 
 
 def _begin(log: LogState, start: Offset) -> int:
-    """The first position that there can be; if the stream was replaced (and may be), the new one's first."""
+    """The first message that there can be; if the stream was replaced (and may be), the new one's first."""
     return max(start.position, log.first) if start.created == log.created else log.first
 
 
-def _position(options: ReadOptions, log: LogState, position: str | None, timestamp_ns: int | None, default: str) -> int:
+def _place(
+    options: ReadOptions, log: LogState, position: str | None, timestamp_ns: int | None, default: str
+) -> tuple[int, int]:
+    """See `begin_at`."""
     if timestamp_ns is not None:
-        return loop().run(log_scan.at_time(options, log, timestamp_ns))
-    return begin_at(position or default, log.first, log.end)
+        return loop().run(log_scan.at_time(options, log, timestamp_ns)), 0
+    return begin_at(position or default, log.first, log.end, options.form)
 
 
 def _batches(options: ReadOptions, part: Range) -> Iterator[pyarrow.RecordBatch]:

@@ -1,0 +1,66 @@
+"""What jobs make of a group of the log: its entries, each as a message of its thread. No I/O, no Spark in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from bufstore.buffer.entry import Item, Malformed, StoredEntry, decode
+from bufstore.buffer.groups.group import Record, decode_entry, decode_header
+from bufstore.buffer.groups.places import first_place, place
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import StoredMessage
+
+
+class GroupEntry(NamedTuple):
+    """An entry as its group holds it."""
+
+    thread_id: str
+    #: With the subject of the thread, the entry's position, header and payload.
+    message: StoredMessage
+    #: Whether there is only said where the parts of the payload stand.
+    elsewhere: bool
+
+
+class Taken(NamedTuple):
+    """What stands at one place of a group."""
+
+    #: -1: it is not known.
+    partition: int
+    what: GroupEntry | Malformed
+
+
+def entries_of(
+    message: StoredMessage, subjects: Subjects, wanted: Callable[[int, Record], bool] | None = None
+) -> Iterator[Taken]:
+    """The entries of a group, and what of it is none; of the entries those that are `wanted` (position, record).
+
+    A group that cannot be read may hold anything, so it is given in any case.
+    """
+    try:
+        group = decode_header(message)
+    except MalformedEntry as e:
+        yield Taken(-1, Malformed(message.subject, first_place(message.seq), (message,), str(e)))
+        return
+    for number, record in enumerate(group.records):
+        at = place(message.seq, number)
+        if wanted is not None and not wanted(at, record):
+            continue
+        try:
+            entry = decode_entry(group, number, message.body)
+        except MalformedEntry as e:
+            behind = group.records[number + 1].begins if number + 1 < len(group.records) else None
+            there = StoredMessage(message.subject, at, None, message.body[record.begins : behind])
+            yield Taken(record.partition, Malformed(message.subject, at, (there,), str(e)))
+            continue
+        stored = StoredMessage(subjects.of(entry.thread_id), at, entry.header, entry.payload)
+        yield Taken(record.partition, GroupEntry(entry.thread_id, stored, entry.elsewhere))
+
+
+def item_of(thread_id: str, message: StoredMessage) -> Item:
+    """An entry whose payload is whole, decoded."""
+    try:
+        return StoredEntry(thread_id, message.seq, decode(message)[0])
+    except MalformedEntry as e:
+        return Malformed(message.subject, message.seq, (message,), str(e), thread_id)

@@ -1,0 +1,130 @@
+"""The entries in archived messages, thread by thread and in order: out of groups, with the parts of large ones.
+
+Archives of earlier versions hold entries as messages of their threads; both may be in one archive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from bufstore.buffer.entry import Assembler, Item, Malformed
+from bufstore.buffer.groups.oversize import sequences, whole
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.spark.group_entries import GroupEntry, entries_of
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyspark.sql import DataFrame
+
+_SCHEMA = "subject string, position bigint, header string, body binary, parts array<bigint>"
+#: Of the entries' pieces. `part` is null where the entry is in one piece.
+_COLUMNS = ("subject", "position", "header", "body", "number", "part")
+
+
+def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
+    """The entries in these messages (position, subject, header, body), and each part of the large ones in a row.
+
+    Parts may be in an earlier range than their group, so this needs all ranges at once.
+    """
+    from pyspark.sql import functions as F
+
+    entries = messages.mapInArrow(partial(_entries, subjects), _SCHEMA)
+    pieces = entries.select("*", F.posexplode_outer("parts").alias("number", "part"))
+    none = F.lit(None).cast("binary").alias("part_body")
+    stored = messages.where(F.col("subject") == subjects.parts)
+    if stored.isEmpty():
+        return pieces.select(*_COLUMNS, none)
+    bodies = stored.select(F.col("position").alias("part"), F.col("body").alias("part_body"))
+    # Not all in one join, which would send all that have no part to one task.
+    large = pieces.where("part IS NOT NULL").join(bodies, "part", "left").select(*_COLUMNS, "part_body")
+    return pieces.where("part IS NULL").select(*_COLUMNS, none).union(large)
+
+
+def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+
+    types = {
+        "subject": pyarrow.string(),
+        "position": pyarrow.int64(),
+        "header": pyarrow.string(),
+        "body": pyarrow.binary(),
+        "parts": pyarrow.list_(pyarrow.int64()),
+    }
+    for batch in batches:
+        rows = [row for message in batch.to_pylist() for row in _rows(subjects, message)]
+        yield pyarrow.RecordBatch.from_pylist(rows, pyarrow.schema(types))
+
+
+def _rows(subjects: Subjects, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    subject, body = message["subject"], message["body"] or b""
+    if subject == subjects.parts:
+        return
+    if subject != subjects.groups:  # of an earlier version, or anything
+        yield message | {"body": body, "parts": None}
+        return
+    for _, what in entries_of(StoredMessage(subject, message["position"], message["header"], body), subjects):
+        if isinstance(what, GroupEntry):  # of what is damaged it is not known whose it is
+            stored = what.message
+            yield {
+                "subject": stored.subject,
+                "position": stored.seq,
+                "header": stored.header,
+                "body": stored.body,
+                "parts": _parts(stored.body) if what.elsewhere else None,
+            }
+
+
+def _parts(reference: bytes) -> list[int] | None:
+    try:
+        return sequences(reference)
+    except MalformedEntry:
+        return None  # its own checksum will tell
+
+
+def threads_of(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, list[Item]]]:
+    """The entries of one thread after the other, of pieces that are sorted by subject, position and number.
+
+    What belongs to no thread is left out.
+    """
+    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    for subject, found in groupby(rows, key=itemgetter("subject")):
+        try:
+            thread_id = subjects.thread_id(subject)
+        except MalformedEntry:
+            continue  # garbage: a flush passes it
+        if items := _items(thread_id, found):
+            yield thread_id, items
+
+
+def _items(thread_id: str, rows: Iterator[dict[str, Any]]) -> list[Item]:
+    assembler = Assembler()
+    items: list[Item] = []
+    for position, found in groupby(rows, key=itemgetter("position")):
+        pieces = list(found)
+        message = StoredMessage(pieces[0]["subject"], position, pieces[0]["header"], pieces[0]["body"] or b"")
+        cut = False
+        try:
+            if pieces[0]["part"] is not None:
+                cut = any(piece["part_body"] is None for piece in pieces)
+                message = StoredMessage(message.subject, position, message.header, _payload(message.body, pieces))
+            made = list(assembler.feed(message, thread_id))
+        except MalformedEntry as e:
+            made = [Malformed(message.subject, position, (message,), str(e), thread_id)]
+        cut = cut or any(isinstance(item, Malformed) and "without its start" in item.cause for item in made)
+        # What is left of an entry whose beginning was purged before the archive began is none any more.
+        if items or not cut:
+            items += made
+    return items
+
+
+def _payload(reference: bytes, pieces: Sequence[dict[str, Any]]) -> bytes:
+    for piece in pieces:
+        if piece["part_body"] is None:
+            raise MalformedEntry(f"part {piece['part']} of a large entry is not in the archive")
+    return whole(reference, [piece["part_body"] for piece in pieces])

@@ -1,0 +1,96 @@
+"""The entries that a job reads of the log: out of groups, with the parts of large ones from where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from bufstore.buffer.entry import Item, Malformed
+from bufstore.buffer.groups.group import Record, decode_header, hash_of
+from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.groups.places import first_place
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import DataLoss, MalformedEntry
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.nats.ranges import LogReader, LogState, Read
+from bufstore.spark.group_entries import GroupEntry, entries_of, item_of
+from bufstore.spark.source.log_columns import LogItem
+from bufstore.spark.source.offsets import Range
+from bufstore.spark.source.options import ReadOptions
+
+
+class Wanted:
+    """Which entries and messages a job asks for."""
+
+    def __init__(self, subjects: Subjects, options: ReadOptions) -> None:
+        self._subjects = subjects
+        self._form = options.form
+        self._hashes = {hash_of(thread_id) for thread_id in options.threads}
+        self._partitions = frozenset(options.partitions)
+        self.all = not (self._hashes or self._partitions)
+
+    def record(self, record: Record) -> bool:
+        """Whether it is asked for the entry of which the header of a group says this."""
+        return self.all or record.hash in self._hashes or record.partition in self._partitions
+
+    def rows(self, message: StoredMessage) -> int:
+        """How many rows this message comes to, at most; its header is enough."""
+        if message.subject in self._subjects.beside:
+            return 0
+        if self._form == "messages":
+            return 1
+        if message.subject == self._subjects.groups:
+            try:
+                return sum(map(self.record, decode_header(message).records))
+            except MalformedEntry:
+                return 1
+        return int(self.all and message.subject != self._subjects.parts)
+
+
+class LogEntries:
+    """The entries of a range of the log."""
+
+    def __init__(self, reader: LogReader, log: LogState, options: ReadOptions, part: Range) -> None:
+        self._reader = reader
+        self._subjects = log.subjects
+        self._wanted = Wanted(log.subjects, options)
+        self._fails = options.fail_on_data_loss
+        self._part = part
+
+    async def of(self, read: Read) -> AsyncIterator[LogItem]:
+        """What of a message is asked for. Raises DataLoss when parts of an entry were purged since the reader began."""
+        message = read.message
+        if message.subject == self._subjects.groups:
+            for partition, what in entries_of(message, self._subjects, self._in_range):
+                item = what if isinstance(what, Malformed) else await self._item(what)
+                if item is not None:
+                    yield LogItem(item, read.stored_at_ns, partition)
+        elif self._wanted.rows(message):  # anybody may publish
+            none = Malformed(message.subject, first_place(message.seq), (message,), "not a group of entries")
+            yield LogItem(none, read.stored_at_ns, -1)
+
+    def _in_range(self, position: int, record: Record) -> bool:
+        return self._part.holds(position) and self._wanted.record(record)
+
+    async def _item(self, found: GroupEntry) -> Item | None:
+        """None: parts of it are gone, and that is no loss."""
+        thread_id, message, elsewhere = found
+        if not elsewhere:
+            return item_of(thread_id, message)
+        missing: list[int] = []
+
+        async def part(sequence: int) -> StoredMessage | None:
+            stored = await self._reader.message(sequence)
+            if stored is None:
+                missing.append(sequence)
+            return stored
+
+        try:
+            payload = await joined(message.body, part)
+        except MalformedEntry as e:
+            # The rest of an entry whose beginning was purged after its flush, or that was erased, is none any more.
+            if missing and (missing[0] < self._part.whole_from or missing[0] in await self._reader.erased(missing[0])):
+                return None
+            if missing and self._fails:
+                raise DataLoss(f"message {missing[0]} was purged before entry {message.seq} was read") from e
+            return Malformed(message.subject, message.seq, (message,), str(e), thread_id)
+        return item_of(thread_id, StoredMessage(message.subject, message.seq, message.header, payload))

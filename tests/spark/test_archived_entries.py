@@ -1,0 +1,145 @@
+"""Entries in archived messages: out of groups and parts, whatever is missing or damaged, without Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pyarrow
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, encode
+from bufstore.buffer.groups.group import Draft, NewEntry
+from bufstore.buffer.groups.oversize import parts_of, reference
+from bufstore.buffer.groups.places import place
+from bufstore.buffer.subjects import Subjects
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.spark.group_entries import GroupEntry, entries_of
+from bufstore.spark.log_archive.archived_entries import _entries, threads_of
+
+SUBJECTS = Subjects("thread", 4)
+THREADS = [f"t{n}" for n in range(5)]
+
+
+class Written(NamedTuple):
+    thread_id: str
+    payload: bytes
+    #: In so many parts; 0: in its group.
+    parts: int = 0
+
+
+WRITTEN = st.builds(Written, st.sampled_from(THREADS), st.binary(min_size=8, max_size=40), st.integers(0, 3))
+GROUPS = st.lists(st.lists(WRITTEN, min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+def entry(id_: int, payload: bytes) -> Entry:
+    return Entry(
+        id=id_, prev_id=0, base=Base.NONE, seen=0, version=1, self_contained=True, keys=b"", payload=payload
+    )  # fmt: skip
+
+
+def log_of(groups: Sequence[Sequence[Written]]) -> tuple[list[dict[str, Any]], dict[str, list[StoredEntry]]]:
+    """The messages of the stream, and the entries that they hold of each thread."""
+    messages: list[dict[str, Any]] = []
+    held: dict[str, list[StoredEntry]] = {}
+
+    def store(subject: str, header: str | None, body: bytes) -> int:
+        messages.append({"position": len(messages) + 1, "subject": subject, "header": header, "body": body})
+        return len(messages)
+
+    ids = iter(range(1, 1000))
+    for number, group in enumerate(groups):
+        entries, stored = [], []
+        for written in group:
+            made = entry(next(ids), written.payload)
+            [(header, body)] = encode(made, 1 << 20)
+            if written.parts:
+                size = -(-len(body) // written.parts)
+                body = reference(
+                    body, [store(SUBJECTS.parts, None, p.body) for p in parts_of(SUBJECTS.parts, body, size)]
+                )
+            partition = SUBJECTS.partition(written.thread_id)
+            entries.append(NewEntry(written.thread_id, partition, 0, header, body, bool(written.parts)))
+            stored.append((written.thread_id, made))
+        draft = Draft(number + 1, entries)
+        seq = store(SUBJECTS.groups, draft.header(number, max(len(messages) - 1, 0)), draft.body)
+        for n, (thread_id, made) in enumerate(stored):
+            held.setdefault(thread_id, []).append(StoredEntry(thread_id, place(seq, n), made))
+    return messages, held
+
+
+def restored(messages: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """What `threads_of` gives, after what Spark does in between."""
+    schema = pyarrow.schema(
+        [
+            ("position", pyarrow.int64()),
+            ("subject", pyarrow.string()),
+            ("header", pyarrow.string()),
+            ("body", pyarrow.binary()),
+        ]
+    )
+    batch = pyarrow.RecordBatch.from_pylist(messages, schema)
+    parts = {m["position"]: m["body"] for m in messages if m["subject"] == SUBJECTS.parts}
+    pieces = []
+    for found in _entries(SUBJECTS, iter([batch])):
+        for row in found.to_pylist():
+            named = row.pop("parts")
+            for number, part in enumerate(named) if named is not None else [(None, None)]:
+                pieces.append(row | {"number": number, "part": part, "part_body": parts.get(part)})
+    pieces.sort(key=lambda p: (p["subject"], p["position"], p["number"] or 0))
+    return dict(threads_of(SUBJECTS, iter([pyarrow.RecordBatch.from_pylist(pieces)] if pieces else [])))
+
+
+@given(GROUPS)
+def test_each_thread_gets_its_entries_in_order(groups: list[list[Written]]) -> None:
+    messages, held = log_of(groups)
+    strange = {"position": 999, "subject": "thread.0.none", "header": None, "body": b"\xff"}
+    assert restored([*messages, strange]) == held
+
+
+@given(GROUPS, st.data())
+def test_what_is_missing_or_damaged_is_told_or_left_out(groups: list[list[Written]], data: st.DataObject) -> None:
+    """A message that is gone, or whose body is not what was written: no entry comes that was not written."""
+    messages, held = log_of(groups)
+    at = data.draw(st.integers(0, len(messages) - 1))
+    damaged = messages[at]
+    if data.draw(st.booleans()):
+        del messages[at]
+    else:
+        body = bytearray(damaged["body"])
+        body[data.draw(st.integers(0, len(body) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        messages[at] = damaged | {"body": bytes(body)}
+    found = restored(messages)
+    for thread_id, entries in held.items():
+        items = found.pop(thread_id, [])
+        sound = [item for item in items if isinstance(item, StoredEntry)]
+        assert [e for e in entries if e in sound] == sound
+        touched = {place(damaged["position"], n) for n in range(10)}
+        if damaged["subject"] == SUBJECTS.groups:
+            assert [e for e in entries if e.seq not in touched] == [e for e in sound if e.seq not in touched]
+        else:
+            assert len(entries) - len(sound) <= 1, "a part belongs to one entry"
+        # At a thread's beginning it is what an earlier purge left; later it must be told.
+        if items and damaged["subject"] == SUBJECTS.parts:
+            assert [i.seq for i in items] == [e.seq for e in entries][len(entries) - len(items) :]
+    assert found == {}
+
+
+@given(GROUPS)
+def test_entries_of_a_group_are_taken_by_its_header(groups: list[list[Written]]) -> None:
+    messages, held = log_of(groups)
+    found: dict[str, list[int]] = {}
+    for m in messages:
+        if m["subject"] == SUBJECTS.groups:
+            message = StoredMessage(m["subject"], m["position"], m["header"], m["body"])
+            for partition, what in entries_of(message, SUBJECTS, lambda position, record: record.partition != 1):
+                assert isinstance(what, GroupEntry)
+                assert partition == SUBJECTS.partition(what.thread_id) != 1
+                found.setdefault(what.thread_id, []).append(what.message.seq)
+    assert found == {t: [e.seq for e in held[t]] for t in held if SUBJECTS.partition(t) != 1}
+
+
+def test_a_group_that_cannot_be_read_is_given_whatever_is_wanted() -> None:
+    [(partition, what)] = entries_of(StoredMessage(SUBJECTS.groups, 7, None, b"\xff"), SUBJECTS, lambda *_: False)
+    assert (partition, what.seq if isinstance(what, Malformed) else 0) == (-1, place(7, 0))
