@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, encode
 from bufstore.buffer.groups.group import Draft, NewEntry
 from bufstore.buffer.groups.oversize import parts_of, reference
-from bufstore.buffer.groups.places import place
+from bufstore.buffer.places import place
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import StoredMessage
-from bufstore.spark.group_entries import GroupEntry, entries_of
+from bufstore.spark.group_entries import EntryMessage, entries_of
 from bufstore.spark.log_archive.archived_entries import _entries, threads_of
 
 SUBJECTS = Subjects("thread", 4)
@@ -134,7 +134,7 @@ def test_entries_of_a_group_are_taken_by_its_header(groups: list[list[Written]])
         if m["subject"] == SUBJECTS.groups:
             message = StoredMessage(m["subject"], m["position"], m["header"], m["body"])
             for partition, what in entries_of(message, SUBJECTS, lambda position, record: record.partition != 1):
-                assert isinstance(what, GroupEntry)
+                assert isinstance(what, EntryMessage)
                 assert partition == SUBJECTS.partition(what.thread_id) != 1
                 found.setdefault(what.thread_id, []).append(what.message.seq)
     assert found == {t: [e.seq for e in held[t]] for t in held if SUBJECTS.partition(t) != 1}

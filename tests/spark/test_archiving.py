@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bufstore import StoreUnavailable
-from bufstore.buffer.groups.places import first_place
+from bufstore.buffer.places import first_place
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import ArchiveOvertaken, archive, drain, restore

@@ -7,24 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore import ConfigError
-from bufstore.buffer.groups.places import ENTRIES_MAX, place
+from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.spark import DataLoss
 from bufstore.spark.source.offsets import Holes, Offset, Range, begin_at, check, offset_of, split
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 50))
 def test_ranges_cover_all_of_it_once(start: int, length: int, parts: int) -> None:
-    whole = Range(start=start, end=start + length, created="then", whole_from=3, since=4, until=5)
+    whole = Range(start=start, end=start + length, created="then", since=4, until=5)
     found = split(whole, parts)
     assert len(found) <= parts
     assert [p for part in found for p in range(part.start, part.end)] == list(range(start, start + length))
     assert all(part.start < part.end for part in found)
-    assert all((part.whole_from, part.created, part.since, part.until) == (3, "then", 4, 5) for part in found)
+    assert all((part.created, part.since, part.until) == ("then", 4, 5) for part in found)
 
 
 @given(st.sets(st.integers(10, 40)), st.integers(1, 7))
 def test_holes_are_found_however_the_messages_come(gone: set[int], size: int) -> None:
-    part = Range(start=10, end=41, created="then", whole_from=0)
+    part = Range(start=10, end=41, created="then")
     there = [p for p in range(10, 41) if p not in gone]
     holes = Holes(part)
     for i in range(0, len(there), size):
@@ -41,22 +41,24 @@ def test_entries_of_a_range_stand_between_its_positions(first: int, last: int) -
     """A position within a group: the group is read, and what stands before it in the group is left out."""
     start, since = begin_at(str(first), 1, 9, "entries")
     end, until = begin_at(str(last), 1, 9, "entries")
-    part = Range(start=start, end=end + bool(until), created="then", whole_from=0, since=since, until=until)
+    part = Range(start=start, end=end + bool(until), created="then", since=since, until=until)
     groups = {seq: [place(seq, n) for n in range(ENTRIES_MAX)] for seq in range(1, 6)}
     read = [p for seq in range(part.start, part.end) for p in groups.get(seq, ()) if part.holds(p)]
     assert read == [p for places in groups.values() for p in places if first <= p < last]
 
 
 def test_a_reader_whose_place_is_gone_is_told() -> None:
-    start = Offset(created="then", position=50, whole_from=20)
+    start = Offset(created="then", position=50)
     assert offset_of(start.as_dict()) == start
-    within = Offset(created="then", position=50, whole_from=20, since=place(50, 3))
+    within = Offset(created="then", position=50, since=place(50, 3))
     assert offset_of(within.as_dict()) == within
     check(start, "then", 60)
     check(start, "then", 50)
     for created, end, match in (("now", 60, "replaced by a new one"), ("then", 49, "went back")):
         with pytest.raises(DataLoss, match=match):
             check(start, created, end)
+    earlier = {"created": "then", "position": 50, "whole_from": 20}
+    assert offset_of(earlier) == start, "as earlier versions wrote it"
     with pytest.raises(ConfigError):
         offset_of({"seq": 1})
 

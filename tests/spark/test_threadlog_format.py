@@ -13,7 +13,7 @@ import pytest
 from pyspark.sql import functions as F
 
 from bufstore import Consistency, Run, RunStatus
-from bufstore.buffer.groups.places import first_place, group_of
+from bufstore.buffer.places import group_of
 from bufstore.buffer.subjects import Subjects
 from bufstore.spark.progress import ProgressListener, QueryProgress
 from conftest import Deployment
@@ -111,7 +111,7 @@ async def test_a_group_is_read_whole_and_a_position_may_be_within_it(
 
 
 async def test_a_large_entry_of_which_a_part_is_gone(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
-    """Its parts stand before its group: they may be purged when that is still there."""
+    """Its parts stand before its group, on a subject of their own."""
     deployment.verified = False
     big, small = fresh(), fresh()
     await written(deployment, [small], range(1))
@@ -119,23 +119,22 @@ async def test_a_large_entry_of_which_a_part_is_gone(spark: Any, deployment: Dep
     async with deployment.store(flusher=False) as store:
         await store.checkpoint(big, [{"n": 0, "text": "x" * 3_000_000}], Run(run_id="big", thread_id=big))
     await written(deployment, [small], range(1, 2))
-    messages = sorted(await collected(read(spark, deployment, form="messages")), key=lambda r: r.position)
-    group = next(r for r in messages[1:] if r.subject.endswith(".groups.0"))
     await ended(query(spark, deployment, tmp_path, maxMessagesPerTrigger=1, maxBytesPerTrigger=1_000_000))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))
     assert steps_of(rows) == {small: [0, 1], big: [0]}, "also where each part is in a micro-batch of its own"
-    before = next(r for r in messages if r.subject.endswith(".parts.0")).position
-    at = await collected(read(spark, deployment, startingPosition=first_place(group.position)))
-    assert steps_of(at) == {big: [0], small: [1]}
-    await purge(deployment, before + 1)
-    there = await collected(read(spark, deployment))
-    assert steps_of(there) == {small: [1]}, "what is left of it is no entry"
+    parts = [r.position for r in await collected(read(spark, deployment, form="messages")) if "parts" in r.subject]
+    at = {"startingPosition": next(r.position for r in rows if r.thread_id == big), "numPartitions": 1}
+    assert steps_of(await collected(read(spark, deployment, **at))) == {big: [0], small: [1]}
+    await delete(deployment, min(parts))
     with pytest.raises(Exception, match=r"purged before entry \d+ was read"):
-        await collected(read(spark, deployment, startingPosition=first_place(group.position)))
-    (torn, _) = await collected(
-        read(spark, deployment, startingPosition=first_place(group.position), failOnDataLoss=False, numPartitions=1)
-    )
-    assert (torn.thread_id, torn.cause) == (big, f"part {before} of a large entry is missing")
+        await collected(read(spark, deployment, **at))
+    (torn, _) = await collected(read(spark, deployment, failOnDataLoss=False, **at))
+    assert (torn.thread_id, torn.cause) == (big, f"part {min(parts)} of a large entry is missing")
+    # As an erasure that was interrupted: it says what goes, and then removes the parts first.
+    client = await nats.connect(deployment.servers.nats.url)
+    await client.jetstream().publish(f"{deployment.name}.erased.0", str(min(parts)).encode())
+    await client.close()
+    assert steps_of(await collected(read(spark, deployment))) == {small: [0, 1]}, "what is left of it is no entry"
 
 
 async def test_a_range_of_time(spark: Any, deployment: Deployment) -> None:

@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 from bufstore.buffer.entry import Item, Malformed, StoredEntry, decode
 from bufstore.buffer.groups.group import Record, decode_entry, decode_header
-from bufstore.buffer.groups.places import first_place, place
+from bufstore.buffer.places import first_place, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 
 
-class GroupEntry(NamedTuple):
-    """An entry as its group holds it."""
+class EntryMessage(NamedTuple):
+    """An entry of a group, as a message of its thread."""
 
     thread_id: str
-    #: With the subject of the thread, the entry's position, header and payload.
+    #: With the thread's subject, and the position, header and payload of the entry.
     message: StoredMessage
     #: Whether there is only said where the parts of the payload stand.
     elsewhere: bool
@@ -28,7 +28,7 @@ class Taken(NamedTuple):
 
     #: -1: it is not known.
     partition: int
-    what: GroupEntry | Malformed
+    what: EntryMessage | Malformed
 
 
 def entries_of(
@@ -55,7 +55,7 @@ def entries_of(
             yield Taken(record.partition, Malformed(message.subject, at, (there,), str(e)))
             continue
         stored = StoredMessage(subjects.of(entry.thread_id), at, entry.header, entry.payload)
-        yield Taken(record.partition, GroupEntry(entry.thread_id, stored, entry.elsewhere))
+        yield Taken(record.partition, EntryMessage(entry.thread_id, stored, entry.elsewhere))
 
 
 def item_of(thread_id: str, message: StoredMessage) -> Item:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from bufstore.buffer.groups.places import first_place
+from bufstore.buffer.places import first_place
 from bufstore.buffer.target import check_proof, check_same
 from bufstore.errors import DataLoss, NoLog
 from bufstore.nats.ranges import LogReader, LogState

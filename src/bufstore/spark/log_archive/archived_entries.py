@@ -16,7 +16,7 @@ from bufstore.buffer.groups.oversize import sequences, whole
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
-from bufstore.spark.group_entries import GroupEntry, entries_of
+from bufstore.spark.group_entries import EntryMessage, entries_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -69,7 +69,7 @@ def _rows(subjects: Subjects, message: dict[str, Any]) -> Iterator[dict[str, Any
         yield message | {"body": body, "parts": None}
         return
     for _, what in entries_of(StoredMessage(subject, message["position"], message["header"], body), subjects):
-        if isinstance(what, GroupEntry):  # of what is damaged it is not known whose it is
+        if isinstance(what, EntryMessage):  # of what is damaged it is not known whose it is
             stored = what.message
             yield {
                 "subject": stored.subject,
@@ -117,7 +117,7 @@ def _items(thread_id: str, rows: Iterator[dict[str, Any]]) -> list[Item]:
         except MalformedEntry as e:
             made = [Malformed(message.subject, position, (message,), str(e), thread_id)]
         cut = cut or any(isinstance(item, Malformed) and "without its start" in item.cause for item in made)
-        # What is left of an entry whose beginning was purged before the archive began is none any more.
+        # What is left of an entry that began before the archive is none any more.
         if items or not cut:
             items += made
     return items

@@ -15,7 +15,7 @@ from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_
 
 #: Of an entry, in order. An entry that cannot be decoded has a cause and its body, and null where nothing is known.
 ENTRY_COLUMNS: Mapping[str, str] = {
-    #: Where it stands in the log (`bufstore.buffer.groups.places`): the order of entries, and what cursors count.
+    #: Where it stands in the log (`bufstore.buffer.places`): the order of entries, and what cursors count.
     "position": "bigint",
     "stored_at": "timestamp",
     "thread_id": "string",

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 from bufstore.buffer.entry import Item, Malformed
 from bufstore.buffer.groups.group import Record, decode_header, hash_of
 from bufstore.buffer.groups.oversize import joined
-from bufstore.buffer.groups.places import first_place
+from bufstore.buffer.places import first_place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import DataLoss, MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
-from bufstore.spark.group_entries import GroupEntry, entries_of, item_of
+from bufstore.spark.group_entries import EntryMessage, entries_of, item_of
 from bufstore.spark.source.log_columns import LogItem
 from bufstore.spark.source.offsets import Range
 from bufstore.spark.source.options import ReadOptions
@@ -57,7 +57,7 @@ class LogEntries:
         self._part = part
 
     async def of(self, read: Read) -> AsyncIterator[LogItem]:
-        """What of a message is asked for. Raises DataLoss when parts of an entry were purged since the reader began."""
+        """What of a message is asked for. Raises DataLoss when a part of an entry is gone."""
         message = read.message
         if message.subject == self._subjects.groups:
             for partition, what in entries_of(message, self._subjects, self._in_range):
@@ -71,8 +71,8 @@ class LogEntries:
     def _in_range(self, position: int, record: Record) -> bool:
         return self._part.holds(position) and self._wanted.record(record)
 
-    async def _item(self, found: GroupEntry) -> Item | None:
-        """None: parts of it are gone, and that is no loss."""
+    async def _item(self, found: EntryMessage) -> Item | None:
+        """None: it is being erased."""
         thread_id, message, elsewhere = found
         if not elsewhere:
             return item_of(thread_id, message)
@@ -87,10 +87,9 @@ class LogEntries:
         try:
             payload = await joined(message.body, part)
         except MalformedEntry as e:
-            # The rest of an entry whose beginning was purged after its flush, or that was erased, is none any more.
-            if missing and (missing[0] < self._part.whole_from or missing[0] in await self._reader.erased(missing[0])):
+            if missing and missing[0] in await self._reader.erased(missing[0]):
                 return None
-            if missing and self._fails:
+            if missing and self._fails:  # parts stay as long as their group
                 raise DataLoss(f"message {missing[0]} was purged before entry {message.seq} was read") from e
             return Malformed(message.subject, message.seq, (message,), str(e), thread_id)
         return item_of(thread_id, StoredMessage(message.subject, message.seq, message.header, payload))

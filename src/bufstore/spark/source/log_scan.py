@@ -60,7 +60,7 @@ async def look(options: ReadOptions) -> LogState:
 async def check_first(options: ReadOptions, log: LogState, start: Offset) -> None:
     """Raise DataLoss when what is gone at the log's beginning had not been read, and was not erased."""
     if log.first > start.position:
-        holes = Holes(Range(start=start.position, end=log.first, created=log.created, whole_from=0))
+        holes = Holes(Range(start=start.position, end=log.first, created=log.created))
         holes.passed([log.first])
         if await _lost(await reader_of(options), holes) is not None:
             raise DataLoss(f"the log begins at message {log.first}, but the reader has only reached {start.position}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from bufstore.buffer.groups.places import group_of, number_of
+from bufstore.buffer.places import group_of, number_of
 from bufstore.errors import ConfigError, DataLoss
 
 
@@ -21,14 +21,12 @@ class Offset(msgspec.Struct, frozen=True, kw_only=True):
     created: str
     #: The sequence of the message that is read next.
     position: int
-    #: What stood below this was purged before the reader began, if it is missing.
-    whole_from: int
     #: Of the first group, only entries from this position on are read; 0: all of them.
     since: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For Spark, which compares the text of two offsets."""
-        found: dict[str, Any] = {"created": self.created, "position": self.position, "whole_from": self.whole_from}
+        found: dict[str, Any] = {"created": self.created, "position": self.position}
         return found | ({"since": self.since} if self.since else {})
 
 
@@ -47,7 +45,6 @@ class Range(msgspec.Struct, frozen=True, kw_only=True):
     end: int
     #: Of the stream that it was planned on, as in `Offset`.
     created: str
-    whole_from: int
     #: Only entries from this position on, and up to before that one; 0: no bound.
     since: int = 0
     until: int = 0

@@ -71,9 +71,7 @@ class _Reads:
 
     def _first_offset(self, log: LogState, position: str | None, timestamp_ns: int | None, default: str) -> Offset:
         at, since = _place(self.options, log, position, timestamp_ns, default)
-        # A caller that names a position must hear what is missing behind it; earliest means what is still there.
-        named = position is not None and position not in ("earliest", "latest")
-        return Offset(created=log.created, position=at, whole_from=0 if named else log.first, since=since)
+        return Offset(created=log.created, position=at, since=since)
 
 
 class _Batch(_Reads, DataSourceReader):
@@ -111,11 +109,11 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             end = loop().run(log_scan.within(options, log, begin, end))
         if end == begin and log.created == before.created:
             return start
-        return Offset(created=log.created, position=end, whole_from=before.whole_from).as_dict()
+        return Offset(created=log.created, position=end).as_dict()
 
     def reportLatestOffset(self) -> dict[str, Any]:
         log = self._look()
-        return Offset(created=log.created, position=log.end, whole_from=0).as_dict()
+        return Offset(created=log.created, position=log.end).as_dict()
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         log, begin = self._look(), offset_of(start)
@@ -132,7 +130,7 @@ def _planned(options: ReadOptions, log: LogState, start: Offset, end: int, until
         _check(options, log, start)
     begin = _begin(log, start)
     since = start.since if begin == start.position else 0
-    whole = Range(start=begin, end=end, created=log.created, whole_from=start.whole_from, since=since, until=until)
+    whole = Range(start=begin, end=end, created=log.created, since=since, until=until)
     return [_RangePartition(part) for part in split(whole, options.tasks)]
 
 
