@@ -22,18 +22,34 @@ def test_ranges_cover_all_of_it_once(start: int, length: int, parts: int) -> Non
     assert all((part.created, part.since, part.until) == ("then", 4, 5) for part in found)
 
 
-@given(st.sets(st.integers(10, 40)), st.integers(1, 7))
-def test_holes_are_found_however_the_messages_come(gone: set[int], size: int) -> None:
-    part = Range(start=10, end=41, created="then")
-    there = [p for p in range(10, 41) if p not in gone]
-    holes = Holes(part)
-    for i in range(0, len(there), size):
-        holes.passed(there[i : i + size])
-    holes.passed([part.end])
-    missed = sorted(gone)
-    assert [p for start, end in holes.found for p in range(start, end)] == missed
-    assert holes.lost(()) == min(missed, default=None), "each hole is a loss"
-    assert holes.lost(missed[:2]) == (missed[2:] or [None])[0], "what was erased is none"
+@given(st.data())
+def test_what_is_lost_is_told_from_what_has_gone(data: st.DataObject) -> None:
+    """Groups, and among them parts and proofs; some were erased, old proofs went, a purge went over the front."""
+    kinds: list[str] = data.draw(st.lists(st.sampled_from(["group", "part", "proof"]), min_size=1, max_size=20))
+    log = dict(enumerate(kinds, 1))
+    groups = [n for n, kind in log.items() if kind == "group"]
+    before = {n: max((g for g in groups if g < n), default=0) for n in groups}
+    start = data.draw(st.integers(1, len(log) + 1))
+    end = data.draw(st.integers(start, len(log) + 1))
+    gone = {n for n, kind in log.items() if kind == "proof" and data.draw(st.booleans())}
+    erased = set(data.draw(st.lists(st.sampled_from(groups[:-1]), unique=True))) if groups[1:] else set()
+    purged = data.draw(st.integers(0, groups[-1] if groups else 0))  # the last group stays
+    there = [n for n in log if n not in gone and n not in erased and n >= purged]
+    holes = Holes(start)
+    for n in there:
+        if start <= n < end:
+            holes.passed(n)
+            if n in before:
+                holes.group(n, before[n] if holes.open else 0)
+    holes.passed(end)
+    behind = next((n for n in there if n in before and n >= end), None)
+    if holes.open:
+        holes.ended(end, before[behind] if behind is not None else None)
+    lost = [n for n in groups if start <= n < end and n not in there and n not in erased]
+    first = min(there, default=len(log) + 1)
+    found = holes.lost(erased, first)
+    assert (found is not None) >= bool(lost), "what is gone is never missed"
+    assert lost or found is None or found < first, "and in vain at most where retention overtook the reader"
 
 
 @given(st.integers(0, 5000), st.integers(0, 5000))

@@ -223,7 +223,7 @@ async def test_proofs_that_have_gone_are_no_loss(spark: Any, replicated: Deploym
         for _ in range(3):
             await store.load_messages(thread)
         assert await store.buffer.log.fill() > before, "each leaves something behind"
-        await store.buffer.log._forget_proofs({"keep": 1})
+        await store.buffer.session.log._stream._forget_proofs({"keep": 1})
     await written(replicated, [thread], range(2, 4))
     await ended(query(spark, replicated, tmp_path))
     rows = await collected(spark.read.parquet(str(tmp_path / "out")))

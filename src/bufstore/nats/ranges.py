@@ -102,6 +102,11 @@ class LogReader:
         """The message with this sequence, from the leader; None if it is not there any more."""
         return await self._stream.identity(sequence)
 
+    async def first_of(self, subject: str, start: int) -> StoredMessage | None:
+        """The subject's first message from this sequence on, from the leader; None if there is none."""
+        found = await self._stream.after(subject, start - 1, _SILENCE_S, limit=1)
+        return found[0] if found else None
+
     async def erased(self, start: int) -> set[int]:
         """Sequences of messages that were erased: all from `start` on, and maybe some before."""
         log, sequences = await self.look(), set[int]()

@@ -9,7 +9,9 @@ from typing import TypeVar
 import pyarrow
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
-from bufstore.errors import DataLoss, LogUnavailable
+from bufstore.buffer.groups.group import decode_header
+from bufstore.errors import DataLoss, LogUnavailable, MalformedEntry
+from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
 from bufstore.spark.process_loop import loop
 from bufstore.spark.source.log_columns import entry_rows, message_rows
@@ -58,17 +60,30 @@ async def look(options: ReadOptions) -> LogState:
 
 
 async def check_first(options: ReadOptions, log: LogState, start: Offset) -> None:
-    """Raise DataLoss when what is gone at the log's beginning had not been read, and was not erased."""
-    if log.first > start.position:
-        holes = Holes(Range(start=start.position, end=log.first, created=log.created))
-        holes.passed([log.first])
-        if await _lost(await reader_of(options), holes) is not None:
-            raise DataLoss(f"the log begins at message {log.first}, but the reader has only reached {start.position}")
+    """Raise DataLoss when groups are gone at the log's beginning that had not been read, and were not erased."""
+    at = start.position
+    if log.first > at and await _lost(await reader_of(options), log, Holes(at), log.first) is not None:
+        raise DataLoss(f"the log begins at message {log.first}, but the reader has only reached {at}")
 
 
-async def _lost(reader: LogReader, holes: Holes) -> int | None:
+async def _lost(reader: LogReader, log: LogState, holes: Holes, end: int) -> int | None:
+    """What was lost of a range that was read to its end."""
+    holes.passed(end)
+    if holes.open:
+        behind = await reader.first_of(log.subjects.groups, end)
+        holes.ended(end, _before(behind) if behind is not None else None)
+    if not holes.found:
+        return None
     # Asked now: what made the holes was written before.
-    return holes.lost(await reader.erased(holes.found[0][0])) if holes.found else None
+    return holes.lost(await reader.erased(holes.found[0][0]), (await reader.look()).first)
+
+
+def _before(message: StoredMessage) -> int:
+    """The group before this one; of what is no group, nothing is known."""
+    try:
+        return decode_header(message).before
+    except MalformedEntry:
+        return 0
 
 
 async def at_time(options: ReadOptions, log: LogState, time_ns: int) -> int:
@@ -104,14 +119,16 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
     if log.created != part.created:
         # The same numbers, other messages: whether that may be is decided when the query plans again.
         raise DataLoss(f"the stream was replaced by a new one ({log.created}) while it was read ({part.created})")
-    holes, entries = Holes(part), LogEntries(reader, log, options, part)
+    holes, entries = Holes(part.start), LogEntries(reader, log, options, part)
     # All of it, because a group holds entries of many threads; and so it is known whether anything is missing.
     async with aclosing(reader.read(part.start, part.end, [log.subjects.all])) as found:
         async for reads in found:
-            holes.passed([r.message.seq for r in reads])
+            for message in (read.message for read in reads):
+                holes.passed(message.seq)
+                if message.subject == log.subjects.groups:
+                    holes.group(message.seq, _before(message) if holes.open else 0)
             yield await _rows(options, log, entries, reads)
-    holes.passed([part.end])
-    if options.fail_on_data_loss and (lost := await _lost(reader, holes)) is not None:
+    if options.fail_on_data_loss and (lost := await _lost(reader, log, holes, part.end)) is not None:
         raise DataLoss(f"message {lost} was purged before it was read: retention is shorter than this read took")
 
 

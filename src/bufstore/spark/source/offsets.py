@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -93,20 +93,60 @@ def split(whole: Range, parts: int) -> list[Range]:
 
 
 class Holes:
-    """The sequences of a range that do not come. The stream is purged from its front only."""
+    """The sequences of a range that do not come, as far as groups of entries may be missing there.
 
-    def __init__(self, part: Range) -> None:
-        self._at = part.start
-        #: Each from its first sequence to before its end.
+    The log loses messages at its front, by a purge, and single ones that were erased, or that proved a read. Each group
+    names the one before it. So behind a group that came, everything up to the group that is named next is there, or was
+    lost.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._at = start
+        #: The last group that came; before the first, it stands below the range.
+        self._group = start - 1
+        #: What did not come behind it: each from its first sequence to before its end.
+        self._open: list[tuple[int, int]] = []
+        #: Where groups may be missing, and groups that are.
         self.found: list[tuple[int, int]] = []
+        self._missing: set[int] = set()
 
-    def passed(self, sequences: Sequence[int]) -> None:
-        """These came, in order; with the range's end as last one all of it was looked at."""
-        for sequence in sequences:
-            if sequence > self._at:
-                self.found.append((self._at, sequence))
-            self._at = max(self._at, sequence + 1)
+    @property
+    def open(self) -> bool:
+        """Whether the next group must tell what it names as the one before."""
+        return bool(self._open)
 
-    def lost(self, erased: Collection[int]) -> int | None:
-        """The first sequence whose message was purged, and not `erased`; None if there is none."""
-        return next((s for start, end in self.found for s in range(start, end) if s not in erased), None)
+    def passed(self, sequence: int) -> None:
+        """This one came, or is the end of the range."""
+        if sequence > self._at:
+            self._open.append((self._at, sequence))
+        self._at = max(self._at, sequence + 1)
+
+    def group(self, sequence: int, before: int) -> None:
+        """This one is a group behind all that `passed`, and names that before it."""
+        if before > self._group:
+            self._found(before)
+            self._missing.add(before)
+        self._open.clear()
+        self._group = sequence
+
+    def ended(self, end: int, before: int | None) -> None:
+        """The range ends, and the first group behind it names this one before it; None: there is no group."""
+        if before is not None and before < end:
+            self.group(end, before)
+        else:
+            self._found(end - 1)
+
+    def _found(self, last: int) -> None:
+        self.found += [(first, min(end, last + 1)) for first, end in self._open if first <= last]
+
+    def lost(self, erased: Collection[int], first: int) -> int | None:
+        """The first sequence whose group was lost, as far as can be told; None if none was.
+
+        `first`: where the log begins. What stood below that may have been a group; above it, only a group that another
+        names was lost. What was `erased` was not.
+        """
+        for start, end in self.found:
+            for sequence in range(start, end):
+                if sequence not in erased and (sequence < first or sequence in self._missing):
+                    return sequence
+        return None
