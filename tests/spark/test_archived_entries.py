@@ -63,7 +63,7 @@ def log_of(groups: Sequence[Sequence[Written]]) -> tuple[list[dict[str, Any]], d
             entries.append(NewEntry(written.thread_id, partition, 0, header, body, bool(written.parts)))
             stored.append((written.thread_id, made))
         draft = Draft(number + 1, entries)
-        seq = store(SUBJECTS.groups, draft.header(number, max(len(messages) - 1, 0)), draft.body)
+        seq = store(SUBJECTS.groups, draft.header(number, max(len(messages) - 1, 0), 0), draft.body)
         for n, (thread_id, made) in enumerate(stored):
             held.setdefault(thread_id, []).append(StoredEntry(thread_id, place(seq, n), made))
     return messages, held
