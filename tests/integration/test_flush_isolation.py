@@ -169,7 +169,7 @@ async def test_an_edit_of_a_process_that_stops_holds_its_locks_for_seconds(deplo
         await store.save_thread("t")
         async with store.pool.lend(5) as connection:
             async with connection.transaction():
-                await store._edits.run(connection, lock, "t")
+                await store._edits._run(connection, lock, "t")
                 found = await (await connection.execute("SHOW idle_in_transaction_session_timeout")).fetchone()
                 assert found == ("10s",)
             found = await (await connection.execute("SHOW idle_in_transaction_session_timeout")).fetchone()

@@ -41,11 +41,19 @@ from bufstore.testing import APPLY_CHECKS, CHECKS, Applier, Check
 from bufstore.testing.applying import change
 from bufstore.testing.basics import fresh, run_of
 from bufstore.threads.memory_store import MemoryThreadStore
-from bufstore.threads.model import RunStatus, ThreadChange, ThreadMetadata, decode_message, encode_messages
+from bufstore.threads.model import (
+    RunStatus,
+    ThreadChange,
+    ThreadMetadata,
+    decode_message,
+    decode_run,
+    encode_messages,
+)
 from bufstore.threads.postgres import columns
 from bufstore.threads.postgres.copying import COPY_FROM
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.queries import ThreadQuery
+from bufstore.threads.state import ThreadState
 from thorough import examples
 from transaction_pooler import TransactionPooler
 
@@ -738,16 +746,14 @@ def test_errors_are_mapped(error: psycopg.Error | OSError, expected: type[Bufsto
 
 async def test_encoded_rows(shared: PostgresThreadStore) -> None:
     thread_id = fresh()
-    assert await shared.load_rows(thread_id) is None
-    assert await shared.load_run_row(thread_id) is None
+    assert await shared.load_state(thread_id) == ThreadState(watermark=Watermark())
     await shared.checkpoint(thread_id, [1, {"id": "a"}], run_of(thread_id))
-    loaded = await shared.load_rows(thread_id)
-    assert loaded is not None
+    loaded = await shared.load_state(thread_id)
     assert [decode_message(m) for m in loaded.messages] == [1, {"id": "a"}]
     assert loaded.messages == encode_messages([1, {"id": "a"}])
-    assert loaded.watermark is None
+    assert loaded.watermark == Watermark(version=2)
     assert loaded.latest_run is not None
-    assert await shared.load_run_row(f"run-of-{thread_id}") == (thread_id, loaded.latest_run)
+    assert await shared.load_run(f"run-of-{thread_id}") == decode_run(loaded.latest_run)
     with pytest.raises(AttributeError):
         loaded.messages = []  # type: ignore[misc]
 
@@ -766,26 +772,23 @@ async def test_rows_with_the_watermark(server: PostgresServer) -> None:
         for thread_id in (known, only_watermark):
             row = [thread_id, 7, 8, 2, b"ring", None, b"sources"]
             await rows(store, "INSERT INTO {schema}.buffer_threads VALUES (%s, %s, %s, %s, %s, %s, %s)", row)
-        both = await store.load_rows(known, with_watermark=True)
-        assert both is not None
+        both = await store.load_state(known, with_watermark=True)
         assert both.watermark == Watermark(7, 8, 2, b"ring", None, producers=b"sources")
         assert len(both.messages) == 2
-        thread = await store.load_rows(only_thread, with_watermark=True)
-        assert thread is not None
-        assert thread.watermark is None
-        watermark = await store.load_rows(only_watermark, with_watermark=True)
-        assert watermark is not None
-        assert (watermark.thread, watermark.messages, watermark.latest_run) == (None, [], None)
+        thread = await store.load_state(only_thread, with_watermark=True)
+        assert thread.watermark == Watermark(version=2)
+        left = await store.load_state(only_watermark, with_watermark=True)
+        assert (left.thread, left.messages, left.latest_run) == (None, [], None)
+        assert left.watermark.gone
         for thread_id, seq in ((known, 9), (known, 11), (waits, 10)):
             await rows(store, "INSERT INTO {schema}.buffer_waiting VALUES (%s, %s)", [thread_id, seq])
-        both = await store.load_rows(known, with_watermark=True)
-        assert both is not None
+        both = await store.load_state(known, with_watermark=True)
         assert both.watermark == Watermark(7, 8, 2, b"ring", None, producers=b"sources", waits_to=11)
-        new = await store.load_rows(waits, with_watermark=True)
-        assert new is not None
+        new = await store.load_state(waits, with_watermark=True)
         assert (new.thread, new.watermark) == (None, Watermark(waits_to=10))
-        assert await store.load_rows(fresh(), with_watermark=True) is None
-        assert await store.load_rows(only_watermark) is None
+        nothing = ThreadState(watermark=Watermark())
+        assert await store.load_state(fresh(), with_watermark=True) == nothing
+        assert await store.load_state(only_watermark) == nothing
 
 
 async def test_a_kept_plan_of_a_read_uses_the_indexes(server: PostgresServer) -> None:
@@ -794,7 +797,7 @@ async def test_a_kept_plan_of_a_read_uses_the_indexes(server: PostgresServer) ->
         cursor = arrays.ArrayCursor(connection)
         await cursor.execute("INSERT INTO \"kept\".threads (thread_id) VALUES ('t0')")
         await cursor.execute('ANALYZE "kept".threads')
-        read = store._sql["load_rows"]
+        read = store._sql["load_state"]
         for _ in range(10):
             await cursor.execute(read, ("t0", False))
         await cursor.execute(

@@ -327,15 +327,15 @@ def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() ->
         for thread_id in (parent, child):
             await store.save_thread(thread_id)
         await store.set_parent(child, parent)
-        children = store._lineage.children
+        children = store._lineage._children
 
         async def away(thread_id: str) -> list[str]:
             raise ReadNotFresh("Postgres is away")
 
-        store._lineage.children = away  # type: ignore[method-assign]
+        store._lineage._children = away  # type: ignore[method-assign]
         with pytest.raises(OutcomeUnknown):
             await store.delete_thread(parent, children=Children.CASCADE)
-        store._lineage.children = children  # type: ignore[method-assign]
+        store._lineage._children = children  # type: ignore[method-assign]
         await store.save_thread(fresh("other"))
         with pytest.raises(NotFound):
             await store.set_parent(child, None)

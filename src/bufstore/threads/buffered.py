@@ -19,20 +19,19 @@ from bufstore.buffer.operate.health import Health, Statistics
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
 from bufstore.nats.session import Nats
-from bufstore.threads import edits, lineage
+from bufstore.threads import edits
 from bufstore.threads.behind import buffer_of
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.bulk import BulkWriter
+from bufstore.threads.edited_store import EditedStore
 from bufstore.threads.erasing import Erasure, ThreadEraser
-from bufstore.threads.lineage import Children
+from bufstore.threads.lineage import Children, LineageChange
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import (
-    NO_METADATA,
     Checkpoint,
     Run,
     Thread,
-    ThreadMetadata,
     decode_message,
     decode_run,
 )
@@ -59,7 +58,7 @@ from bufstore.types import Consistency, Message, ProducerSequence, Quarantined, 
 _log = logging.getLogger(__name__)
 
 
-class BufferedThreadStore:
+class BufferedThreadStore(EditedStore):
     """A `ThreadRunStore` in front of another store: make one with `open`, close it with `aclose` or ``async with``."""
 
     def __init__(self, store: WrappableStore, buffer: ThreadBuffer, consistency: Consistency) -> None:
@@ -182,35 +181,11 @@ class BufferedThreadStore:
         """See `ThreadRunStore.create_run`; for the errors of all edits, `bufstore.threads.buffered_edits`."""
         return await self._edits.create_run(run, edits.create_run(run))
 
-    async def save_thread(self, thread_id: str, metadata: ThreadMetadata = NO_METADATA) -> Receipt:
-        """See `ThreadRunStore.save_thread`."""
-        return await self._edits.edit(edits.save_thread(thread_id, metadata))
+    async def _edit(self, wanted: edits.WantedEdit) -> Receipt:
+        return await self._edits.edit(wanted)
 
-    async def update_metadata(self, thread_id: str, metadata: ThreadMetadata) -> Receipt:
-        """See `ThreadRunStore.update_metadata`."""
-        return await self._edits.edit(edits.update_metadata(thread_id, metadata))
-
-    async def save_thread_state(self, thread_id: str, state: Any) -> Receipt:
-        """See `ThreadRunStore.save_thread_state`."""
-        return await self._edits.edit(edits.save_state(thread_id, state))
-
-    async def append_messages(
-        self, thread_id: str, messages: Sequence[Message], *, expected_version: int | None = None
-    ) -> Receipt:
-        """See `ThreadRunStore.append_messages`."""
-        return await self._edits.edit(edits.append_messages(thread_id, messages, expected_version))
-
-    async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
-        """See `ThreadRunStore.delete_messages`."""
-        return await self._edits.edit(edits.delete_messages(thread_id, message_ids))
-
-    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
-        """See `ThreadRunStore.set_parent`."""
-        return await self._lineage.change(lineage.new_parent(thread_id, parent_thread_id))
-
-    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
-        """See `ThreadRunStore.delete_thread`."""
-        return await self._lineage.change(lineage.deletion(thread_id, children))
+    async def _change(self, wanted: LineageChange) -> Receipt:
+        return await self._lineage.change(wanted)
 
     async def erase(self, thread_id: str, *, children: Children = Children.REJECT) -> Erasure:
         """Delete the thread if it is there, and remove its content from the log and from quarantine for good.
@@ -243,15 +218,7 @@ class BufferedThreadStore:
         broken by a parked entry raises ThreadQuarantined, or with `quarantined` "known" shows what is known without
         that entry and what builds on it (as Consistency.EVENTUAL does).
         """
-        state = await self._state(thread_id, consistency, at_least, quarantined)
-        if state.thread is None:
-            return None
-        return Checkpoint(
-            thread=state.thread,
-            messages=[decode_message(m) for m in state.messages],
-            latest_run=decode_run(state.latest_run) if state.latest_run is not None else None,
-            state=decode_message(state.state) if state.state is not None else None,
-        )
+        return (await self._state(thread_id, consistency, at_least, quarantined)).checkpoint()
 
     async def load_thread(
         self,

@@ -40,7 +40,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.threads.buffered_edits import BufferedEdits, Overtaken
 from bufstore.threads.edits import WantedEdit
-from bufstore.threads.lineage import Children, LineageChange, NamedParents, carry_out, check, descendants
+from bufstore.threads.lineage import Children, Family, LineageChange, NamedParents, carry_out, check, descendants
 from bufstore.threads.lists import BufferedLists
 from bufstore.threads.model import Run, Thread
 from bufstore.threads.queries import LIMIT_MAX, ThreadQuery
@@ -67,7 +67,7 @@ class BufferedLineage:
         self._reads, self._shared, self._config = buffer.reads, buffer.shared, buffer.config
         self._lists = lists
         self._edits = edits
-        self._parents = NamedParents(self.thread, self.change if edits.taken else None)
+        self._parents = NamedParents(self._thread, self.change if edits.taken else None)
         #: Changes whose record may have been stored.
         self._placed: set[int] = set()
 
@@ -145,10 +145,10 @@ class BufferedLineage:
         base = None
         if wanted.children is not None:
             base = (await self._reads.joined(wanted.thread_id))[0].watermark.applied_id
-        await check(_Family(self, None), wanted)
+        await check(self._family(None), wanted)
         if wanted.children is Children.DETACH:
             # A child in quarantine cannot be detached: say so while nothing is done.
-            for child in await self.children(wanted.thread_id):
+            for child in await self._children(wanted.thread_id):
                 await self._reads.thread(child, Consistency.READ_YOUR_WRITES)
         return base
 
@@ -167,7 +167,7 @@ class BufferedLineage:
         await self._mark(record, seq)
 
     async def _carry_out(self, record: _Record, seq: int) -> Receipt:
-        return await carry_out(_Family(self, seq), record.change)
+        return await carry_out(self._family(seq), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> bool:
         """Mark the change as done, trying as often as needed; False when another process was faster.
@@ -192,11 +192,11 @@ class BufferedLineage:
         except msgspec.MsgspecError:
             raise LineageError("this release cannot read the lineage record in the shared state") from None
 
-    async def thread(self, thread_id: str) -> Thread | None:
+    async def _thread(self, thread_id: str) -> Thread | None:
         """The thread as reads show it, even with a broken chain."""
         return (await self._reads.joined(thread_id))[0].thread
 
-    async def children(self, thread_id: str) -> list[str]:
+    async def _children(self, thread_id: str) -> list[str]:
         """All children, flushed ones and others."""
         query = ThreadQuery(parent_thread_id=thread_id)
         found: list[str] = []
@@ -210,31 +210,20 @@ class BufferedLineage:
 
     async def descendants(self, thread_id: str) -> list[str]:
         """The threads that a deletion with `Children.CASCADE` would take along."""
-        return await descendants(_Family(self, None), thread_id)
+        return await descendants(self._family(None), thread_id)
 
-    async def edit(self, wanted: WantedEdit, seq: int | None) -> Receipt:
-        """Append an edit while the record still is the one at `seq`. Raises Overtaken."""
+    def _family(self, seq: int | None) -> Family:
+        """The threads, whose edits are appended while the record is the one at `seq`; without it none are to be made.
+
+        An edit raises Overtaken.
+        """
 
         async def overtaken() -> bool:
             return (await self._shared.lineage(self._config.append_timeout_s))[0] != seq
 
-        receipt = await self._edits.edit(wanted, overtaken=overtaken)
-        reach(Failpoint.LINEAGE_EDITED)
-        return receipt
+        async def edit(wanted: WantedEdit) -> Receipt:
+            receipt = await self._edits.edit(wanted, overtaken=overtaken)
+            reach(Failpoint.LINEAGE_EDITED)
+            return receipt
 
-
-class _Family:
-    """See `bufstore.threads.lineage.Family`: with the record at `seq`, if edits are to be made."""
-
-    def __init__(self, lineage: BufferedLineage, seq: int | None) -> None:
-        self._lineage = lineage
-        self._seq = seq
-
-    async def thread(self, thread_id: str) -> Thread | None:
-        return await self._lineage.thread(thread_id)
-
-    async def children(self, thread_id: str) -> list[str]:
-        return await self._lineage.children(thread_id)
-
-    async def edit(self, wanted: WantedEdit) -> Receipt:
-        return await self._lineage.edit(wanted, self._seq)
+        return Family(self._thread, self._children, edit)

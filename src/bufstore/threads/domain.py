@@ -14,7 +14,7 @@ from bufstore.threads.state import ThreadState, changed
 
 
 class ThreadsDomain:
-    """ThreadsDomain of messages, with runs."""
+    """Threads of messages, with runs."""
 
     def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> ThreadChange:
         return coalesce(thread_id, version, entries)

@@ -11,7 +11,7 @@ import contextlib
 import enum
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,6 +19,11 @@ from bufstore.errors import InvalidQuery, LineageError, NotFound
 from bufstore.threads import edits
 from bufstore.threads.model import Run, Thread
 from bufstore.types import Receipt, check_id
+
+#: Threads whose parent was found good.
+_REMEMBERED = 10_000
+
+FindThread = Callable[[str], Awaitable[Thread | None]]
 
 
 class Children(enum.StrEnum):
@@ -40,20 +45,13 @@ class LineageChange(msgspec.Struct, frozen=True, array_like=True):
     children: Children | None = None
 
 
-class Family(Protocol):
+class Family(NamedTuple):
     """Threads and their edits, as one change of lineage sees them."""
 
-    async def thread(self, thread_id: str) -> Thread | None:
-        """The thread."""
-        ...
-
-    async def children(self, thread_id: str) -> list[str]:
-        """The ids of all its children."""
-        ...
-
-    async def edit(self, wanted: edits.WantedEdit) -> Receipt:
-        """Decide and write an edit."""
-        ...
+    thread: FindThread
+    #: The ids of all children of a thread.
+    children: Callable[[str], Awaitable[list[str]]]
+    edit: Callable[[edits.WantedEdit], Awaitable[Receipt]]
 
 
 def new_parent(thread_id: str, parent_thread_id: str | None) -> LineageChange:
@@ -85,15 +83,12 @@ class NamedParents:
 
     def __init__(
         self,
-        thread: Callable[[str], Awaitable[Thread | None]],
+        thread: FindThread,
         change: Callable[[LineageChange], Awaitable[Receipt]] | None = None,
-        *,
-        remembered: int = 10_000,
     ) -> None:
         """`change` carries out a change of lineage among others; None where nothing comes between."""
         self._thread = thread
         self._change = change
-        self._remembered = remembered
         self._good: OrderedDict[str, str] = OrderedDict()
 
     async def check(self, run: Run) -> None:
@@ -110,7 +105,7 @@ class NamedParents:
             except NotFound:  # deleted meanwhile: it will be new
                 await check_parent(self._thread, run.thread_id, parent)
         self._good[run.thread_id] = parent
-        while len(self._good) > self._remembered:
+        while len(self._good) > _REMEMBERED:
             self._good.popitem(last=False)
 
     def forget(self) -> None:
@@ -129,9 +124,7 @@ async def check(family: Family, wanted: LineageChange) -> None:
         raise LineageError(f"thread {thread_id!r} has children")
 
 
-async def check_parent(
-    thread: Callable[[str], Awaitable[Thread | None]], thread_id: str, parent_thread_id: str | None
-) -> None:
+async def check_parent(thread: FindThread, thread_id: str, parent_thread_id: str | None) -> None:
     """Raise LineageError if the thread would be among its own ancestors, or one of them does not exist."""
     seen = {thread_id}
     above = parent_thread_id

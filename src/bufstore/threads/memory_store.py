@@ -14,16 +14,14 @@ from bufstore.errors import AlreadyExists, IdempotencyConflict, VersionConflict
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.threads import edits, lineage
 from bufstore.threads.coalesce import Fold
-from bufstore.threads.lineage import Children
+from bufstore.threads.edited_store import EditedStore
 from bufstore.threads.message_pages import LAST, check_range, message_page
 from bufstore.threads.model import (
-    NO_METADATA,
     Checkpoint,
     Run,
     RunSave,
     Thread,
     ThreadChange,
-    ThreadMetadata,
     check_run,
     decode_message,
     decode_run,
@@ -58,7 +56,7 @@ from bufstore.types import Message, Receipt, check_id
 _REMEMBERED_KEYS = 16
 
 
-class MemoryThreadStore:
+class MemoryThreadStore(EditedStore):
     """A `ThreadRunStore` that forgets everything with the process. Holds encoded bytes, never the caller's objects."""
 
     #: See `WrappableStore`.
@@ -268,47 +266,17 @@ class MemoryThreadStore:
 
     # -- edits ---------------------------------------------------------------------------------------------------
 
-    async def create_run(self, run: Run) -> Receipt:
-        """See `ThreadRunStore.create_run`."""
-        return await self._edit(edits.create_run(run))
-
-    async def save_thread(self, thread_id: str, metadata: ThreadMetadata = NO_METADATA) -> Receipt:
-        """See `ThreadRunStore.save_thread`."""
-        return await self._edit(edits.save_thread(thread_id, metadata))
-
-    async def update_metadata(self, thread_id: str, metadata: ThreadMetadata) -> Receipt:
-        """See `ThreadRunStore.update_metadata`."""
-        return await self._edit(edits.update_metadata(thread_id, metadata))
-
-    async def save_thread_state(self, thread_id: str, state: Any) -> Receipt:
-        """See `ThreadRunStore.save_thread_state`."""
-        return await self._edit(edits.save_state(thread_id, state))
-
-    async def append_messages(
-        self, thread_id: str, messages: Sequence[Message], *, expected_version: int | None = None
-    ) -> Receipt:
-        """See `ThreadRunStore.append_messages`."""
-        return await self._edit(edits.append_messages(thread_id, messages, expected_version))
-
-    async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
-        """See `ThreadRunStore.delete_messages`."""
-        return await self._edit(edits.delete_messages(thread_id, message_ids))
-
-    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
-        """See `ThreadRunStore.set_parent`."""
-        return await self._change(lineage.new_parent(thread_id, parent_thread_id))
-
-    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
-        """See `ThreadRunStore.delete_thread`."""
-        return await self._change(lineage.deletion(thread_id, children))
-
     async def _check_parent(self, run: Run) -> None:
-        await lineage.NamedParents(_Family(self).thread).check(run)
+        await lineage.NamedParents(self.load_thread).check(run)
 
     async def _change(self, wanted: lineage.LineageChange) -> Receipt:
-        family = _Family(self)
+        # Nothing here waits, so nothing comes between.
+        family = lineage.Family(self.load_thread, self._children, self._edit)
         await lineage.check(family, wanted)
         return await lineage.carry_out(family, wanted)
+
+    async def _children(self, thread_id: str) -> list[str]:
+        return [t.thread_id for t in self._threads.values() if t.parent_thread_id == thread_id]
 
     async def _edit(self, wanted: edits.WantedEdit) -> Receipt:
         thread_id = wanted.thread_id
@@ -349,22 +317,6 @@ class MemoryThreadStore:
     def _check_run(self, run_id: str, thread_id: str) -> None:
         if run_id in self._runs and self._runs[run_id][0] != thread_id:
             raise AlreadyExists(f"run {run_id!r} belongs to another thread than {thread_id!r}")
-
-
-class _Family:
-    """See `bufstore.threads.lineage.Family`. Nothing here waits, so nothing comes between."""
-
-    def __init__(self, store: MemoryThreadStore) -> None:
-        self._store = store
-
-    async def thread(self, thread_id: str) -> Thread | None:
-        return self._store._threads.get(thread_id)
-
-    async def children(self, thread_id: str) -> list[str]:
-        return [t.thread_id for t in self._store._threads.values() if t.parent_thread_id == thread_id]
-
-    async def edit(self, wanted: edits.WantedEdit) -> Receipt:
-        return await self._store._edit(wanted)
 
 
 def _encoded(thread_id: str, messages: Sequence[Message], run: Run, key: str | None) -> tuple[list[bytes], bytes]:

@@ -6,7 +6,7 @@ import msgspec
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import State
-from bufstore.threads.model import Thread, ThreadChange
+from bufstore.threads.model import Checkpoint, Thread, ThreadChange, decode_message, decode_run
 
 
 class ThreadState(State, frozen=True, kw_only=True):
@@ -21,6 +21,17 @@ class ThreadState(State, frozen=True, kw_only=True):
     state: bytes | None = None
     #: True when the tail deletes the thread: the store may still show runs that no longer exist.
     deleted: bool = False
+
+    def checkpoint(self) -> Checkpoint | None:
+        """What an app sees of it; None if there is no such thread."""
+        if self.thread is None:
+            return None
+        return Checkpoint(
+            thread=self.thread,
+            messages=[decode_message(m) for m in self.messages],
+            latest_run=decode_run(self.latest_run) if self.latest_run is not None else None,
+            state=decode_message(self.state) if self.state is not None else None,
+        )
 
 
 def changed(state: ThreadState, thread_id: str, change: ThreadChange, watermark: Watermark) -> ThreadState:

@@ -3,59 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
-
-import msgspec
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.errors import ReadNotFresh
-from bufstore.threads.model import Run, encode_messages, encode_run, encode_value
+from bufstore.threads.model import encode_messages, encode_run, encode_value
 from bufstore.threads.protocol import WrappableStore
 from bufstore.threads.state import ThreadState
 
 _TRIES = 5
 
-
 #: A run that nobody has: to ask for it costs the store little.
-_PROBE = "bufstore-probe"
-
-
-class KeepsRows(Protocol):
-    """A store that gives state and watermark in one statement, encoded."""
-
-    async def load_rows(self, thread_id: str, *, with_watermark: bool) -> Any:
-        """See `bufstore.threads.postgres.store.PostgresThreadStore.load_rows`."""
-        ...
-
-    async def load_run(self, run_id: str) -> Run | None:
-        """See `ThreadReader.load_run`."""
-        ...
-
-
-class SnapshotReader:
-    """One statement, one snapshot."""
-
-    def __init__(self, store: KeepsRows) -> None:
-        self._store = store
-
-    async def state(self, thread_id: str) -> ThreadState:
-        rows = await self._store.load_rows(thread_id, with_watermark=True)
-        if rows is None:
-            return ThreadState(watermark=Watermark())
-        watermark = rows.watermark or Watermark(version=len(rows.messages))
-        if rows.thread is None and watermark.applied_id:
-            watermark = msgspec.structs.replace(watermark, gone=True)
-        return ThreadState(
-            watermark=watermark,
-            thread=rows.thread,
-            messages=rows.messages,
-            latest_run=rows.latest_run,
-            state=rows.state,
-        )
-
-    async def answers(self) -> None:
-        await self._store.load_run(_PROBE)
+PROBE = "bufstore-probe"
 
 
 class ComparingReader:
@@ -85,4 +44,4 @@ class ComparingReader:
         raise ReadNotFresh(f"thread {thread_id!r} was flushed during each of {_TRIES} reads")
 
     async def answers(self) -> None:
-        await self._store.load_run(_PROBE)
+        await self._store.load_run(PROBE)

@@ -10,8 +10,8 @@ import msgspec
 
 from bufstore.cli.conversations.concurrency import each
 from bufstore.threads.model import decode_message
-from bufstore.threads.postgres.rows import ThreadRows
 from bufstore.threads.postgres.store import PostgresThreadStore
+from bufstore.threads.state import ThreadState
 
 _AT_ONCE = 8
 _PROBLEMS_SHOWN = 10
@@ -57,24 +57,24 @@ async def compare(store: PostgresThreadStore, expected: AsyncIterator[Expected])
     comparison = Comparison()
 
     async def check(thread: Expected) -> None:
-        _judge(comparison, thread, await store.load_rows(thread.thread_id, with_watermark=True))
+        _judge(comparison, thread, await store.load_state(thread.thread_id, with_watermark=True))
 
     await each(expected, check, at_once=_AT_ONCE)
     return comparison
 
 
-def _judge(comparison: Comparison, thread: Expected, rows: ThreadRows | None) -> None:
+def _judge(comparison: Comparison, thread: Expected, found: ThreadState) -> None:
     comparison.threads += 1
-    if rows is None or rows.thread is None:
+    if found.thread is None:
         lost, mismatched, applied = thread.acknowledged, 0, 0
     else:
         # Checkpoint i holds i messages, so their number tells how many checkpoints Postgres holds.
         wanted = min(thread.acknowledged, len(thread.messages))
-        lost = max(0, wanted - len(rows.messages))
-        comparison.compared += len(rows.messages)
-        mismatched = _differences(thread.messages, rows.messages)
+        lost = max(0, wanted - len(found.messages))
+        comparison.compared += len(found.messages)
+        mismatched = _differences(thread.messages, found.messages)
         applied = thread.acknowledged - lost
-        if rows.watermark is not None and rows.watermark.flushed_seq >= thread.thread_seq:
+        if found.watermark.flushed_seq >= thread.thread_seq > 0:
             applied = thread.superseded + thread.acknowledged
     comparison.flushed += applied
     comparison.lost += lost

@@ -15,9 +15,9 @@ from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.pool import Pool
 from bufstore.threads.coalesce import Fold
 from bufstore.threads.edits import Known, WantedEdit
-from bufstore.threads.lineage import LineageChange, carry_out, check
+from bufstore.threads.lineage import Family, LineageChange, carry_out, check
 from bufstore.threads.model import Thread, ThreadChange
-from bufstore.threads.postgres.rows import thread_of, thread_rows
+from bufstore.threads.postgres.rows import thread_of, thread_state
 from bufstore.types import Receipt
 
 Apply = Callable[[AsyncConnection[Any], Sequence[ThreadChange]], Awaitable[None]]
@@ -39,7 +39,7 @@ class DirectEdits:
         """Decide and write. Raises what the decision raises, and OutcomeUnknown (repeating an edit is safe)."""
         try:
             async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
-                return await self.edit_on(connection, wanted)
+                return await self._edit_on(connection, wanted)
         except NoAnswer as e:
             raise OutcomeUnknown(wanted.thread_id, secrets.token_hex(8)) from e
         except UniqueViolation:
@@ -49,52 +49,47 @@ class DirectEdits:
         """Check and carry out a change of lineage, in one transaction. Raises what that raises, and OutcomeUnknown."""
         try:
             async with self._pool.lend(self._timeout_s) as connection, connection.transaction():
-                await self.run(connection, "lock_lineage", self._schema)
-                family = _Family(self, connection)
+                await self._run(connection, "lock_lineage", self._schema)
+                family = self._family(connection)
                 await check(family, wanted)
                 return await carry_out(family, wanted)
         except NoAnswer as e:
             raise OutcomeUnknown(wanted.thread_id, secrets.token_hex(8)) from e
 
-    async def edit_on(self, connection: AsyncConnection[Any], wanted: WantedEdit) -> Receipt:
+    async def _edit_on(self, connection: AsyncConnection[Any], wanted: WantedEdit) -> Receipt:
         """Decide and write in the transaction of the connection."""
         thread_id = wanted.thread_id
-        new = await self.run(connection, "lock_new_thread", thread_id)
-        ((saves,),) = await self.run(connection, "lock_thread", thread_id)
-        rows = thread_rows(thread_id, await self.run(connection, "load_rows", thread_id, False))
-        assert rows is not None
-        exists = wanted.run_id is not None and bool(await self.run(connection, "load_run", wanted.run_id))
-        payload = wanted.decide(Known(None if new else rows.thread, rows.messages, exists))
-        fold = Fold(thread_id, len(rows.messages))
+        new = await self._run(connection, "lock_new_thread", thread_id)
+        ((saves,),) = await self._run(connection, "lock_thread", thread_id)
+        found = thread_state(thread_id, await self._run(connection, "load_state", thread_id, False))
+        exists = wanted.run_id is not None and bool(await self._run(connection, "load_run", wanted.run_id))
+        payload = wanted.decide(Known(None if new else found.thread, found.messages, exists))
+        fold = Fold(thread_id, len(found.messages))
         fold.add(payload, 0, self_contained=False)
         change = fold.change()
         await self._apply(connection, [change])
         receipt = Receipt(thread_id, saves + 1, secrets.randbits(63), change.version)
-        await self.run(connection, "count_save", thread_id, receipt.thread_seq, receipt.id)
+        await self._run(connection, "count_save", thread_id, receipt.thread_seq, receipt.id)
         return receipt
 
-    async def run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """Rows of a query by name."""
+    async def _run(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         cursor = arrays.ArrayCursor(connection)
         await cursor.execute(self._sql[name], parameters, binary=True)
         return await cursor.rows()
 
+    def _family(self, connection: AsyncConnection[Any]) -> Family:
+        """The threads, on the connection that holds the lock."""
 
-class _Family:
-    """See `bufstore.threads.lineage.Family`: on the connection that holds the lock."""
+        async def thread(thread_id: str) -> Thread | None:
+            rows = await self._run(connection, "load_thread", thread_id)
+            return thread_of(thread_id, rows[0]) if rows else None
 
-    def __init__(self, direct: DirectEdits, connection: AsyncConnection[Any]) -> None:
-        self._direct = direct
-        self._connection = connection
+        async def children(thread_id: str) -> list[str]:
+            return [row[0] for row in await self._run(connection, "children", thread_id)]
 
-    async def thread(self, thread_id: str) -> Thread | None:
-        rows = await self._direct.run(self._connection, "load_thread", thread_id)
-        return thread_of(thread_id, rows[0]) if rows else None
+        async def edit(wanted: WantedEdit) -> Receipt:
+            # A savepoint: what is refused leaves no row behind.
+            async with connection.transaction():
+                return await self._edit_on(connection, wanted)
 
-    async def children(self, thread_id: str) -> list[str]:
-        return [row[0] for row in await self._direct.run(self._connection, "children", thread_id)]
-
-    async def edit(self, wanted: WantedEdit) -> Receipt:
-        # A savepoint: what is refused leaves no row behind.
-        async with self._connection.transaction():
-            return await self._direct.edit_on(self._connection, wanted)
+        return Family(thread, children, edit)

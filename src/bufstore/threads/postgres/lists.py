@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from bufstore.threads.message_pages import check_range, message_page
@@ -10,6 +9,10 @@ from bufstore.threads.model import decode_run
 from bufstore.threads.postgres import columns
 from bufstore.threads.postgres.rows import thread_of
 from bufstore.threads.queries import (
+    ALL_MESSAGES,
+    ALL_RUNS,
+    ALL_THREADS,
+    LIMIT,
     MessagePage,
     MessageQuery,
     MessageRecord,
@@ -27,17 +30,17 @@ from bufstore.threads.queries import (
 )
 from bufstore.types import check_id
 
-#: Runs a query by name with its parameters.
-RunStatement = Callable[..., Awaitable[list[tuple[Any, ...]]]]
 
+class ListedStore:
+    """The pages of `PostgresThreadStore`; `Queryable` says what each method does."""
 
-class Lists:
-    """Queries over the tables of threads, messages and runs."""
+    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """The rows of a statement by name."""
+        raise NotImplementedError
 
-    def __init__(self, read: RunStatement) -> None:
-        self._read = read
-
-    async def messages(self, thread_id: str, query: MessageQuery, limit: int, cursor: str | None) -> MessagePage:
+    async def query_messages(
+        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> MessagePage:
         """See `Queryable.query_messages`."""
 
         async def fetch(low: int, high: int, count: int, newest_first: bool) -> list[tuple[int, bytes]]:
@@ -46,14 +49,14 @@ class Lists:
 
         return await message_page(thread_id, query, limit, cursor, fetch)
 
-    async def message(self, thread_id: str, message_id: str) -> MessageRecord | None:
+    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
         """See `Queryable.load_message`."""
         check_message_id(message_id)
         rows = await self._read("messages_by_id", check_id(thread_id, "thread_id"), columns.hash_of_id(message_id))
         records = (record_of(thread_id, seq, payload) for seq, payload in rows)
         return next((record for record in records if record.message_id == message_id), None)
 
-    async def message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
+    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
         """See `Queryable.load_message_range`."""
         first, last = check_range(first, last)
         if last < first:
@@ -62,7 +65,7 @@ class Lists:
         rows = await self._read("messages_oldest_first", *parameters)
         return [record_of(thread_id, seq, payload) for seq, payload in rows]
 
-    async def runs(self, query: RunQuery, limit: int, cursor: str | None) -> RunPage:
+    async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
         """See `Queryable.query_runs`."""
         check_query(query)
         limit, position = check_limit(limit), read_position(cursor, query)
@@ -74,7 +77,9 @@ class Lists:
         runs, next_cursor = page_of(query, limit, found)
         return RunPage(runs=runs, next_cursor=next_cursor)
 
-    async def threads(self, query: ThreadQuery, limit: int, cursor: str | None) -> ThreadPage:
+    async def query_threads(
+        self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
+    ) -> ThreadPage:
         """See `Queryable.query_threads`."""
         check_query(query)
         limit, position = check_limit(limit), read_position(cursor, query)

@@ -10,18 +10,7 @@ import msgspec
 
 from bufstore.buffer.chain import Watermark
 from bufstore.threads.model import NO_METADATA, Thread, decode_metadata
-
-
-class ThreadRows(msgspec.Struct, frozen=True, kw_only=True):
-    """What Postgres holds of a thread, of one moment, still encoded."""
-
-    #: None when the thread has no row (and only a watermark).
-    thread: Thread | None
-    messages: list[bytes]
-    latest_run: bytes | None
-    state: bytes | None
-    #: None when it was not asked for, or the buffer knows nothing of the thread.
-    watermark: Watermark | None
+from bufstore.threads.state import ThreadState
 
 
 def thread_of(thread_id: str, row: Sequence[Any]) -> Thread:
@@ -38,20 +27,21 @@ def thread_of(thread_id: str, row: Sequence[Any]) -> Thread:
     )
 
 
-def thread_rows(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadRows | None:
-    """What ``load_rows`` has read; None when Postgres knows nothing of the thread."""
+def thread_state(thread_id: str, rows: Sequence[Sequence[Any]]) -> ThreadState:
+    """What ``load_state`` has read; of a thread without a buffer's row, the watermark says how many messages it has."""
     first, *messages = sorted(rows, key=itemgetter(0))
     latest_run, version = first[1:3]
-    watermark = Watermark(*[*first[9:14], False, first[14]]) if first[9] is not None else None
+    watermark = Watermark(version=len(messages))
+    if first[9] is not None:
+        # A row of the buffer's without a thread is what is left of a deleted one.
+        gone = version is None and bool(first[10])
+        watermark = Watermark(*[*first[9:14], gone, first[14]])
     if waits_to := first[15]:
-        row = watermark or Watermark(version=version or 0)
-        watermark = msgspec.structs.replace(row, waits_to=waits_to)
-    if version is None and watermark is None:
-        return None
-    return ThreadRows(
+        watermark = msgspec.structs.replace(watermark, waits_to=waits_to)
+    return ThreadState(
+        watermark=watermark,
         thread=None if version is None else thread_of(thread_id, first[2:8]),
         messages=[row[1] for row in messages],
         latest_run=latest_run,
         state=first[8],
-        watermark=watermark,
     )

@@ -28,16 +28,15 @@ from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.threads import edits, lineage
-from bufstore.threads.lineage import Children, NamedParents
+from bufstore.threads.edited_store import EditedStore
+from bufstore.threads.edits import WantedEdit
+from bufstore.threads.lineage import LineageChange, NamedParents
 from bufstore.threads.model import (
-    NO_METADATA,
     Checkpoint,
     Run,
     RunStatus,
     Thread,
     ThreadChange,
-    ThreadMetadata,
     check_run,
     decode_message,
     decode_run,
@@ -47,24 +46,11 @@ from bufstore.threads.model import (
 from bufstore.threads.postgres import columns
 from bufstore.threads.postgres.copying import COPY_FROM, copied, copy
 from bufstore.threads.postgres.edits import DirectEdits
-from bufstore.threads.postgres.lists import Lists
-from bufstore.threads.postgres.rows import ThreadRows, thread_of, thread_rows
+from bufstore.threads.postgres.lists import ListedStore
+from bufstore.threads.postgres.rows import thread_of, thread_state
 from bufstore.threads.protocol import kind_of
-from bufstore.threads.queries import (
-    ALL_MESSAGES,
-    ALL_RUNS,
-    ALL_THREADS,
-    LIMIT,
-    MessagePage,
-    MessageQuery,
-    MessageRecord,
-    RunPage,
-    RunQuery,
-    ThreadPage,
-    ThreadQuery,
-)
 from bufstore.threads.state import ThreadState
-from bufstore.threads.state_readers import SnapshotReader
+from bufstore.threads.state_readers import PROBE
 from bufstore.types import Message, Receipt, check_id
 
 _FOLDER = files("bufstore.threads.postgres") / "sql"
@@ -72,7 +58,7 @@ _FOLDER = files("bufstore.threads.postgres") / "sql"
 _CALL_BYTES = 512 << 20
 
 
-class PostgresThreadStore:
+class PostgresThreadStore(ListedStore, EditedStore):
     """A `ThreadRunStore` on a Postgres of version 15 or later.
 
     `conninfo` is a URL or key=value string; `timeout_s` bounds every call, waiting for a connection included.
@@ -102,7 +88,6 @@ class PostgresThreadStore:
         self._owns_pool = pool is None
         self._timeout_s = timeout_s
         self._sql = queries(_FOLDER, schema)
-        self._lists = Lists(self._read)
         self._edits = DirectEdits(self.pool, self._sql, schema, timeout_s, self.apply)
         self._parents = NamedParents(self.load_thread, self._edits.change)
 
@@ -152,7 +137,7 @@ class PostgresThreadStore:
         )
         return ledger, Backing(
             kind_of(self),
-            SnapshotReader(self),
+            _SnapshotReader(self),
             open=self.open,
             setup=self.setup,
             aclose=self.aclose,
@@ -288,15 +273,7 @@ class PostgresThreadStore:
 
     async def load_checkpoint(self, thread_id: str) -> Checkpoint | None:
         """The thread, its messages and its latest run, all of one moment; None if there is no such thread."""
-        rows = await self.load_rows(thread_id)
-        if rows is None or rows.thread is None:
-            return None
-        return Checkpoint(
-            thread=rows.thread,
-            messages=[decode_message(m) for m in rows.messages],
-            latest_run=None if rows.latest_run is None else decode_run(rows.latest_run),
-            state=None if rows.state is None else decode_message(rows.state),
-        )
+        return (await self.load_state(thread_id)).checkpoint()
 
     async def versions(self, thread_ids: Sequence[str]) -> dict[str, int]:
         """How many messages these threads have; threads that there are none of are left out."""
@@ -309,13 +286,13 @@ class PostgresThreadStore:
 
     async def load_messages(self, thread_id: str) -> list[Message] | None:
         """The thread's messages, oldest first; None if there is no such thread."""
-        rows = await self.load_rows(thread_id)
-        return None if rows is None or rows.thread is None else [decode_message(m) for m in rows.messages]
+        state = await self.load_state(thread_id)
+        return None if state.thread is None else [decode_message(m) for m in state.messages]
 
     async def load_run(self, run_id: str) -> Run | None:
         """A run as it was last saved."""
-        row = await self.load_run_row(run_id)
-        return None if row is None else decode_run(row[1])
+        rows = await self._read("load_run", check_id(run_id, "run_id"))
+        return decode_run(rows[0][0]) if rows else None
 
     async def latest_run(self, thread_id: str) -> Run | None:
         """The run of the thread's newest checkpoint."""
@@ -324,82 +301,24 @@ class PostgresThreadStore:
 
     async def load_thread_state(self, thread_id: str) -> Any:
         """See `ThreadReader.load_thread_state`."""
-        rows = await self._read("load_state", check_id(thread_id, "thread_id"))
+        rows = await self._read("load_kept_state", check_id(thread_id, "thread_id"))
         return decode_message(rows[0][0]) if rows else None
 
-    async def load_rows(self, thread_id: str, *, with_watermark: bool = False) -> ThreadRows | None:
-        """The thread's rows, encoded, of one snapshot; None when Postgres knows nothing of the thread.
+    async def load_state(self, thread_id: str, *, with_watermark: bool = False) -> ThreadState:
+        """The thread, encoded, of one snapshot; an empty state when Postgres knows nothing of it.
 
-        `with_watermark` adds the buffer's row for the thread (its tables must be in the same schema).
+        `with_watermark`: with the buffer's row for the thread (its tables must be in the same schema).
         """
-        return thread_rows(thread_id, await self._read("load_rows", check_id(thread_id, "thread_id"), with_watermark))
-
-    async def load_run_row(self, run_id: str) -> tuple[str, bytes] | None:
-        """The run's thread id and its record, encoded."""
-        rows = await self._read("load_run", check_id(run_id, "run_id"))
-        return (rows[0][0], rows[0][1]) if rows else None
-
-    async def query_messages(
-        self, thread_id: str, query: MessageQuery = ALL_MESSAGES, *, limit: int = LIMIT, cursor: str | None = None
-    ) -> MessagePage:
-        """See `Queryable.query_messages`."""
-        return await self._lists.messages(thread_id, query, limit, cursor)
-
-    async def load_message(self, thread_id: str, message_id: str) -> MessageRecord | None:
-        """See `Queryable.load_message`."""
-        return await self._lists.message(thread_id, message_id)
-
-    async def load_message_range(self, thread_id: str, first: int, last: int) -> list[MessageRecord]:
-        """See `Queryable.load_message_range`."""
-        return await self._lists.message_range(thread_id, first, last)
-
-    async def query_runs(self, query: RunQuery = ALL_RUNS, *, limit: int = LIMIT, cursor: str | None = None) -> RunPage:
-        """See `Queryable.query_runs`."""
-        return await self._lists.runs(query, limit, cursor)
-
-    async def query_threads(
-        self, query: ThreadQuery = ALL_THREADS, *, limit: int = LIMIT, cursor: str | None = None
-    ) -> ThreadPage:
-        """See `Queryable.query_threads`."""
-        return await self._lists.threads(query, limit, cursor)
+        return thread_state(thread_id, await self._read("load_state", check_id(thread_id, "thread_id"), with_watermark))
 
     # -- edits -------------------------------------------------------------------------------------------------
 
-    async def create_run(self, run: Run) -> Receipt:
-        """See `ThreadRunStore.create_run`."""
-        return await self._edits.edit(edits.create_run(run))
+    async def _edit(self, wanted: WantedEdit) -> Receipt:
+        return await self._edits.edit(wanted)
 
-    async def save_thread(self, thread_id: str, metadata: ThreadMetadata = NO_METADATA) -> Receipt:
-        """See `ThreadRunStore.save_thread`."""
-        return await self._edits.edit(edits.save_thread(thread_id, metadata))
-
-    async def update_metadata(self, thread_id: str, metadata: ThreadMetadata) -> Receipt:
-        """See `ThreadRunStore.update_metadata`."""
-        return await self._edits.edit(edits.update_metadata(thread_id, metadata))
-
-    async def save_thread_state(self, thread_id: str, state: Any) -> Receipt:
-        """See `ThreadRunStore.save_thread_state`."""
-        return await self._edits.edit(edits.save_state(thread_id, state))
-
-    async def append_messages(
-        self, thread_id: str, messages: Sequence[Message], *, expected_version: int | None = None
-    ) -> Receipt:
-        """See `ThreadRunStore.append_messages`."""
-        return await self._edits.edit(edits.append_messages(thread_id, messages, expected_version))
-
-    async def delete_messages(self, thread_id: str, message_ids: Sequence[str] | None = None) -> Receipt:
-        """See `ThreadRunStore.delete_messages`."""
-        return await self._edits.edit(edits.delete_messages(thread_id, message_ids))
-
-    async def set_parent(self, thread_id: str, parent_thread_id: str | None) -> Receipt:
-        """See `ThreadRunStore.set_parent`."""
+    async def _change(self, wanted: LineageChange) -> Receipt:
         self._parents.forget()
-        return await self._edits.change(lineage.new_parent(thread_id, parent_thread_id))
-
-    async def delete_thread(self, thread_id: str, *, children: Children = Children.REJECT) -> Receipt:
-        """See `ThreadRunStore.delete_thread`."""
-        self._parents.forget()
-        return await self._edits.change(lineage.deletion(thread_id, children))
+        return await self._edits.change(wanted)
 
     # -- statements --------------------------------------------------------------------------------------------
 
@@ -421,6 +340,19 @@ class PostgresThreadStore:
 
     async def _send(self, connection: AsyncConnection[Any], name: str, parameters: Sequence[Any]) -> None:
         await arrays.ArrayCursor(connection).execute(self._sql[name], parameters)
+
+
+class _SnapshotReader:
+    """See `bufstore.buffer.domain.StateReader`: one statement, one snapshot."""
+
+    def __init__(self, store: PostgresThreadStore) -> None:
+        self._store = store
+
+    async def state(self, thread_id: str) -> ThreadState:
+        return await self._store.load_state(thread_id, with_watermark=True)
+
+    async def answers(self) -> None:
+        await self._store.load_run(PROBE)
 
 
 class _Call(NamedTuple):

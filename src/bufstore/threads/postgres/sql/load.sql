@@ -1,4 +1,4 @@
--- name: load_rows
+-- name: load_state
 -- A thread with its latest run (one row, seq -1, always there), and its messages, unsorted: one statement, one
 -- snapshot. (Sorted here, the payloads would go through a sort that spills to disk.) $2: with the buffer's row for the
 -- thread.
@@ -13,8 +13,8 @@ SELECT version, parent_thread_id, latest_run_id, active_run_id, open_run_id, met
 FROM {schema}.threads WHERE thread_id = $1::text;
 
 -- name: load_run
--- A run by its id, and whose it is.
-SELECT thread_id, record FROM {schema}.runs WHERE run_id = $1::text;
+-- A run by its id.
+SELECT record FROM {schema}.runs WHERE run_id = $1::text;
 
 -- name: latest_run
 -- The run that was saved last in the thread.
@@ -22,7 +22,7 @@ SELECT r.record
 FROM {schema}.threads AS t JOIN {schema}.runs AS r ON r.run_id = t.latest_run_id
 WHERE t.thread_id = $1::text;
 
--- name: load_state
+-- name: load_kept_state
 -- The thread's state; no row when it has none.
 SELECT state FROM {schema}.threads WHERE thread_id = $1::text AND state IS NOT NULL;
 
