@@ -106,7 +106,7 @@ reproduce: $(READY) ## Show a bug of docs/TRACK_RECORD.md: TEST=â€¦ of COMMIT=â€
 	@git worktree remove --force .before
 
 .PHONY: bench-quick
-bench-quick: $(READY) ## Measure appends against every baseline, side by side (six minutes)
+bench-quick: $(READY) ## Measure appends against every baseline, side by side (under ten minutes)
 	$(BIN)/python -m bench --quick --rounds 3
 
 .PHONY: format

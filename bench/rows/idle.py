@@ -17,13 +17,14 @@ from bench.results import Benchmark, compared
 from bench.rows.append import UNITS
 from bench.stage import Stage
 
-#: Threads, and checkpoints of each: a log of 500 MB.
+#: Threads, and checkpoints of each: a log of nearly 500 MB.
 _THREADS, _EACH = 100_000, 2
 #: nats-server forgets after ten seconds what it has read from its files.
 _IDLE_S = 15.0
 _CALLERS = 256
-#: Of all threads, those that a round wakes up, each once. Two kinds of them in three rounds leave a third asleep.
-_SHARE = 10
+#: Of a hundred threads, how many a round wakes up: few, because what the server reads for one serves its neighbours,
+#: and agents do not wake up all at once.
+_WOKEN = 3
 _ROUNDS_MAX = 3
 #: Threads that are kept busy, for comparison; more than callers, so that no two wait for each other.
 _HOT = 1024
@@ -55,9 +56,9 @@ class Sleepers(Ours):
 
 def append_idle(stage: Stage) -> Iterator[Benchmark]:
     """Idle threads against hot ones of the same process: one that knows all tips, and one that has seen no thread."""
-    threads = stage.count(_QUICK_THREADS if stage.quick else _THREADS, 2 * _SHARE)
+    threads = stage.count(_QUICK_THREADS if stage.quick else _THREADS, 200)
     rounds = min(stage.rounds, _QUICK_ROUNDS if stage.quick else _ROUNDS_MAX)
-    callers, woken = stage.count(_CALLERS, 16), threads // _SHARE
+    callers, woken = stage.count(_CALLERS, 16), threads * _WOKEN // 100
     hot = [f"hot-{i % stage.count(_HOT, 32)}" for i in range(woken)]
     asleep = iter(random.Random(1).sample(range(threads), threads))
     kinds: Any = {"known": (Sleepers, {"cached_threads": 2 * threads}), "evicted": Sleepers}
