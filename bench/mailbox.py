@@ -23,7 +23,7 @@ from bufstore.mailbox import (
     PostgresMailboxStore,
 )
 from bufstore.mailbox.nats import NatsBackend
-from bufstore.mailbox.store import Mailbox
+from bufstore.mailbox.store import MailboxStore
 
 _CONFIG = MailboxConfig(timeout_s=60.0)
 #: Bytes of a dispatch: it names work, it does not carry it.
@@ -33,13 +33,13 @@ _PAYLOAD = 256
 class OursMailbox(Contestant):
     """Base of the three."""
 
-    store: Mailbox
+    store: MailboxStore
 
     async def open(self) -> None:
         self.store = self.make()
         await self.store.backend.open()
 
-    def make(self) -> Mailbox:
+    def make(self) -> MailboxStore:
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -75,14 +75,14 @@ class OursMailbox(Contestant):
 class MemoryQueue(OursMailbox):
     """Nothing is durable: what the shared code costs."""
 
-    def make(self) -> Mailbox:
+    def make(self) -> MailboxStore:
         return MemoryMailboxStore(config=_CONFIG)
 
 
 class NatsQueue(OursMailbox):
     """One bucket."""
 
-    def make(self) -> Mailbox:
+    def make(self) -> MailboxStore:
         names = NatsMailboxNames(bucket=f"mailbox-{self.place.name}", max_bytes=2 << 30)
         return NatsMailboxStore(self.place.nats, names=names, config=_CONFIG)
 
@@ -99,7 +99,7 @@ class PostgresQueue(OursMailbox):
     def _schema(self) -> str:
         return f"mailbox_{self.place.name}"
 
-    def make(self) -> Mailbox:
+    def make(self) -> MailboxStore:
         return PostgresMailboxStore(self.place.dsn, schema=self._schema, pool_size=16, config=_CONFIG)
 
     async def close(self) -> None:

@@ -16,7 +16,7 @@ from bufstore.mailbox import (
     NatsMailboxStore,
     PostgresMailboxStore,
 )
-from bufstore.mailbox.store import Mailbox
+from bufstore.mailbox.store import MailboxStore
 
 KINDS = ("memory", "nats", "postgres")
 
@@ -34,7 +34,7 @@ class Mailboxes:
     def names(self) -> NatsMailboxNames:
         return NatsMailboxNames(bucket=self.name, max_bytes=256 << 20)
 
-    def store(self, **config: Any) -> Mailbox:
+    def store(self, **config: Any) -> MailboxStore:
         """An instance, to be opened."""
         settings = MailboxConfig(**({"sweep_interval_s": 1.0, "timeout_s": 10.0} | config))
         if self.kind == "memory":
@@ -44,7 +44,7 @@ class Mailboxes:
         return PostgresMailboxStore(self.servers.postgres.dsn, schema=self.name, pool_size=3, config=settings)
 
     @asynccontextmanager
-    async def open(self, count: int = 2, **config: Any) -> AsyncIterator[list[Mailbox]]:
+    async def open(self, count: int = 2, **config: Any) -> AsyncIterator[list[MailboxStore]]:
         """So many instances."""
         async with AsyncExitStack() as stack:
             yield [await stack.enter_async_context(self.store(**config)) for _ in range(count)]

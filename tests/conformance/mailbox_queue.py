@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from bufstore.errors import AlreadyExists, ClaimInterrupted, InvalidId, InvalidQuery, InvalidRecord, StaleClaim
 from bufstore.mailbox.model import Dispatch, Status
-from bufstore.mailbox.protocol import MailboxStore
+from bufstore.mailbox.store import MailboxStore
 from bufstore.testing.basics import Check, fresh, raises, registrar
 
 CHECKS: list[Check] = []

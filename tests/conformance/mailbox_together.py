@@ -11,7 +11,7 @@ from bufstore.errors import AlreadyExists, StaleClaim
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.model import Dispatch, Status
 from bufstore.mailbox.ports import Live, Signal
-from bufstore.mailbox.protocol import MailboxStore
+from bufstore.mailbox.store import MailboxStore
 from bufstore.testing.basics import Check, fresh, raises, registrar
 from conformance.mailbox_queue import Stores, claimed, ids, now
 

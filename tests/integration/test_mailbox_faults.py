@@ -19,7 +19,7 @@ from bufstore import BufstoreError, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown
 from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
-from bufstore.mailbox.store import Mailbox
+from bufstore.mailbox.store import MailboxStore
 from helpers import eventually, fresh
 from mailboxes import Mailboxes
 
@@ -167,7 +167,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
     stop = asyncio.Event()
     tasks: list[asyncio.Task[None]] = []
 
-    async def produce(store: Mailbox) -> None:
+    async def produce(store: MailboxStore) -> None:
         for n in range(10**6):
             if stop.is_set():
                 return
@@ -186,7 +186,7 @@ async def test_a_server_that_restarts_loses_no_dispatch_and_keeps_the_fence(kind
                 break
             await asyncio.sleep(0.005)
 
-    async def consume(store: Mailbox, name: str) -> None:
+    async def consume(store: MailboxStore, name: str) -> None:
         while not tasks[0].done() or len({d for d, _ in acked}) < len(put):  # what is being enqueued counts, too
             try:
                 claim = await store.claim(thread_id, name, lease_s=3)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from bufstore.mailbox.ports import Live as Live
     from bufstore.mailbox.ports import Signal as Signal
     from bufstore.mailbox.postgres import PostgresMailboxStore as PostgresMailboxStore
-    from bufstore.mailbox.protocol import MailboxStore as MailboxStore
+    from bufstore.mailbox.store import MailboxStore as MailboxStore
     from bufstore.mailbox.sweeper import Sweeper as Sweeper
     from bufstore.mailbox.worker import Worker as Worker
 else:
@@ -39,7 +39,7 @@ else:
             "bufstore.mailbox.nats": ("NatsMailboxStore",),
             "bufstore.mailbox.ports": ("Live", "Signal"),
             "bufstore.mailbox.postgres": ("PostgresMailboxStore",),
-            "bufstore.mailbox.protocol": ("MailboxStore",),
+            "bufstore.mailbox.store": ("MailboxStore",),
             "bufstore.mailbox.sweeper": ("Sweeper",),
             "bufstore.mailbox.worker": ("Worker",),
         },

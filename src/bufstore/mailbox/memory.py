@@ -19,7 +19,7 @@ from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
-from bufstore.mailbox.store import Mailbox
+from bufstore.mailbox.store import MailboxStore
 
 
 @dataclass
@@ -274,7 +274,7 @@ class MemoryBackend:
         return stop
 
 
-class MemoryMailboxStore(Mailbox):
+class MemoryMailboxStore(MailboxStore):
     """A `MailboxStore` in memory. Give several stores one `MemoryMailbox` to have several instances of one."""
 
     def __init__(

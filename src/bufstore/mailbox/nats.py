@@ -31,7 +31,7 @@ from bufstore.mailbox.nats_keys import THREAD_GONE_S, Keys, bucket_config
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.steps import AT_ONCE
-from bufstore.mailbox.store import Mailbox
+from bufstore.mailbox.store import MailboxStore
 
 _PAGE = 1000
 #: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.
@@ -468,7 +468,7 @@ class _Ahead:
             self.next_read = min(_AHEAD_MAX, 4 * self.next_read)
 
 
-class NatsMailboxStore(Mailbox):
+class NatsMailboxStore(MailboxStore):
     """A `MailboxStore` in one JetStream bucket. `nats` as for `BufferedThreadStore.open`.
 
     Opening raises ConfigError, ConfigDrift when the bucket or the consumer is not as configured, LogUnavailable.

@@ -24,7 +24,7 @@ from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.decisions import Claiming, Step, claimed
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
-from bufstore.mailbox.store import Mailbox
+from bufstore.mailbox.store import MailboxStore
 from bufstore.notify.protocol import Notifier, Unlisten
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
@@ -345,7 +345,7 @@ def _dispatch(row: Sequence[Any]) -> Dispatch:
     return replace(d, status=_STATUSES[status], token=token)
 
 
-class PostgresMailboxStore(Mailbox):
+class PostgresMailboxStore(MailboxStore):
     """A `MailboxStore` in Postgres ≥ 15. `conninfo` and `schema` as for `PostgresThreadStore`.
 
     `notifier`: a `bufstore.notify.Notifier`, the app's to close: workers need not wait for their next poll. Give

@@ -34,8 +34,18 @@ from bufstore.mailbox.steps import AT_ONCE, Steps
 from bufstore.types import check_id
 
 
-class Mailbox:
-    """See `bufstore.mailbox.protocol.MailboxStore`. Made by the stores of each kind, which give it its backend."""
+class MailboxStore:
+    """A durable queue of dispatches per thread, claimed by one worker per thread at a time.
+
+    A *claim* is the dispatch that `claim` returned. It carries a fencing token, higher than that of every earlier
+    claim, and each later step of its holder is done only if that token still holds the thread: else StaleClaim.
+
+    `now_ms` is the time that a step goes by; without it, the store's clock. Every method raises InvalidId and
+    InvalidRecord before any I/O, LogUnavailable or StoreUnavailable (nothing was done), StepUnknown (a step may have
+    been done) and Closed.
+
+    The stores of each kind make one and give it its backend.
+    """
 
     def __init__(self, backend: Backend, config: MailboxConfig | None = None) -> None:
         self.config = config or MailboxConfig()
@@ -51,9 +61,11 @@ class Mailbox:
         await self.aclose()
 
     async def aclose(self) -> None:
+        """Close the connections; what is stored stays. Later calls raise Closed."""
         await self.backend.aclose()
 
     def statistics(self) -> MailboxStatistics:
+        """Counters and timings of this instance."""
         return self.counters.read()
 
     async def enqueue(
@@ -70,6 +82,11 @@ class Mailbox:
         maybe_delivered: bool = False,
         now_ms: int | None = None,
     ) -> Dispatch:
+        """Put a dispatch into the thread's queue; it is durable when this returns.
+
+        Raises AlreadyExists when the thread has a dispatch with `dispatch_id`, or one queued or claimed with
+        `dedupe_key`.
+        """
         now = self._now(now_ms)
         draft = Dispatch(
             thread_id=thread_id,
@@ -119,6 +136,10 @@ class Mailbox:
     async def claim(
         self, thread_id: str, holder: str, *, lease_s: float | None = None, now_ms: int | None = None
     ) -> Dispatch | None:
+        """Claim the best available dispatch: lowest priority number, then longest in the queue.
+
+        None when none is available, or the thread has a claim (also one whose lease is over: `reclaim_expired`).
+        """
         check_id(thread_id, "thread_id")
         now = self._now(now_ms)
 
@@ -137,6 +158,7 @@ class Mailbox:
     async def claim_dispatch(
         self, thread_id: str, dispatch_id: str, holder: str, *, lease_s: float | None = None, now_ms: int | None = None
     ) -> Dispatch | None:
+        """Claim this one, whatever its time and place; None when it is not queued or the thread has a claim."""
         check_id(thread_id, "thread_id")
         check_id(dispatch_id, "dispatch_id")
 
@@ -184,6 +206,7 @@ class Mailbox:
         return claimed
 
     async def ack(self, claim: Dispatch, *, now_ms: int | None = None) -> Dispatch:
+        """The work is done, also if the thread was interrupted meanwhile. Repeating it returns the same."""
         now = self._now(now_ms)
         try:
             with self.counters.timed("ack"):
@@ -201,6 +224,10 @@ class Mailbox:
     async def nack(
         self, claim: Dispatch, *, retry_at_ms: int | None = None, error: str | None = None, now_ms: int | None = None
     ) -> Dispatch:
+        """Hand it back: queued again at its old place, available from `retry_at_ms` on.
+
+        Dead after `max_attempts` claims; superseded when the thread was interrupted.
+        """
         now = self._now(now_ms)
         retry_at = 0 if retry_at_ms is None else check_ms(retry_at_ms, "retry_at_ms")
         ended = await self._end(claim, now, lambda thread: decisions.nack(thread, claim, retry_at, error, now))
@@ -208,6 +235,7 @@ class Mailbox:
         return ended
 
     async def dead_letter(self, claim: Dispatch, *, error: str | None = None, now_ms: int | None = None) -> Dispatch:
+        """Give it up for good."""
         now = self._now(now_ms)
         ended = await self._end(claim, now, lambda thread: decisions.dead_letter(thread, claim, error, now))
         self.counters.count("dead_lettered")
@@ -216,6 +244,7 @@ class Mailbox:
     async def extend_lease(
         self, claim: Dispatch, *, lease_s: float | None = None, now_ms: int | None = None
     ) -> Dispatch:
+        """Hold the claim longer. Raises ClaimInterrupted when its holder shall stop."""
         now = self._now(now_ms)
         until = check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")
         extended = await self._held(claim, now, lambda thread: decisions.extend(thread, claim, until, now))
@@ -223,6 +252,7 @@ class Mailbox:
         return extended
 
     async def record_start(self, claim: Dispatch, instance_id: str, *, now_ms: int | None = None) -> Dispatch:
+        """Record the worker that begins. Raises ClaimInterrupted when none must begin."""
         check_id(instance_id, "instance_id")
         now = self._now(now_ms)
         return await self._held(claim, now, lambda thread: decisions.start(thread, claim, instance_id, now))
@@ -237,6 +267,7 @@ class Mailbox:
         error: str | None = None,
         now_ms: int | None = None,
     ) -> Dispatch:
+        """Note what came of it, before the ack."""
         now = self._now(now_ms)
         check_dispatch(replace(claim, payload=result or b""), payload_max=self.config.payload_max)
         return await self._held(
@@ -244,6 +275,7 @@ class Mailbox:
         )
 
     async def cancel(self, thread_id: str, dispatch_id: str, *, now_ms: int | None = None) -> Dispatch | None:
+        """Take a queued dispatch out; None when it is not queued."""
         check_id(thread_id, "thread_id")
         check_id(dispatch_id, "dispatch_id")
         now = self._now(now_ms)
@@ -261,6 +293,7 @@ class Mailbox:
         return done[1].moves[0].after
 
     async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
+        """Supersede all that is queued now, in one write, and tell the holder of a claim with its next step to stop."""
         check_id(thread_id, "thread_id")
         now = self._now(now_ms)
         done = await self._steps.change(thread_id, now, lambda: self.backend.thread(thread_id), decisions.interrupt)
@@ -276,9 +309,11 @@ class Mailbox:
         return Interruption(epoch=thread.epoch, active=thread.active, superseded=superseded)
 
     async def current_epoch(self, thread_id: str) -> int:
+        """A number that grows with each interrupt; 0 when there was none, or long ago."""
         return (await self.backend.thread(check_id(thread_id, "thread_id"))).epoch
 
     async def supersede_claimed(self, thread_id: str, *, now_ms: int | None = None) -> Dispatch | None:
+        """End the thread's claim as superseded and fence its holder off; None when there is none."""
         check_id(thread_id, "thread_id")
         now = self._now(now_ms)
         done = await self._steps.change(
@@ -290,6 +325,7 @@ class Mailbox:
         return done[1].moves[0].after
 
     async def load_dispatch(self, thread_id: str, dispatch_id: str) -> Dispatch | None:
+        """The dispatch as it is now; None if the id is unknown or was purged. Raises Unavailable."""
         check_id(dispatch_id, "dispatch_id")
         thread, found = await self.backend.find(check_id(thread_id, "thread_id"), dispatch_id)
         return None if found is None else as_seen(found, thread)
@@ -297,6 +333,7 @@ class Mailbox:
     async def list_dispatches(
         self, thread_id: str, statuses: Collection[Status] | None = None, *, limit: int = 100, offset: int = 0
     ) -> list[Dispatch]:
+        """The thread's dispatches, in the order of claims. Costs what is kept of the thread."""
         if limit < 0 or offset < 0:
             raise InvalidQuery("limit and offset must not be negative")
         thread, found = await self.backend.all_of(check_id(thread_id, "thread_id"))
@@ -305,9 +342,11 @@ class Mailbox:
         return sorted(wanted, key=lambda d: d.order)[offset : offset + limit]
 
     async def list_finished(self, *, limit: int = 100) -> list[Dispatch]:
+        """Finished dispatches of all threads, the oldest first."""
         return await self.backend.finished(limit)
 
     async def count_by_status(self, thread_id: str | None = None) -> dict[Status, int]:
+        """How many there are; of one thread, or of all (which costs what is kept)."""
         if thread_id is None:
             return await self.backend.counts()
         counts = dict.fromkeys(Status, 0)
@@ -316,9 +355,11 @@ class Mailbox:
         return counts
 
     async def queued_thread_ids(self, *, limit: int = 1000) -> list[str]:
+        """Threads that have queued dispatches, sorted."""
         return sorted(await self.backend.queued_threads(limit))
 
     async def reclaim_expired(self, *, limit: int = 1000, now_ms: int | None = None) -> list[Dispatch]:
+        """Take back claims whose lease is over: queued again, dead or superseded, as with `nack`."""
         now = self._now(now_ms)
         reclaimed: list[Dispatch] = []
         for thread in await self.backend.expiring(now, limit):
@@ -338,11 +379,13 @@ class Mailbox:
         return reclaimed
 
     async def purge_finished(self, finished_before_ms: int, *, limit: int = 1000) -> int:
+        """Remove what finished before that time, the oldest first; how many."""
         purged = await self.backend.purge(check_ms(finished_before_ms, "finished_before_ms"), limit)
         self.counters.count("purged", purged)
         return purged
 
     async def pull_signals(self, limit: int | None = None, timeout_s: float | None = None) -> Sequence[Signal]:
+        """Which threads may have work: each signal goes to one worker, over all instances, until it is answered."""
         c = self.config
         signals = await self.backend.signals(
             limit or c.signal_batch_size,
@@ -353,6 +396,7 @@ class Mailbox:
         return signals
 
     async def deliver_live(self, thread_id: str, payload: bytes, *, timeout_s: float | None = None) -> Live:
+        """Hand something to the present listener of the thread; nothing is kept."""
         check_id(thread_id, "thread_id")
         with self.counters.timed("live"):
             live = await self.backend.deliver_live(thread_id, payload, timeout_s or self.config.live_timeout_s)
@@ -360,9 +404,14 @@ class Mailbox:
         return live
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
+        """Take live deliveries until the returned function is called. Each is answered before `handler` runs."""
         return await self.backend.listen_live(check_id(thread_id, "thread_id"), handler)
 
     async def deliver(self, thread_id: str, payload: bytes, **enqueue: Any) -> Dispatch | None:
+        """Live if somebody listens (None), else enqueued.
+
+        A live delivery without an answer may have arrived: what is enqueued then says ``maybe_delivered``.
+        """
         live = await self.deliver_live(thread_id, payload)
         if live is Live.DELIVERED:
             return None

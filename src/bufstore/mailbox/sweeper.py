@@ -12,7 +12,7 @@ import random
 import time
 from typing import Self
 
-from bufstore.mailbox.store import Mailbox
+from bufstore.mailbox.store import MailboxStore
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _PURGES_PER_PASS = 10
 class Sweeper:
     """Keeps one mailbox in order. ``async with Sweeper(mailbox): …`` in every process that works on it."""
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: MailboxStore) -> None:
         self._mailbox = mailbox
         self._task: asyncio.Task[None] | None = None
         #: Why the last pass failed; None when it did not.

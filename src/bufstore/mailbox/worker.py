@@ -15,7 +15,7 @@ from typing import Self
 from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
-from bufstore.mailbox.store import Mailbox
+from bufstore.mailbox.store import MailboxStore
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def backoff_s(attempt: int, base_s: float, max_s: float) -> float:
 class Worker:
     """Works on a mailbox until it is closed. ``async with Worker(mailbox, "host 1", handle): …``"""
 
-    def __init__(self, mailbox: Mailbox, name: str, handler: Handler) -> None:
+    def __init__(self, mailbox: MailboxStore, name: str, handler: Handler) -> None:
         self._mailbox = mailbox
         self._name = name
         self._handler = handler
