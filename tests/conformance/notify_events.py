@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bufstore.errors import Closed
-from bufstore.notify.protocol import Notifier, Unlisten
+from bufstore.notify.notifier import Notifier
+from bufstore.notify.protocol import Unlisten
 from bufstore.testing.basics import Check, raises, registrar
 from conformance.notify_schedulings import Heard, Notifiers, fresh_name
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bufstore.errors import InvalidId, InvalidQuery
-from bufstore.notify.protocol import Notifier, Unlisten
+from bufstore.notify.notifier import Notifier
+from bufstore.notify.protocol import Unlisten
 from bufstore.testing.basics import Check, raises, registrar
 
 _PATIENCE_S = 20.0

@@ -22,7 +22,6 @@ from bufstore.embedded import NatsServer, PostgresServer, RedisServer, Servers
 from bufstore.errors import NotifyUnavailable, Unavailable
 from bufstore.notify import Hints, NatsNotifier, Notifier, PostgresNotifier, RedisNotifier
 from bufstore.notify.nats_hints import HintStore
-from bufstore.notify.notifier import BrokerNotifier
 from bufstore.notify.redis import RedisBroker
 from helpers import eventually, query
 from transaction_pooler import TransactionPooler
@@ -51,7 +50,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield made
 
 
-async def _open(server: Server, prefix: str, **options: Any) -> BrokerNotifier:
+async def _open(server: Server, prefix: str, **options: Any) -> Notifier:
     if isinstance(server, NatsServer):
         options.pop("quiet_s", None)
         return await NatsNotifier.open(server.url, prefix=prefix, **options)

@@ -14,7 +14,6 @@ from bufstore.errors import Closed, NotifyUnavailable
 from bufstore.notify import MemoryBroker, MemoryNotifier, Notifier, wait_for_work
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import _BIAS, granted
-from bufstore.notify.notifier import BrokerNotifier
 from bufstore.notify.payload import channel, check_prefix, hint_key, pack, unpack
 from bufstore.notify.protocol import Event
 
@@ -148,7 +147,7 @@ async def _all_heard(heard: list[str], n: int) -> None:
 
 async def test_a_hint_that_cannot_be_stored_wakes_everybody(broken: Broken) -> None:
     broken.no_hints = True
-    async with BrokerNotifier(broken) as notifier:
+    async with Notifier(broken) as notifier:
         heard: list[str] = []
         for _ in range(5):
             await notifier.listen_scheduled(["kind"], heard.append)
@@ -160,7 +159,7 @@ async def test_a_hint_that_cannot_be_stored_wakes_everybody(broken: Broken) -> N
 
 async def test_a_hint_that_cannot_be_asked_wakes_everybody(broken: Broken) -> None:
     broken.no_claims = True
-    async with BrokerNotifier(broken) as notifier:
+    async with Notifier(broken) as notifier:
         heard: list[str] = []
         for _ in range(5):
             await notifier.listen_scheduled(["kind"], heard.append)
@@ -170,7 +169,7 @@ async def test_a_hint_that_cannot_be_asked_wakes_everybody(broken: Broken) -> No
 
 
 async def test_a_hint_that_is_answered_too_late_wakes_everybody(broken: Broken) -> None:
-    async with BrokerNotifier(broken, timeout_s=0.05) as notifier:
+    async with Notifier(broken, timeout_s=0.05) as notifier:
         heard: list[str] = []
         for _ in range(5):
             await notifier.listen_scheduled(["kind"], heard.append)
@@ -180,7 +179,7 @@ async def test_a_hint_that_is_answered_too_late_wakes_everybody(broken: Broken) 
 
 
 async def test_more_questions_than_may_be_open_wake_everybody(broken: Broken) -> None:
-    async with BrokerNotifier(broken, timeout_s=30) as notifier:
+    async with Notifier(broken, timeout_s=30) as notifier:
         heard: list[str] = []
         await notifier.listen_scheduled(["kind"], heard.append)
         broken.slow = True
@@ -191,7 +190,7 @@ async def test_more_questions_than_may_be_open_wake_everybody(broken: Broken) ->
 
 
 async def test_telling_never_fails_and_ends_in_time(broken: Broken, caplog: pytest.LogCaptureFixture) -> None:
-    async with BrokerNotifier(broken, timeout_s=0.05) as notifier:
+    async with Notifier(broken, timeout_s=0.05) as notifier:
         broken.no_publish = broken.no_hints = True
         for _ in range(3):
             await notifier.notify_scheduled("kind")
@@ -208,7 +207,7 @@ async def test_telling_never_fails_and_ends_in_time(broken: Broken, caplog: pyte
 
 
 async def test_everybody_is_called_once_when_the_connection_is_back(broken: Broken) -> None:
-    async with BrokerNotifier(broken) as notifier:
+    async with Notifier(broken) as notifier:
         heard: list[str] = []
         await notifier.listen_scheduled(["a", "b"], heard.append)
         await notifier.listen_completed("c", lambda: heard.append("c"))
@@ -219,7 +218,7 @@ async def test_everybody_is_called_once_when_the_connection_is_back(broken: Brok
 
 
 async def test_what_anybody_publishes_disturbs_nobody(broken: Broken) -> None:
-    async with BrokerNotifier(broken) as notifier:
+    async with Notifier(broken) as notifier:
         heard: list[str] = []
         await notifier.listen_scheduled(["kind"], heard.append)
         for payload in ("", "nothing", ":", "unknown-hint:kind", ":kind"):

@@ -25,7 +25,8 @@ from bufstore.mailbox.decisions import Claiming, Step, claimed
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import MailboxStore
-from bufstore.notify.protocol import Notifier, Unlisten
+from bufstore.notify.notifier import Notifier
+from bufstore.notify.protocol import Unlisten
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries

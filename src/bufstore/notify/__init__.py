@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from bufstore.notify.memory import MemoryNotifier as MemoryNotifier
     from bufstore.notify.nats import NatsNotifier as NatsNotifier
     from bufstore.notify.nats_hints import Hints as Hints
+    from bufstore.notify.notifier import Notifier as Notifier
     from bufstore.notify.postgres import PostgresNotifier as PostgresNotifier
     from bufstore.notify.protocol import Event as Event
-    from bufstore.notify.protocol import Notifier as Notifier
     from bufstore.notify.protocol import NotifierStatistics as NotifierStatistics
     from bufstore.notify.protocol import Unlisten as Unlisten
     from bufstore.notify.redis import RedisNotifier as RedisNotifier
@@ -30,7 +30,8 @@ else:
             "bufstore.notify.nats": ("NatsNotifier",),
             "bufstore.notify.nats_hints": ("Hints",),
             "bufstore.notify.postgres": ("PostgresNotifier",),
-            "bufstore.notify.protocol": ("Event", "Notifier", "NotifierStatistics", "Unlisten"),
+            "bufstore.notify.notifier": ("Notifier",),
+            "bufstore.notify.protocol": ("Event", "NotifierStatistics", "Unlisten"),
             "bufstore.notify.redis": ("RedisNotifier",),
         },
     )

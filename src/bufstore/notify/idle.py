@@ -12,7 +12,8 @@ import random
 from collections.abc import Awaitable, Callable, Iterable
 
 from bufstore.errors import Closed, Unavailable
-from bufstore.notify.protocol import Notifier, Unlisten
+from bufstore.notify.notifier import Notifier
+from bufstore.notify.protocol import Unlisten
 
 _log = logging.getLogger(__name__)
 

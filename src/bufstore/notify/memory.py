@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from bufstore.notify.broker import Teardown
-from bufstore.notify.notifier import BrokerNotifier
+from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import HINT_TTL_S
 from bufstore.notify.protocol import Event
 
@@ -57,7 +57,7 @@ class MemoryBroker:
         """Nothing to let go of."""
 
 
-class MemoryNotifier(BrokerNotifier):
+class MemoryNotifier(Notifier):
     """A notifier for the callbacks of one process, or for those that share a `MemoryBroker`."""
 
     def __init__(self, broker: MemoryBroker | None = None) -> None:

@@ -24,7 +24,7 @@ from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
 from bufstore.notify.broker import HintUnavailable, Teardown
 from bufstore.notify.nats_hints import Hints, HintStore, hint_failure
-from bufstore.notify.notifier import BrokerNotifier
+from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
 
@@ -162,7 +162,7 @@ class NatsBroker:
             hook()
 
 
-class NatsNotifier(BrokerNotifier):
+class NatsNotifier(Notifier):
     """A notifier on NATS; made by `open`."""
 
     def __init__(self, broker: NatsBroker, hints: HintStore | None, *, timeout_s: float) -> None:

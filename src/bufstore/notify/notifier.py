@@ -10,7 +10,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 from typing import Self, TypeVar
 
 from bufstore.errors import Closed, InvalidQuery
@@ -28,8 +27,18 @@ _CLAIMS_MAX = 256
 C = TypeVar("C", bound=Callable[..., None])
 
 
-class BrokerNotifier:
-    """See `bufstore.notify.protocol.Notifier`. `timeout_s` bounds every publish and every question about a hint."""
+class Notifier:
+    """Tells and hears of work. All adapters pass the `NOTIFY_CHECKS` of `tests/conformance`.
+
+    Kinds and ids are any text that `bufstore.types.check_id` takes; what it refuses raises InvalidId. After `aclose`
+    every call raises Closed. `notify_*` raises nothing else. `listen_*` raises Unavailable when the server cannot be
+    asked to deliver; once it has returned, what is published later is heard, and lost connections heal themselves.
+
+    A callback is a plain function that returns at once (it sets an event, say). It is called on the event loop; what
+    it raises is logged and disturbs nobody.
+
+    `timeout_s` bounds every publish and every question about a hint.
+    """
 
     def __init__(self, broker: Broker, *, timeout_s: float = 2.0) -> None:
         self._broker = broker
@@ -59,12 +68,11 @@ class BrokerNotifier:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def notify_scheduled(self, kind: str, count: int = 1) -> None:
+        """Tell that `count` items of a kind are ready: wakes about as many of its listeners."""
         check_id(kind, "the kind")
         if count < 0:
             raise InvalidQuery("count must not be negative")
@@ -83,24 +91,30 @@ class BrokerNotifier:
             await self._broker.publish(Event.SCHEDULED, pack("", kind))
 
     async def listen_scheduled(self, kinds: Iterable[str], callback: Callable[[str], None]) -> Unlisten:
+        """Call back with the kind when work of one of `kinds` is ready, until the result is called."""
         wanted = [check_id(kind, "the kind") for kind in kinds]
         if not wanted:
             raise InvalidQuery("name at least one kind to listen for")
         return await self._scheduled.subscribe(wanted, callback)
 
     async def notify_completed(self, work_id: str) -> None:
+        """Tell all listeners for this id that its work is done."""
         await self._fire(self._broker.publish(Event.COMPLETED, check_id(work_id, "the work id")))
 
     async def listen_completed(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
+        """Call back when this work is said to be done."""
         return await self._completed.subscribe([check_id(work_id, "the work id")], callback)
 
     async def notify_ownership_lost(self, work_id: str) -> None:
+        """Tell the worker on this id that it may have lost it."""
         await self._fire(self._broker.publish(Event.OWNERSHIP_LOST, check_id(work_id, "the work id")))
 
     async def listen_ownership_lost(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
+        """Call back when this work is said to be somebody else's: look, then stop."""
         return await self._lost.subscribe([check_id(work_id, "the work id")], callback)
 
     def statistics(self) -> NotifierStatistics:
+        """What has been told, heard and dropped."""
         return NotifierStatistics(
             healthy=self._healthy,
             published=self._published,
@@ -113,6 +127,7 @@ class BrokerNotifier:
         )
 
     async def aclose(self) -> None:
+        """Stop listening and let go of what the notifier opened itself. May be called twice."""
         self._closed = True
         for listener in (self._scheduled, self._completed, self._lost):
             await listener.aclose()

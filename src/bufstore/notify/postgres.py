@@ -17,7 +17,7 @@ from psycopg_pool import AsyncConnectionPool
 
 from bufstore.errors import ConfigError, NotifyUnavailable, Unavailable
 from bufstore.notify.broker import HintUnavailable, Teardown
-from bufstore.notify.notifier import BrokerNotifier
+from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import channel, check_prefix
 from bufstore.notify.protocol import Event
 from bufstore.notify.subscription import Heard, Subscription
@@ -194,7 +194,7 @@ class _Source:
             )
 
 
-class PostgresNotifier(BrokerNotifier):
+class PostgresNotifier(Notifier):
     """A notifier on Postgres; made by `open`."""
 
     @classmethod

@@ -19,7 +19,7 @@ from redis.exceptions import AuthenticationError, RedisError
 
 from bufstore.errors import ConfigError, NotifyUnavailable
 from bufstore.notify.broker import HintUnavailable, Teardown
-from bufstore.notify.notifier import BrokerNotifier
+from bufstore.notify.notifier import Notifier
 from bufstore.notify.payload import HINT_TTL_S, channel, check_prefix, hint_key
 from bufstore.notify.protocol import Event
 from bufstore.notify.subscription import Heard, Subscription
@@ -173,7 +173,7 @@ def _text(value: bytes | str) -> str:
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
-class RedisNotifier(BrokerNotifier):
+class RedisNotifier(Notifier):
     """A notifier on Redis; made by `open`."""
 
     @classmethod
