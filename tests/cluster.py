@@ -7,7 +7,7 @@ import json
 import shutil
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import permutations
 from pathlib import Path
 from typing import Any, Self
@@ -99,6 +99,12 @@ class Cluster:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[node]}/routez", timeout=2) as answer:
             return {str(route["remote_name"]) for route in json.load(answer)["routes"]}
 
+    def meta_leader(self) -> int | None:
+        """Which node leads the cluster, by the first one's account; None while nobody does."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._monitors[0]}/jsz", timeout=2) as answer:
+            name = json.load(answer)["meta_cluster"].get("leader")
+        return int(name[1:]) if name else None
+
     def wipe(self, node: int) -> None:
         """Take all streams away from a node that is stopped."""
         shutil.rmtree(self.servers[node].data / "jetstream")
@@ -143,6 +149,23 @@ async def leader_of(store: Any, deployment: Deployment) -> int:
 
     leader: str = await eventually(asked, 60)
     return int(leader[1:])
+
+
+async def lead_log_and_cluster(store: Any, cluster: Cluster, deployment: Deployment) -> int:
+    """Have one node lead both, and return it: one that leads only the log answers nothing once it is cut off."""
+
+    async def same() -> int | None:
+        leader, meta = await leader_of(store, deployment), await asyncio.to_thread(cluster.meta_leader)
+        if leader == meta:
+            return leader + 1
+        if meta is not None:
+            wish = {"placement": {"preferred": f"n{meta}"}}
+            with suppress(BufstoreError):
+                await store.buffer.log.api(f"STREAM.LEADER.STEPDOWN.{deployment.log.stream}", wish)
+        return None
+
+    found: int = await eventually(same, 60)
+    return found - 1
 
 
 async def replicas_current(store: Any, deployment: Deployment) -> bool:

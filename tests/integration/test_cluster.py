@@ -20,7 +20,7 @@ from bufstore import (
 )
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
-from cluster import Cluster, leader_of, replicas_current
+from cluster import Cluster, lead_log_and_cluster, leader_of, replicas_current
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 from load import PATIENCE, Load
@@ -207,6 +207,52 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
         await eventually(lambda: _takes_writes(inside, fresh()), 60)
         await load.end()
         await load.check(outside)
+    finally:
+        for store in reversed(stores):
+            await store.aclose()
+
+
+async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(servers: Servers, cluster: Cluster) -> None:
+    """What needs votes is answered by the leader, all else by the one that it has replaced and that does not know."""
+    deployment = Deployment(servers, replicas=3)
+    stores = [await cluster.open(deployment, flusher=False, **PATIENCE)]
+    thread_id = fresh()
+    try:
+        leader = await lead_log_and_cluster(stores[0], cluster, deployment)
+        stores.append(old := await cluster.open(deployment, leader, flusher=False, **PATIENCE))
+        stores.append(new := await cluster.open(deployment, *({0, 1, 2} - {leader}), flusher=False, **PATIENCE))
+        await old.checkpoint_append(thread_id, ["before"], run_of(thread_id))
+        assert await new.load_messages(thread_id) == ["before"]
+        both, log = old.buffer.log._connection, old.buffer.log
+        cluster.isolate(leader, silently=True)
+        try:
+
+            async def written() -> bool:
+                with suppress(BufstoreError):
+                    await new.checkpoint_append(thread_id, ["after"], run_of(thread_id), idempotency_key="after")
+                    return True
+                return False
+
+            await eventually(written, 60)
+            both.write = new.buffer.log._connection.write
+            subject = old.buffer.subjects.of(thread_id)
+            assert await log.ends([subject], 2.0) < await new.buffer.log.ends([subject], 2.0), "it still answers"
+            for level in (Consistency.READ_YOUR_WRITES, Consistency.STRONG):
+                with pytest.raises(ReadNotFresh):
+                    await old.load_messages(thread_id, consistency=level)
+            with pytest.raises(LogUnavailable):
+                await old.force_flush_all(timeout_s=2.0)
+        finally:
+            with suppress(AttributeError):
+                del both.write
+            cluster.heal()
+
+        async def read() -> Any:
+            with suppress(BufstoreError):
+                return await old.load_messages(thread_id)
+
+        assert await eventually(read, 60) == ["before", "after"]
+        await eventually(lambda: replicas_current(new, deployment), 60)
     finally:
         for store in reversed(stores):
             await store.aclose()

@@ -164,6 +164,22 @@ async def test_what_proves_who_leads_is_no_loss(spark: Any, replicated: Deployme
         await ended(query(spark, replicated, tmp_path))
 
 
+async def test_proofs_that_have_gone_are_no_loss(spark: Any, replicated: Deployment, tmp_path: Path) -> None:
+    thread = fresh()
+    await written(replicated, [thread], range(2))
+    await ended(query(spark, replicated, tmp_path, startingPosition="earliest"))
+    async with replicated.store() as store:
+        before = await store.buffer.log.fill()
+        for _ in range(3):
+            await store.load_messages(thread)
+        assert await store.buffer.log.fill() > before, "each leaves something behind"
+        await store.buffer.log._forget_proofs({"keep": 1})
+    await written(replicated, [thread], range(2, 4))
+    await ended(query(spark, replicated, tmp_path))
+    rows = await collected(spark.read.parquet(str(tmp_path / "out")))
+    assert steps_of(rows) == {thread: [0, 1, 2, 3]}
+
+
 async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from bufstore import BufferedThreadStore, LogUnavailable, MemoryThreadStore, NotFound, ReadNotFresh, StoreUnavailable
 from bufstore.buffer.shared_call import SharedCall
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
+from bufstore.jetstream.stream import Shown
 from bufstore.memory import MemoryNats
 from bufstore.nats.log import NatsLog
 from helpers import fresh, run_of
@@ -22,51 +24,162 @@ from unit.fake_log import run
 SUBJECT = "thread.0.t"
 
 
-class Replicated(NatsLog):
-    """A log whose leader may be alone: then it answers reads, and proves nothing."""
+class TwoLeaders(NatsLog):
+    """A log of which `acked` is stored, and nodes that each have its beginning up to some position.
 
-    def __init__(self) -> None:
-        super().__init__(self, "$JS.API", BufferConfig(log=LogConfig(replicas=3)))  # type: ignore[arg-type]
+    One leads, and has all; who answers a read is drawn anew each time. `proofs` counts what was stored as a proof.
+    """
+
+    def __init__(
+        self, draw: Callable[[int], int] = lambda nodes: 0, has: Sequence[int] = (), max_bytes: int = 1 << 30
+    ) -> None:
+        config = BufferConfig(log=LogConfig(replicas=3, max_bytes=max_bytes))
+        super().__init__(self, "$JS.API", config)  # type: ignore[arg-type]
+        self.log: list[str] = []
         self.alone = False
-        self.asked: list[str] = []
+        self.proofs = 0
+        self.reads = 0
+        #: What a node has that lags or was left; None: all.
+        self.has: list[int | None] = [None, *has]
+        self._draw = draw
+        #: Written by others between two requests.
+        self.others: list[str] = []
 
     def on_connect(self, hook: Any) -> None: ...
 
     on_lost = on_forbidden = on_connect
 
-    async def prove(self, unused: str, timeout_s: float) -> None:
-        self.asked.append("proof")
-        await asyncio.sleep(timeout_s if self.alone else 0.01)
+    def client(self) -> None: ...
+
+    def end_of(self, filter_: str, has: int | None = None) -> int:
+        return max((n for n, s in enumerate(self.log[:has], 1) if fnmatchcase(s, filter_)), default=0)
+
+    async def write(self, messages: Sequence[Outgoing], batch: None, timeout_s: float, *, again: bool) -> bytes:
+        await asyncio.sleep(0.01)
         if self.alone:
+            await asyncio.sleep(timeout_s)
             raise AppendUnknown("no answer")
-        self.asked.append("proved")
+        (message,) = messages
+        self._others_write()
+        if message.expected is not None and self.end_of(message.expected_of or "") != message.expected:
+            return b'{"error": {"code": 400, "err_code": 10071, "description": "wrong last sequence"}}'
+        self.log.append(message.subject)
+        self.proofs += 1
+        return b'{"seq": %d}' % len(self.log)
 
-    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-        self.asked.append("last")
-        return {SUBJECT: StoredMessage(SUBJECT, 7, "", b"")}
+    def _others_write(self) -> None:
+        if self.others:
+            self.log.append(self.others.pop())
+
+    def _answering(self) -> int | None:
+        self.reads += 1
+        return self.has[self._draw(len(self.has))]
+
+    async def shown(self, subjects: Sequence[str], start: int, timeout_s: float) -> Shown:
+        await asyncio.sleep(0.01)
+        self._others_write()
+        has = self._answering()
+        found = sorted((end, s) for s in subjects if (end := self.end_of(s, has)) >= max(start, 1))
+        part = found[: max(1, len(found) - self._draw(2))]  # as if no more had room
+        messages = [StoredMessage(s, seq, None, b"") for seq, s in part]
+        return Shown(messages, len(found) - len(part), len(self.log[:has]) if messages else 0)
+
+    async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        await asyncio.sleep(0.01)
+        self._others_write()
+        return [self.end_of(f, self._answering()) for f in filters]
 
 
-def test_a_leader_proves_that_it_leads_before_it_is_believed() -> None:
+@given(st.data())
+def test_whoever_answers_a_read_shows_all_that_was_acknowledged_before(data: st.DataObject) -> None:
+    """Replicas that lag and leaders that were left answer at will; others write meanwhile."""
+
     async def main() -> None:
-        log = Replicated()
-        assert await log.latest(SUBJECT, 1.0) == 7
-        assert log.asked == ["proof", "proved", "last"]
-        log.alone = True
-        with pytest.raises(LogUnavailable, match="prove"):
-            await log.latest(SUBJECT, 1.0)
-        with pytest.raises(LogUnavailable, match="prove"):
-            await log.latest(SUBJECT, 10.0)
-        assert log.asked.count("last") == 1
+        subjects = [f"thread.{p}.{t}" for p in (0, 1) for t in "abc"]
+        acked = data.draw(st.lists(st.sampled_from(subjects), max_size=20), label="acknowledged")
+        has = data.draw(st.lists(st.integers(0, 20), max_size=2), label="what other nodes have")
+        answering = data.draw(st.lists(st.integers(0, 2), max_size=40), label="who answers")
+        log = TwoLeaders(lambda nodes: answering.pop() % nodes if answering else 0, has)
+        log.log += acked
+        log.others = data.draw(st.lists(st.sampled_from(subjects), max_size=10), label="written meanwhile")
+        before = {s: log.end_of(s) for s in [*subjects, "thread.0.*", "thread.1.*"]}
+
+        async def each(subject: str) -> None:
+            found = await log.latest(subject, 60.0)
+            assert before[subject] <= found <= log.end_of(subject)
+
+        async def partitions() -> None:
+            for filter_, found in zip(two, await log.latest_ends(two, 60.0), strict=True):
+                assert before[filter_] <= found <= log.end_of(filter_)
+
+        two = ["thread.0.*", "thread.1.*"]
+        await asyncio.gather(*map(each, subjects), partitions())
         await log.aclose()
 
     run(main())
 
 
-def test_reads_at_the_same_time_share_one_proof() -> None:
+def test_a_node_that_was_left_is_never_believed() -> None:
+    """The proof comes from the leader, each answer from the one before."""
+
     async def main() -> None:
-        log = Replicated()
-        assert await asyncio.gather(*(log.latest(SUBJECT, 1.0) for _ in range(100))) == [7] * 100
-        assert log.asked.count("proof") == 1
+        log = TwoLeaders(lambda nodes: nodes - 1, has=[1])
+        log.log += [SUBJECT, SUBJECT]
+        with pytest.raises(LogUnavailable):
+            await log.latest(SUBJECT, 10.0)
+        with pytest.raises(LogUnavailable):
+            await log.latest_ends(["thread.0.*"], 10.0)
+        log.has = [None]
+        assert await log.latest(SUBJECT, 10.0) == 2
+        assert await log.latest_ends(["thread.0.*"], 10.0) == [2]
+        await log.aclose()
+
+    run(main())
+
+
+def test_a_leader_proves_that_it_leads_before_it_is_believed() -> None:
+    async def main() -> None:
+        log = TwoLeaders()
+        log.log.append(SUBJECT)
+        assert await log.latest(SUBJECT, 1.0) == 1
+        assert (log.proofs, log.reads) == (1, 1)
+        log.alone = True
+        with pytest.raises(LogUnavailable, match="prove"):
+            await log.latest(SUBJECT, 1.0)
+        with pytest.raises(LogUnavailable, match="prove"):
+            await log.latest(SUBJECT, 10.0)
+        assert log.reads == 1
+        await log.aclose()
+
+    run(main())
+
+
+def test_reads_at_the_same_time_share_one_proof_and_one_answer() -> None:
+    async def main() -> None:
+        log = TwoLeaders()
+        log.log.append(SUBJECT)
+        assert await asyncio.gather(*(log.latest(SUBJECT, 1.0) for _ in range(100))) == [1] * 100
+        assert (log.proofs, log.reads) == (1, 1)
+        await log.aclose()
+
+    run(main())
+
+
+def test_old_proofs_go_and_the_last_stays() -> None:
+    async def main() -> None:
+        log, purged = TwoLeaders(max_bytes=1 << 20), list[int]()
+
+        async def api(verb: str, body: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
+            assert (verb, body["filter"]) == ("STREAM.PURGE.THREADLOG", "thread.proof.0")
+            purged.append(body["seq"])
+            assert 100 < len(log.log) - purged[-1] < 200, "all together take little of the log"
+            return {}
+
+        log.api = api  # type: ignore[assignment]
+        for _ in range(1100):
+            await log.latest(SUBJECT, 1.0)
+        assert len(purged) == 4
+        await log.aclose()
 
     run(main())
 

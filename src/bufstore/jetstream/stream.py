@@ -7,7 +7,7 @@ import itertools
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import nats.errors
@@ -33,6 +33,17 @@ class _PubAck(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     error: ApiError | None = None
+
+
+class Shown(NamedTuple):
+    """What one replica answered to one request, as of one moment."""
+
+    #: In order.
+    messages: list[StoredMessage]
+    #: How many messages the answer had no room for.
+    more: int
+    #: The last sequence that the replica had; 0 where it does not say.
+    end: int
 
 
 _ack_decoder = msgspec.json.Decoder(_PubAck)
@@ -143,6 +154,14 @@ class NatsStream:
         found = await asyncio.gather(*(self._leader_get({"last_by_subj": f}, timeout_s) for f in filters))
         return [message.seq if message is not None else 0 for message in found]
 
+    async def shown(self, subjects: Sequence[str], start: int, timeout_s: float) -> Shown:
+        """The last message of each subject, of those at or above `start`, as any replica has it, which may lag.
+
+        Without any message it does not say how far it is. At most 1024 subjects.
+        """
+        request: dict[str, Any] = {"multi_last": list(subjects)}
+        return await self._get(request | ({"seq": start} if start else {}), timeout_s)
+
     async def prove(self, unused: str, timeout_s: float) -> None:
         """Return once the leader has proved that it leads. Raises AppendUnknown, LogUnavailable.
 
@@ -162,8 +181,8 @@ class NatsStream:
 
     async def _count_above(self, filter_: str, seq: int, timeout_s: float) -> int:
         # The server counts what is behind the one message that is asked for.
-        found, behind = await self._get({"seq": seq + 1, "next_by_subj": filter_, "batch": 1}, timeout_s)
-        return len(found) + behind
+        found = await self._get({"seq": seq + 1, "next_by_subj": filter_, "batch": 1}, timeout_s)
+        return len(found.messages) + found.more
 
     async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
         """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""
@@ -205,13 +224,13 @@ class NatsStream:
         """A direct get with its continuations: the server stops an answer at some bytes or messages."""
         messages: list[StoredMessage] = []
         while True:
-            part, pending = await self._get(request, timeout_s)
+            part, more, _ = await self._get(request, timeout_s)
             messages += part
-            if not pending or not part or (limit and len(messages) >= limit):
+            if not more or not part or (limit and len(messages) >= limit):
                 return messages
             request = {**request, "seq": part[-1].seq + 1}
 
-    async def _get(self, request: dict[str, Any], timeout_s: float) -> tuple[list[StoredMessage], int]:
+    async def _get(self, request: dict[str, Any], timeout_s: float) -> Shown:
         client = self._connection.client()
         token = str(next(self._tokens))
         get = self._gets[token] = _Get()
@@ -240,7 +259,7 @@ class _Get:
     """The answers to one direct get, until its end."""
 
     def __init__(self) -> None:
-        self.done: asyncio.Future[tuple[list[StoredMessage], int]] = asyncio.get_running_loop().create_future()
+        self.done: asyncio.Future[Shown] = asyncio.get_running_loop().create_future()
         self._messages: list[StoredMessage] = []
 
     def add(self, data: bytes, headers: bytes) -> None:
@@ -252,7 +271,8 @@ class _Get:
         elif not self.done.done():
             status, description = status_of(headers)
             if status in ("204", "404"):
-                self.done.set_result((self._messages, int(added(headers, b"Nats-Num-Pending") or "0")))
+                more, end = (int(added(headers, name) or "0") for name in (b"Nats-Num-Pending", b"Nats-UpTo-Sequence"))
+                self.done.set_result(Shown(self._messages, more, end))
             elif status == "413":
                 self.fail(TooManyResults("the log has too many subjects for one read"))
             else:

@@ -348,6 +348,9 @@ class MemoryLog:
         found = (await self.last([subject], timeout_s)).get(subject)
         return found.seq if found is not None else 0
 
+    async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        return await self.ends(filters, timeout_s)
+
     async def fill(self) -> tuple[int, int]:
         stream = await self._turn()
         return stream.bytes, stream.config.max_bytes

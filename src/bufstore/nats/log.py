@@ -19,8 +19,9 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, StreamMissing, StreamTaken
 from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, BegunBatch, Held, Outgoing
-from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.stream import NatsStream, Shown
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
+from bufstore.nats.fresh_ends import PROOF_S, FreshEnds
 from bufstore.nats.leftovers import Leftovers
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
@@ -46,8 +47,14 @@ _ERASED_AT_ONCE = 16
 _MADE_S = 2.0
 _MADE_MAX_S = 8.0
 
-#: A leader that leads has the others' votes in this time.
-_PROOF_S = 3.0
+#: How many positions later a proof goes, and how much of the log all of them may take: one is about 100 bytes.
+_PROOFS_AGE_MAX = 1 << 16
+_PROOFS_SHARE = 1 / 64
+_PROOF_BYTES = 100
+#: A message that nobody listens for is sent again after this time, then after twice that, and so on.
+_NO_LEADER_PAUSE_S = 0.05
+#: Every so manieth position at which a proof happens to stand, the old ones go. Odd, so that every rhythm meets it.
+_PROOFS_GO_EVERY = 257
 
 
 class NatsLog(NatsStream):
@@ -59,6 +66,8 @@ class NatsLog(NatsStream):
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._same = SameLog(config.log.stream, out_of_service(config.log), config.log.replicas > 1)
         self._proof = SharedCall(self._prove)
+        self._fresh = FreshEnds(_Replicas(self), self._subjects.proof)
+        self._proofs_age = max(1, min(_PROOFS_AGE_MAX, int(config.log.max_bytes * _PROOFS_SHARE / _PROOF_BYTES)))
         self._leftovers = Leftovers(self._remove_consumer)
         #: How often in a row no consumer could be made for a partition.
         self._unmade: dict[int, int] = {}
@@ -164,6 +173,7 @@ class NatsLog(NatsStream):
         """Ask nothing more of one's own accord."""
         await self._same.aclose()
         await self._proof.aclose()
+        await self._fresh.aclose()
         await self._leftovers.aclose()
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
@@ -217,14 +227,74 @@ class NatsLog(NatsStream):
 
     async def _prove(self) -> None:
         try:
-            await self.prove(self._subjects.unused, _PROOF_S)
+            await self.prove(self._subjects.unused, PROOF_S)
         except AppendUnknown:
             raise LogUnavailable("no node proves that it leads the log") from None
 
     async def latest(self, subject: str, timeout_s: float) -> int:
+        if not self._leader_only:
+            found = (await self.last([subject], timeout_s)).get(subject)
+            return found.seq if found is not None else 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._fresh.of_subject(subject)
+        except LogFull:
+            return (await self._ends_of_a_full_log([subject], timeout_s))[0]
+        except TimeoutError:
+            raise LogUnavailable("the log did not prove in time where a thread ends") from None
+
+    async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        if not self._leader_only:
+            return await self.ends(filters, timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._fresh.of_filters(filters)
+        except LogFull:
+            return await self._ends_of_a_full_log(filters, timeout_s)
+        except TimeoutError:
+            raise LogUnavailable("the log did not prove in time where it ends") from None
+
+    async def _ends_of_a_full_log(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        """Not one byte is left for a proof: somebody leads, and somebody answers."""
         await self.prove_leader(timeout_s)
-        found = (await self.last([subject], timeout_s)).get(subject)
-        return found.seq if found is not None else 0
+        return await self.ends(filters, timeout_s)
+
+    async def store_proof(self, expected: int | None = None, expected_of: str | None = None) -> int:
+        """See `bufstore.nats.fresh_ends.Replicas`; also LogFull, and LogRolledBack while the log is refused."""
+        self._same.check()
+        message = Outgoing(self._subjects.proof, b"", expected=expected, expected_of=expected_of)
+        try:
+            seq = await self._stored(message)
+        except LogFull:
+            # The last one stays: readers tell the holes below it from a loss (`bufstore.nats.ranges`).
+            await self._forget_proofs({"keep": 1})
+            seq = await self._stored(message)
+        if self._same.refused is None:
+            self._same.note(seq)
+        if seq % _PROOFS_GO_EVERY == 0 and seq > self._proofs_age + 1:
+            await self._forget_proofs({"seq": seq - self._proofs_age})
+        return seq
+
+    async def _stored(self, message: Outgoing) -> int:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + PROOF_S
+        pause = _NO_LEADER_PAUSE_S
+        while True:
+            left = deadline - loop.time()
+            try:
+                return self._seq(await self._connection.write([message], None, left, again=True))
+            except AppendUnknown:
+                raise LogUnavailable("no node proves that it leads the log") from None
+            except LogUnavailable:
+                self._connection.client()  # raises unless it is only that nobody leads, and so nobody listens
+                if left <= pause:
+                    raise
+            await asyncio.sleep(pause)
+            pause *= 2
+
+    async def _forget_proofs(self, which: dict[str, int]) -> None:
+        with contextlib.suppress(LogUnavailable):
+            await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"filter": self._subjects.proof, **which})
 
     async def barrier(self, timeout_s: float) -> int:
         if not self._leader_only:
@@ -345,3 +415,17 @@ class NatsLog(NatsStream):
         )
         if reason is not None:
             self.refuse(reason)
+
+
+class _Replicas:
+    """The log as `FreshEnds` asks it."""
+
+    def __init__(self, log: NatsLog) -> None:
+        self._log = log
+        self.store_proof = log.store_proof
+
+    async def shown(self, subjects: Sequence[str], start: int) -> Shown:
+        return await self._log.shown(subjects, start, PROOF_S)
+
+    async def believed_end(self, filter_: str) -> int:
+        return (await self._log.ends([filter_], PROOF_S))[0]

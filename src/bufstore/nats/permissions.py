@@ -49,7 +49,7 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
     # Answers come to the inbox; the rest is told by others.
     subscribe = ["_INBOX.>", f"{keys}.flushed.*", parked]
     if role is not Role.APP or log.replicas > 1:
-        # On replicas a fresh read asks for a purge of nothing, which only a true leader carries out (docs/adr/0024).
+        # On replicas fresh reads remove old proofs, and `health` asks for a purge of nothing (docs/adr/0028).
         publish += [f"{api}.STREAM.PURGE.{stream}"]
     if role is not Role.APP:
         publish += [

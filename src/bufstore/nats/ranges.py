@@ -111,11 +111,15 @@ class LogReader:
         found = await self._stream.after(filter_, 0, _SILENCE_S, limit=1)
         return found[0].seq if found else end
 
-    async def barrier(self, log: LogState) -> int:
-        """The position of the last barrier that an earlier version wrote; 0 for none."""
-        subject = log.subjects.barrier
-        found = (await self._stream.last([subject], _SILENCE_S)).get(subject)
-        return found.seq if found is not None else 0
+    async def proofs_gone(self, log: LogState) -> int:
+        """The position below which the log may have holes of messages that proved a read; 0: it has none.
+
+        Those go from the first on, and the last stays. Earlier versions wrote each in place of the one before, as
+        barrier.
+        """
+        subjects = log.subjects
+        barriers = await self._stream.last([subjects.barrier], _SILENCE_S)
+        return max(await self._first(subjects.proof, 0), *(found.seq for found in barriers.values()), 0)
 
     async def erased(self, start: int) -> set[int]:
         """Positions of threads that were erased: all from `start` on, and maybe some before."""

@@ -301,6 +301,7 @@ async def the_last_message_of_each_subject_is_found(logs: Logs) -> None:
     assert {s: m.seq for s, m in of_partition.items()} == {a: FIRST + 2, b: FIRST + 1}
     filters = [logs.subjects.of_partition(0), b, logs.subjects.all, *logs.threads(2)]
     assert await log.ends(filters, PATIENCE_S) == [FIRST + 2, FIRST + 1, FIRST + 3, 0]
+    assert await log.latest_ends(filters, PATIENCE_S) == [FIRST + 2, FIRST + 1, FIRST + 3, 0]
     assert [await log.latest(s, PATIENCE_S) for s in (a, *logs.threads(2))] == [FIRST + 2, 0]
 
 

@@ -123,10 +123,10 @@ class Log(Stream, Generations, Protocol):
         ...
 
     async def prove_leader(self, timeout_s: float) -> None:
-        """Return once the log's leader has proved that it leads: what it shows from now on is not old.
+        """Return once a node has proved that it leads the log, and can write.
 
-        On a replicated log only; a single server always knows. It leaves nothing in the log. Raises AppendUnknown,
-        LogUnavailable.
+        What another node shows may still be old: see `latest`. On a replicated log only; a single server always knows.
+        It leaves nothing in the log. Raises AppendUnknown, LogUnavailable.
         """
         ...
 
@@ -141,9 +141,13 @@ class Log(Stream, Generations, Protocol):
     async def latest(self, subject: str, timeout_s: float) -> int:
         """The position of the subject's last message, 0 for none, as of a moment after this was asked.
 
-        On a replicated log the leader must prove that it leads; `last` may be as old as a node that only believes so.
-        Raises LogUnavailable; the caller bounds the time.
+        `last` and `ends` may be as old as a node that only believes that it leads. A replicated log stores a small
+        message for this, one for all who ask meanwhile. Raises LogUnavailable.
         """
+        ...
+
+    async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
+        """The same for filters with wildcards; a replicated log stores a message for each."""
         ...
 
     async def fill(self) -> tuple[int, int]:

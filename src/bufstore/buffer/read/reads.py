@@ -111,8 +111,7 @@ class Reads(Generic[S]):
     async def force_flush_all(self, timeout_s: float) -> None:
         """Wait until everything that is acknowledged now is flushed."""
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        await self._log.prove_leader(timeout_s)
-        ends = await self._log.ends(filters, timeout_s)
+        ends = await self._log.latest_ends(filters, timeout_s)
         await self._waiter.partitions({p: seq for p, seq in enumerate(ends) if seq}, timeout_s)
 
     async def joined(self, thread_id: str, *, proven: bool = False) -> tuple[S, int]:
@@ -208,9 +207,10 @@ class Reads(Generic[S]):
 
         The log that has come so far shows nothing of it; so it is purged, and was committed long before.
         """
-        if await self._last(self._subjects.of(thread_id), proven=False):
+        subject = self._subjects.of(thread_id)
+        if await self._last(subject, proven=False) or await self._log.end(self._config.read_timeout_s) < needed:
             return False
-        return await self._log.end(self._config.read_timeout_s) >= needed
+        return not await self._last(subject, proven=True)  # the node that told the end need not be the first one
 
     async def _last(self, subject: str, proven: bool) -> int:
         if proven:

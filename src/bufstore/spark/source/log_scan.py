@@ -76,7 +76,9 @@ async def _lost(reader: LogReader, log: LogState, holes: Holes) -> int | None:
     if not holes.found:
         return None
     # Asked now: what made the holes was written before.
-    return holes.lost(await reader.erased(holes.found[0][0]), await reader.barrier(log), await reader.whole_from(log))
+    return holes.lost(
+        await reader.erased(holes.found[0][0]), await reader.proofs_gone(log), await reader.whole_from(log)
+    )
 
 
 async def at_time(options: ReadOptions, log: LogState, time_ns: int) -> int:

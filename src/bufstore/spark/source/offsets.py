@@ -93,15 +93,15 @@ class Holes:
                 self.found.append((self._at, position))
             self._at = max(self._at, position + 1)
 
-    def lost(self, erased: Collection[int], barrier: int, whole_from: int) -> int | None:
+    def lost(self, erased: Collection[int], proofs_gone: int, whole_from: int) -> int | None:
         """The first position whose message was lost, as far as can be told; None if nothing was.
 
-        A log has holes only where messages were purged or `erased`. Where earlier versions wrote barriers, it has holes
-        of those, too, below the last barrier, which is at `barrier` (0: there is no barrier).
+        A log has holes only where messages were purged or `erased`. Below `proofs_gone` it has those of messages that
+        proved a read, too (0: there are none).
         `whole_from`: from where on nothing was purged; it may lie too high, never too low.
         """
         for start, end in self.found:
             for position in range(start, end):
-                if (position > barrier or position < whole_from) and position not in erased:
+                if (position > proofs_gone or position < whole_from) and position not in erased:
                     return position
         return None
