@@ -72,15 +72,23 @@ def test_while_nobody_can_renew_his_lease_all_flush_on(monkeypatch: pytest.Monke
     world(main, monkeypatch)
 
 
-def test_what_is_lost_while_the_lease_cannot_be_renewed_is_taken_when_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lost_while_the_lease_cannot_be_renewed_is_taken_again_unless_others_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main(it: World) -> None:
-        made, shared = await it.cut_off()
+        made, _ = await it.cut_off()
+        for n in (1, 2):
+            it.log.feeds[PARTITION]._feed.lose("the consumer ended")
+            await it.writer.append([n])
+            assert await it.flushed("t", within_s=5.0)
+        takeovers = made.state.takeovers
+        assert takeovers == len(EVERYTHING) + 2
+        await it.ledger.take([PARTITION], "b")
         it.log.feeds[PARTITION]._feed.lose("the consumer ended")
-        await it.writer.append([1])
-        assert not await it.flushed("t", within_s=20.0), "it may be somebody else's by now"
+        await it.writer.append([3])
+        assert not await it.flushed("t", within_s=20.0), "it is somebody else's by now"
         assert set(made.cursors()) == EVERYTHING - {PARTITION}
-        shared.away = False
-        assert await it.flushed("t", within_s=5.0)
+        assert made.state.takeovers == takeovers
 
     world(main, monkeypatch)
 

@@ -99,6 +99,8 @@ class Takeover:
         self._untakeable: dict[int, float] = {}
         #: Partitions whose rows somebody else holds, and since when.
         self._held: dict[int, float] = {}
+        #: The term in which we took each partition last.
+        self._terms: dict[int, int] = {}
         #: Partitions that are ours in Postgres already, on their way into `shares`.
         self._following: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,9 +122,10 @@ class Takeover:
             self._wake()
 
     def hold(self) -> None:
-        """The lease is in doubt: take nothing, and keep what is followed until it is lost or another owner takes it.
+        """The lease is in doubt: keep what is followed until another owner takes it, and take nothing else.
 
-        A replaced owner commits nothing (because of its term), and its feed ends with its consumer.
+        A replaced owner commits nothing (because of its term), and its feed ends with its consumer. If a feed is lost
+        for another reason, Postgres still has our term: nobody has taken the partition, so we take it again.
         """
         self._holding = True
 
@@ -145,8 +148,11 @@ class Takeover:
             self._changed.clear()
             self.give_up()
             now = self._loop.time()
-            missing = frozenset() if self._holding else self._wanted - self.owned_partitions.keys() - self._following
-            if due := sorted(p for p in missing if self._untakeable.get(p, 0.0) <= now):
+            missing = self._wanted - self.owned_partitions.keys() - self._following
+            due = sorted(p for p in missing if self._untakeable.get(p, 0.0) <= now)
+            if due and self._holding:
+                due = await self._still_ours(due)
+            if due:
                 await self._take(due)
             soonest = min((self._untakeable.get(p, 0.0) for p in missing), default=now + _LOOK_S)
             with contextlib.suppress(TimeoutError):
@@ -168,6 +174,17 @@ class Takeover:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
+    async def _still_ours(self, partitions: list[int]) -> list[int]:
+        """Those that nobody has taken since we did."""
+        again_at = self._loop.time() + _TAKE_RETRY_S
+        try:
+            cursors = await self._ledger.cursors()
+        except (BufstoreError, FlushFailed):
+            cursors = {}
+        ours = [p for p in partitions if p in cursors and cursors[p].term == self._terms.get(p)]
+        self._untakeable.update(dict.fromkeys(set(partitions).difference(ours), again_at))
+        return ours
+
     async def _take(self, partitions: list[int]) -> None:
         """Raise the terms of the partitions whose rows nobody holds, and begin to follow them."""
         try:
@@ -184,6 +201,7 @@ class Takeover:
         self._note_held(set(partitions) - {cursor.partition for cursor in cursors})
         for cursor in cursors:
             self._held.pop(cursor.partition, None)
+            self._terms[cursor.partition] = cursor.term
             self._following.add(cursor.partition)
             self._start(self._try_to_follow(cursor))
 
