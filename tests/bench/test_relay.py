@@ -86,6 +86,8 @@ async def test_the_end_of_either_side_ends_the_other(relay_type: Any) -> None:
             writer.close()
             await writer.wait_closed()
             reader, writer = await _connect(relay.url)
+            writer.write(b"hello")  # so that the relay has let it in, and does not refuse it when it ends
+            await asyncio.wait_for(reader.readexactly(5), 10)
         # The relay itself has gone.
         assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
