@@ -53,6 +53,7 @@ class MemoryMailbox:
         return self._number
 
     def wake(self, thread_id: str) -> None:
+        """Signal a thread."""
         self.wakes[thread_id] = _Wake(time.monotonic(), number=self.number())
         self.news.set()
 

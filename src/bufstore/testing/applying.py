@@ -36,10 +36,12 @@ class Applier:
     apply: Callable[[Sequence[ThreadChange]], Awaitable[None]]
 
     async def messages(self, thread_id: str) -> list[Any] | None:
+        """What the store holds."""
         found = await self.store.load_checkpoint(thread_id)
         return None if found is None else list(found.messages)
 
     async def thread(self, thread_id: str) -> Thread | None:
+        """The thread\'s row."""
         found = await self.store.load_checkpoint(thread_id)
         return None if found is None else found.thread
 
