@@ -33,6 +33,7 @@ _TOGETHER = ("tests/spark/",)
 _LONG_FIRST = (
     "tests/spark/",
     "tests/bench/test_bench_smoke.py",
+    "tests/integration/test_cli_import.py",
     "tests/integration/test_cli.py",
     "tests/integration/test_buffered_store.py",
     "tests/integration/test_postgres_store.py",
@@ -195,6 +196,13 @@ class Deployment:
 def deployment(servers: Servers) -> Deployment:
     """A deployment of this test's own."""
     return Deployment(servers)
+
+
+@pytest.fixture
+async def made(deployment: Deployment) -> Deployment:
+    """A deployment whose log exists."""
+    async with deployment.store():
+        return deployment
 
 
 @pytest.fixture
