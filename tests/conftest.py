@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +19,7 @@ from hypothesis import settings
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable, change_log
 from bufstore.embedded import EmbeddedError, RedisServer, Servers
+from process_state import kept
 from thorough import examples
 
 pytest.register_assert_rewrite("bufstore.testing", "conformance")
@@ -33,6 +33,7 @@ _TOGETHER = ("tests/spark/",)
 _LONG_FIRST = (
     "tests/spark/",
     "tests/bench/test_bench_smoke.py",
+    "tests/integration/test_cli_import.py",
     "tests/integration/test_cli.py",
     "tests/integration/test_buffered_store.py",
     "tests/integration/test_postgres_store.py",
@@ -81,16 +82,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _logs_as_they_were() -> Iterator[None]:
-    """A command configures the logs of its process, which here is that of the tests that come after it."""
-    root = logging.getLogger()
-    loggers = [root, *(entry for entry in root.manager.loggerDict.values() if isinstance(entry, logging.Logger))]
-    handlers, levels = root.handlers[:], [(logger, logger.level) for logger in loggers]
-    yield
-    root.handlers[:] = handlers
-    for logger, level in levels:
-        if logger.level != level:
-            logger.setLevel(level)
+def _process_as_it_was() -> Iterator[None]:
+    """Whatever tests run in one process, and in which order."""
+    with kept():
+        yield
 
 
 #: The servers of the whole run, once a test has asked for them.
@@ -201,6 +196,13 @@ class Deployment:
 def deployment(servers: Servers) -> Deployment:
     """A deployment of this test's own."""
     return Deployment(servers)
+
+
+@pytest.fixture
+async def made(deployment: Deployment) -> Deployment:
+    """A deployment whose log exists."""
+    async with deployment.store():
+        return deployment
 
 
 @pytest.fixture

@@ -12,6 +12,9 @@ import psycopg
 from bufstore import Run, RunStatus
 from bufstore.buffer.ports.log import Floor
 
+#: JDK_JAVA_OPTIONS with which a Java starts in half of the time: a short job never gets back what more would spend.
+JAVA_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+
 
 def fresh(what: str = "thread") -> str:
     """An id that nothing else has."""

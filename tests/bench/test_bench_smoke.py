@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from helpers import JAVA_OPTIONS
+
 _ROOT = Path(__file__).parent.parent.parent
 #: Of each row: names that its results hold, and the baselines that these are compared with.
 _ROWS: dict[str, tuple[list[str], set[str]]] = {
@@ -87,6 +89,7 @@ def small_run(folder: Path, rows: list[str]) -> str:
     """What a small run of these rows printed; its results are in `folder`."""
     command = [sys.executable, "-m", "bench", "--scale", "0.002", "--rounds", "1", "--results", str(folder), *rows]
     environment = {name: value for name, value in os.environ.items() if name != "BUFSTORE_DATA"}
+    environment["JDK_JAVA_OPTIONS"] = JAVA_OPTIONS
     done = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

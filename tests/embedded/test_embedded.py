@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -414,11 +415,33 @@ def test_a_failed_start_shows_the_log_and_leaves_nothing(folder: Path) -> None:
 
 
 def test_a_start_that_takes_too_long_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NatsServer, "_answers", lambda *_: False)
     server = NatsServer(folder / "nats")
+
+    def too_late(*_: object) -> bool:
+        """It is asked whether it answers once its log says something, however long that takes here."""
+        end = time.monotonic() + 30
+        while "Server is ready" not in (server.data / "log").read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+        return False
+
+    monkeypatch.setattr(NatsServer, "_answers", too_late)
     with pytest.raises(EmbeddedError, match=r"did not answer within 0.2 s(.|\n)*Server is ready"):
         server.start(timeout=0.2)
     assert not server.running
+
+
+def test_processes_with_the_same_seed_try_different_ports(folder: Path) -> None:
+    ports = set()
+    for n in range(3):
+        server = NatsServer(folder / f"n{n}")
+        server.data.mkdir(parents=True)
+        chance = random.getstate()
+        try:
+            random.seed(5)
+            ports.add(server._choose_port())
+        finally:
+            random.setstate(chance)
+    assert len(ports) > 1
 
 
 def test_secrets_are_masked_and_private(shared: Servers) -> None:

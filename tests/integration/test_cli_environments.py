@@ -12,8 +12,8 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from bufstore.embedded import Servers
+from command_line import ENVIRONMENT, Result, bufstore_cli, where
 from conftest import Deployment
-from integration.test_cli import ENVIRONMENT, Result, bufstore_cli, where
 from integration.test_setup import NatsByHand
 
 #: What only Unix has. What of the standard library needs it is imported before it is taken away.

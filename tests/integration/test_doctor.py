@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from bufstore.embedded import NatsServer, Servers
+from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import fresh, query
-from integration.test_cli import bufstore_cli, where
 from integration.test_quarantine import picky, poisoned
 
 

@@ -27,9 +27,9 @@ from bufstore.embedded import Servers
 from bufstore.embedded._cluster import three_servers
 from bufstore.nats.permissions import Role, permissions
 from bufstore.testing import CHECKS
+from command_line import Result, bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
-from integration.test_cli import Result, bufstore_cli, where
 from integration.test_quarantine import Picky, poisoned
 from integration.test_setup import NatsByHand
 

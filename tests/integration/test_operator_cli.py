@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import fresh, run_of, said
-from integration.test_cli import bufstore_cli, where
 from integration.test_quarantine import picky, poisoned
 
 

@@ -15,9 +15,9 @@ from bufstore.buffer.operate.repair import Repaired
 from bufstore.embedded import Servers
 from bufstore.nats.log import NatsLog
 from bufstore.threads.repairing import repair
+from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
-from integration.test_cli import bufstore_cli, where
 
 
 async def mend(deployment: Deployment, *, apply: bool = True) -> Repaired:

@@ -12,10 +12,10 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from bufstore import BufferedThreadStore, ConfigDrift, PostgresThreadStore
+from command_line import bufstore_cli, lines_of, where
 from conftest import Deployment
 from helpdesk_store import TABLES, HelpdeskStore
 from helpers import fresh, query, run_of, said
-from integration.test_cli import bufstore_cli, lines_of, where
 
 
 async def cli(deployment: Deployment, *arguments: object, **environment: str) -> Any:

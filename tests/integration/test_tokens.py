@@ -272,7 +272,7 @@ async def test_a_renewal_finds_that_another_has_the_key(opened: Open) -> None:
     await work.submit("a")
     first = await took(work)
     # The server takes it away (an operator, or a renewal that came too late).
-    await work.give_back(first.delivery, 0)
+    await work._give_back(first.delivery, 0)
     second = await took(other)
     async with asyncio.timeout(5):
         await first.lost.wait()
@@ -372,7 +372,7 @@ async def test_a_handler_whose_token_is_lost_is_cancelled(opened: Open) -> None:
     stopping, cancelled = asyncio.Event(), asyncio.Event()
 
     async def handler(task: Task) -> None:
-        await work.give_back(task.delivery, 0)
+        await work._give_back(task.delivery, 0)
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from bufstore.buffer.flush import retention
+from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
-from integration.test_cli import bufstore_cli, where
 from integration.test_quarantine import picky, poisoned
 
 #: What a flusher whose lease ran out mends by itself would not be found.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +24,26 @@ from helpers import eventually
 from spark.jobs import QUICK, settings_of
 
 
+@contextmanager
+def _environment_as_it_was() -> Iterator[None]:
+    """Whoever starts Spark tells Spark's own processes where Java and Python are, and so all that come after it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _same_environment() -> Iterator[None]:
+    with _environment_as_it_was():
+        yield
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
     """Two cores, four attempts of a task, a JVM that starts quickly."""
-    with warnings.catch_warnings():
+    with _environment_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = session("bufstore tests", "local[2,4]", **QUICK)
         found.sparkContext.setLogLevel("OFF")

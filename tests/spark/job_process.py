@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import signal
 import sys
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, session
-from spark.jobs import SCHEMA, frame, read_options_of, rows_of, stream
+from spark.jobs import frame, read_options_of, rows_of, stream
 
 warnings.simplefilter("ignore")
 
@@ -87,16 +90,29 @@ def speculating(settings: dict[str, Any]) -> None:
     spark.stop()
 
 
-def java(settings: dict[str, Any]) -> None:
-    """A job with whatever Java `ensure_java` finds."""
-    spark = session("java", "local[1]", **settings["spark"])
-    version = spark.sparkContext._jvm.java.lang.System.getProperty("java.home")
-    rows = spark.createDataFrame([("t", "r", ["1"], 1)], SCHEMA).mapInArrow(lambda batches: batches, SCHEMA).count()
-    print(json.dumps({"home": version, "rows": rows, "JAVA_HOME": os.environ["JAVA_HOME"]}))
+def programs(settings: dict[str, Any]) -> None:
+    """Programs one after the other, each with a session of its own, in one JVM; how each ended and what it printed."""
+    found = []
+    for name, *arguments in settings["programs"]:
+        sys.argv = [name, *arguments]
+        printed, code = io.TextIOWrapper(io.BytesIO(), "utf-8"), 0
+        try:
+            with redirect_stdout(printed):
+                if name.endswith(".py"):
+                    runpy.run_path(name, run_name="__main__")
+                else:
+                    runpy.run_module(name, run_name="__main__", alter_sys=True)
+        except SystemExit as e:
+            code = int(e.code or 0)
+        printed.seek(0)
+        found.append((code, printed.read()))
+    spark = session("java", "local[1]")
+    home = spark.sparkContext._jvm.java.lang.System.getProperty("java.home")
+    print(json.dumps({"programs": found, "home": home, "JAVA_HOME": os.environ["JAVA_HOME"]}))
     spark.stop()
 
 
 if __name__ == "__main__":
-    {"killed": killed, "connect": connect, "speculating": speculating, "java": java}[sys.argv[1]](
+    {"killed": killed, "connect": connect, "speculating": speculating, "programs": programs}[sys.argv[1]](
         json.loads(sys.argv[2])
     )

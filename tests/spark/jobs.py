@@ -15,6 +15,7 @@ import nats
 from bufstore import Consistency, Run
 from bufstore.spark import Deployment as Where
 from conftest import Deployment
+from helpers import JAVA_OPTIONS
 
 SCHEMA = "thread_id string, run_id string, delta array<string>, position bigint"
 
@@ -143,13 +144,31 @@ def read_options_of(settings: dict[str, Any], **more: Any) -> dict[str, str]:
 #: A JVM that starts quickly and says little.
 QUICK = {
     "spark.sql.shuffle.partitions": "2",
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.driver.extraJavaOptions": JAVA_OPTIONS,
     "spark.sql.streaming.stopTimeout": "30s",
     "spark.sql.session.timeZone": "UTC",
     "spark.ui.enabled": "false",
 }
+_TIMEOUT_S = 120
 
 
-def command(what: str, **settings: Any) -> list[str]:
-    """What runs a job in a process of its own."""
-    return [sys.executable, "-m", "spark.job_process", what, json.dumps({"spark": QUICK} | settings)]
+def environment(**more: str) -> dict[str, str]:
+    """For a process with Spark; each Java in it, also that of a master and a worker, starts quickly."""
+    tests = Path(__file__).parents[1]
+    paths = [str(tests), *[p for p in sys.path if p and Path(p).is_dir()]]
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "SPARK_LOCAL_IP": "127.0.0.1", "JDK_JAVA_OPTIONS": JAVA_OPTIONS}
+    return dict(os.environ) | ours | more
+
+
+async def job(what: str, env: dict[str, str], **settings: Any) -> tuple[int, dict[str, Any]]:
+    """The exit code of a job in a process of its own, and what it printed last."""
+    command = [sys.executable, "-m", "spark.job_process", what, json.dumps({"spark": QUICK} | settings)]
+    process = await asyncio.create_subprocess_exec(
+        *command, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(_TIMEOUT_S):
+        out, err = await process.communicate()
+    lines = [line for line in out.decode().splitlines() if line.startswith("{")]
+    assert process.returncode is not None
+    assert lines or process.returncode < 0, err.decode()[-3000:]
+    return process.returncode, json.loads(lines[-1]) if lines else {}

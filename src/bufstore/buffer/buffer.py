@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Generic, Self
 
@@ -19,7 +19,7 @@ from bufstore.buffer.domain import Backing, C, Domain, M, S
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.operate.audit import Verification
 from bufstore.buffer.operate.erase import Eraser
-from bufstore.buffer.operate.health import Health, Statistics, Vitals
+from bufstore.buffer.operate.health import Vitals
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.operate.quarantine import Quarantine
 from bufstore.buffer.operate.verify import Verifier
@@ -71,7 +71,8 @@ class Buffer(Generic[C, S, M]):
         self.fill = FillForecast(lambda: look(self.log, self.shared, flushed()))
         self.appender = Appender(parts, self.reads, self.fill.explain)
         self.eraser = Eraser(parts, self.waiter)
-        self._vitals = Vitals(parts, session, self.fill, self.appender, self.flusher)
+        #: How it is doing.
+        self.vitals = Vitals(parts, session, self.fill, self.appender, self.flusher)
         self._closing: asyncio.Task[None] | None = None
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
@@ -180,21 +181,6 @@ class Buffer(Generic[C, S, M]):
         await self.reads.force_flush_all(timeout_s or self.config.flush_timeout_s)
 
     # --- operating ----------------------------------------------------------------------------------------------
-
-    async def statistics(self) -> Statistics:
-        """Counters, fill, and how long the log has space. Raises LogUnavailable."""
-        return await self._vitals.statistics()
-
-    async def health(self) -> Health:
-        """What can be done at this moment, and what is wrong.
-
-        Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
-        """
-        return await self._vitals.health()
-
-    async def lag(self) -> Mapping[int, int]:
-        """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
-        return await self._vitals.lag()
 
     async def verify(self) -> Verification:
         """Check log, shared state and Postgres against each other, while they work. Raises Unavailable errors.

@@ -18,7 +18,6 @@ from bufstore.types import ProducerSequence
 
 SIZE = 8
 _ITEM = 16  # 8 bytes of the name's hash, 8 bytes of the number
-NUMBER_MAX = (1 << 63) - 1
 
 
 def item(name: str, number: int) -> bytes:

@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import json
 import os
-import random
 import secrets
 import signal
 import socket
@@ -196,7 +195,8 @@ class Server:
             return self._wanted_port
         path = self.data / "port"
         before = [int(path.read_text())] if path.exists() else []
-        port = next(port for port in before + random.sample(_PORTS, 500) if _port_is_free(port))
+        # Not from `random`: two processes with the same seed would try the same ports at the same time.
+        port = next(port for port in before + secrets.SystemRandom().sample(_PORTS, 500) if _port_is_free(port))
         write_private(path, str(port))
         return port
 

@@ -36,7 +36,6 @@ class Counters:
         self._times: dict[str, tuple[Counter[str], deque[float]]] = {}
 
     def count(self, what: str, n: int = 1) -> None:
-        """Add `n`."""
         self._counts[what] += n
 
     def took(self, what: str, seconds: float) -> None:

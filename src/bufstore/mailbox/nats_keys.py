@@ -203,7 +203,6 @@ def bucket_config(names: NatsMailboxNames, first_seq: int | None = None) -> dict
 
 
 def consumer_config(names: NatsMailboxNames, ack_wait_s: float) -> dict[str, Any]:
-    """The consumer of signals."""
     return {
         "name": names.consumer,
         "durable_name": names.consumer,

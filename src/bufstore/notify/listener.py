@@ -53,7 +53,6 @@ class SharedListener(Generic[P, C]):
 
     @property
     def state(self) -> ListenerState:
-        """Where the subscription is."""
         return self._state
 
     def count(self, key: str) -> int:

@@ -63,7 +63,6 @@ class HintStore:
         return self._kind
 
     async def provide(self, client: Client, hint: str, count: int) -> None:
-        """Store a new hint."""
         js = await self._prepare(client)
         try:
             if self._kind is Hints.COUNTERS:

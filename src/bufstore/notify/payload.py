@@ -30,12 +30,10 @@ def channel(prefix: str, event: Event, joint: str) -> str:
 
 
 def hint_key(prefix: str, hint: str, joint: str) -> str:
-    """Where a hint is kept."""
     return f"{prefix}{joint}hint{joint}{hint}"
 
 
 def pack(hint: str, kind: str) -> str:
-    """The payload of a scheduling."""
     return f"{hint}:{kind}"
 
 

@@ -50,7 +50,6 @@ class Subscription:
         return await self._shared.subscribe([event.value], deliver)
 
     async def aclose(self) -> None:
-        """End it for all."""
         await self._shared.aclose()
 
     def _deliver(self, heard: Heard) -> None:

@@ -30,7 +30,6 @@ class Loop:
         threading.Thread(target=self._loop.run_forever, name="bufstore-spark", daemon=True).start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which runs on the loop."""
         running = self.start(work)
         try:
             return cast(T, running.result())
@@ -60,7 +59,6 @@ _loops: dict[int, Loop] = {}
 
 
 def loop() -> Loop:
-    """This process's loop."""
     with _lock:
         found = _loops.get(os.getpid())
         if found is None:

@@ -41,7 +41,7 @@ class Applier:
         return None if found is None else list(found.messages)
 
     async def thread(self, thread_id: str) -> Thread | None:
-        """The thread's row."""
+        """The thread\'s row."""
         found = await self.store.load_checkpoint(thread_id)
         return None if found is None else found.thread
 

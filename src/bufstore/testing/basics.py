@@ -111,5 +111,4 @@ def fresh(what: str = "thread") -> str:
 
 
 def run_of(thread_id: str, run_id: str | None = None, **fields: Any) -> Run:
-    """A run of the thread."""
     return Run(run_id=run_id or f"run-of-{thread_id}", thread_id=thread_id, **fields)

@@ -344,14 +344,14 @@ class BufferedThreadStore(EditedStore):
 
     async def statistics(self) -> Statistics:
         """Counters, fill, and how long the log has space. Raises LogUnavailable."""
-        return await self.buffer.statistics()
+        return await self.buffer.vitals.statistics()
 
     async def health(self) -> Health:
         """What can be done at this moment, and what is wrong.
 
         Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
         """
-        return await self.buffer.health()
+        return await self.buffer.vitals.health()
 
     async def quarantined(self) -> int:
         """How many entries wait in quarantine. Raises StoreUnavailable."""
@@ -367,7 +367,7 @@ class BufferedThreadStore(EditedStore):
 
     async def lag(self) -> Mapping[int, int]:
         """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
-        return await self.buffer.lag()
+        return await self.buffer.vitals.lag()
 
 
 def _content(kind: str, call: Call, key: str | None) -> bytes:

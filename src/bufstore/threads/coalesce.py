@@ -91,7 +91,6 @@ class Fold:
         self._run_seqs.setdefault(run_id, self._seq)
 
     def change(self) -> ThreadChange:
-        """The change that all of them make."""
         return ThreadChange(
             thread_id=self._thread_id,
             keep=self._keep,

@@ -62,7 +62,6 @@ _skim = msgspec.msgpack.Decoder(msgspec.Raw).decode
 
 
 def encode_payload(payload: AnyPayload) -> bytes:
-    """The payload as bytes."""
     return _encoder.encode(payload)
 
 

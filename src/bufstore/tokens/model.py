@@ -100,7 +100,6 @@ _decoder = msgspec.msgpack.Decoder(Fence)
 
 
 def encode(fence: Fence) -> bytes:
-    """The record as bytes."""
     return msgspec.msgpack.encode(fence)
 
 

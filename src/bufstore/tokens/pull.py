@@ -82,7 +82,6 @@ class Puller:
                 await self._client.publish(reply, _NAK)
 
     async def aclose(self) -> None:
-        """Ask for nothing more."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None and self._client is not None and self._client.is_connected:
             with contextlib.suppress(nats.errors.Error, OSError):

@@ -33,7 +33,6 @@ def check_server(config: TokensConfig, client: Client) -> None:
 
 
 def names(config: TokensConfig) -> tuple[str, str, str]:
-    """The streams: inbox, work, fence."""
     return f"{config.name}-inbox", f"{config.name}-work", f"{config.name}-fence"
 
 

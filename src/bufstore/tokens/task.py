@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from bufstore.errors import BufstoreError, LogUnavailable, TokenLost
 from bufstore.jetstream.messages import AppendUnknown, Conflict
@@ -26,16 +25,6 @@ _log = logging.getLogger(__name__)
 _MARGIN = 0.1
 
 
-class Acks(Protocol):
-    """How to answer a delivery. Each raises LogUnavailable when it is not known to have arrived."""
-
-    async def extend(self, delivery: Delivery) -> None:
-        """Not done yet: keep it ours."""
-
-    async def give_back(self, delivery: Delivery, delay_s: float) -> None:
-        """Have it delivered again, to any worker, after a while."""
-
-
 class Task:
     """What `ExclusiveWork.take` gives. Use it as a context manager, or call `done` or `retry` in the end.
 
@@ -44,6 +33,7 @@ class Task:
 
     def __init__(
         self,
+        *,
         key: str,
         payload: bytes,
         token: int,
@@ -51,11 +41,13 @@ class Task:
         fence: Fence,
         subject: str,
         register: Register,
-        acks: Acks,
+        extend: Callable[[Delivery], Awaitable[None]],
+        give_back: Callable[[Delivery, float], Awaitable[None]],
         finish: Callable[[Task, int], Awaitable[None]],
         ttl_s: float,
         confirmed_at: float,
     ) -> None:
+        """`extend` keeps the delivery ours, `give_back` has it delivered again, after so many seconds."""
         self.key = key
         self.payload = payload
         #: Larger than that of every earlier holder of any item of this key. Pass it to everything that the work writes
@@ -69,7 +61,7 @@ class Task:
         self.fence = fence
         self._subject = subject
         self._register = register
-        self._acks = acks
+        self._extend, self._give_back = extend, give_back
         self._finish = finish
         self._ttl_s = ttl_s
         self._until = confirmed_at + ttl_s * (1 - _MARGIN)
@@ -80,9 +72,7 @@ class Task:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if not self._over:
             try:
                 await self.retry()
@@ -118,7 +108,7 @@ class Task:
         # A new token that nobody holds: from here on this holder cannot complete the item.
         await self._write(Fence("", self.fence.message, self.fence.delivery, self.fence.item))
         self._over = True
-        await self._acks.give_back(self.delivery, delay_s)
+        await self._give_back(self.delivery, delay_s)
 
     async def _write(self, record: Fence) -> int:
         body = encode(record)
@@ -138,7 +128,7 @@ class Task:
             try:
                 async with asyncio.timeout(self._ttl_s / 3):
                     _, (seq, body) = await asyncio.gather(
-                        self._acks.extend(self.delivery), self._register.read(self._subject)
+                        self._extend(self.delivery), self._register.read(self._subject)
                     )
             except (BufstoreError, AppendUnknown, TimeoutError) as e:
                 _log.warning(

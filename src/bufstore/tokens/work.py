@@ -18,7 +18,6 @@ import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from tenacity import (
@@ -101,9 +100,7 @@ class ExclusiveWork:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -224,7 +221,7 @@ class ExclusiveWork:
             return
         task = beginning.result()
         if task is not None:
-            returning = asyncio.ensure_future(task.__aexit__(None, None, None))
+            returning = asyncio.ensure_future(task.__aexit__())
             self._returning.add(returning)
             returning.add_done_callback(self._returning.discard)
 
@@ -237,7 +234,7 @@ class ExclusiveWork:
             return None
         except LogUnavailable:
             with contextlib.suppress(LogUnavailable):
-                await self.give_back(delivery, 0)
+                await self._give_back(delivery, 0)
             raise
 
     async def _begin(self, delivery: Delivery) -> Task | None:
@@ -250,7 +247,7 @@ class ExclusiveWork:
             began = asyncio.get_running_loop().time()
             # The first renewal tells that the delivery did not wait in a buffer of ours for too long.
             _, (seq, body), first = await asyncio.gather(
-                self.extend(delivery), self._register.read(subject), self._first_item(delivery, name)
+                self._extend(delivery), self._register.read(subject), self._first_item(delivery, name)
             )
             before = decode(body)
             if before is not None and before.outranks(delivery.seq, delivery.count):
@@ -276,7 +273,18 @@ class ExclusiveWork:
             except Conflict:
                 continue
             return Task(
-                key, first.body, given, delivery, fence, subject, self._register, self, self._finish, c.ttl_s, began
+                key=key,
+                payload=first.body,
+                token=given,
+                delivery=delivery,
+                fence=fence,
+                subject=subject,
+                register=self._register,
+                extend=self._extend,
+                give_back=self._give_back,
+                finish=self._finish,
+                ttl_s=c.ttl_s,
+                confirmed_at=began,
             )
 
     async def _first_item(self, delivery: Delivery, name: str) -> StoredMessage | None:
@@ -311,7 +319,7 @@ class ExclusiveWork:
             with contextlib.suppress(Conflict):  # another worker has it
                 subject = f"{self._config.name}.fence.{name}"
                 await self._register.write(subject, record, seq, mine=lambda body: body == record)
-                await self.give_back(delivery, 0)
+                await self._give_back(delivery, 0)
         except (LogUnavailable, AppendUnknown) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
 
@@ -319,12 +327,11 @@ class ExclusiveWork:
         with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
             await self._inbox.api(f"STREAM.MSG.DELETE.{names(self._config)[0]}", {"seq": item, "no_erase": True})
 
-    async def extend(self, delivery: Delivery) -> None:
+    async def _extend(self, delivery: Delivery) -> None:
         """Tell the server that the delivery is being worked on, and hear that it knows."""
         await self._respond(delivery, b"+WPI")
 
-    async def give_back(self, delivery: Delivery, delay_s: float) -> None:
-        """Have the message delivered again."""
+    async def _give_back(self, delivery: Delivery, delay_s: float) -> None:
         delay = b' {"delay": %d}' % round(delay_s * 1_000_000_000) if delay_s > 0 else b""
         await self._respond(delivery, b"-NAK" + delay)
 

@@ -73,7 +73,9 @@ class Lease:
                 await (self._renew() if reason is None else self._withdraw(reason))
             except (BufstoreError, AppendUnknown) as e:
                 _log.warning(
-                    "cannot renew the lease; takes no partitions until it can: %s", e, extra={"action": "lease_error"}
+                    "cannot renew the lease; takes no new partitions until it can: %s",
+                    e,
+                    extra={"action": "lease_error"},
                 )
                 if asyncio.get_running_loop().time() > self._until - self._interval_s:
                     self._hold()

@@ -121,7 +121,7 @@ class Vitals:
         self._flusher = flusher
 
     async def statistics(self) -> Statistics:
-        """See `Buffer.statistics`."""
+        """Counters, fill, and how long the log has space. Raises LogUnavailable."""
         fill, full_in_s = await self._fill.now()
         sent, received = self._session.traffic
         return Statistics(
@@ -137,7 +137,10 @@ class Vitals:
         )
 
     async def health(self) -> Health:
-        """See `Buffer.health`."""
+        """What can be done at this moment, and what is wrong.
+
+        Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
+        """
         (log, full), (store, _), (_, members) = await asyncio.gather(
             asked(is_full(self._session.log)), asked(self._ledger.cursors()), asked(self._session.shared.members())
         )
@@ -154,7 +157,7 @@ class Vitals:
         )
 
     async def lag(self) -> dict[int, int]:
-        """See `Buffer.lag`."""
+        """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
         ends, cursors = await asyncio.gather(self._session.log.ends(filters, _LAG_TIMEOUT_S), self._ledger.cursors())
         return {p: behind(end, cursors.get(p)) for p, end in enumerate(ends)}

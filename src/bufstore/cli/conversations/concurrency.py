@@ -38,7 +38,6 @@ class MemoryBudget:
             self._held_bytes += size
 
     async def give_back(self, size: int) -> None:
-        """Give it back."""
         async with self._left:
             self._held -= 1
             self._held_bytes -= size

@@ -17,7 +17,6 @@ class Latencies:
         self.count = 0
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         self._classes[math.floor(math.log(max(seconds, 1e-9), _GROWTH))] += 1
         self.count += 1
 

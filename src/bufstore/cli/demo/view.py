@@ -54,7 +54,6 @@ class _Lines:
         pass
 
     def update(self, sample: Sample) -> None:
-        """Show it."""
         if sample.phase == self._phase and sample.elapsed_s < self._next_s:
             return
         self._phase, self._next_s = sample.phase, sample.elapsed_s + _LINE_EVERY_S

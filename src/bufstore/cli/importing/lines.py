@@ -52,7 +52,6 @@ class Input:
             self._spool = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
 
     def close(self) -> None:
-        """Remove what was kept."""
         if self._spool is not None:
             self._spool.close()
 

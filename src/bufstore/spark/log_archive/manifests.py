@@ -130,7 +130,6 @@ def write_range(messages: DataFrame, path: str, manifest: Manifest) -> Manifest:
 
 
 def write_manifest(spark: SparkSession, path: str, manifest: Manifest) -> None:
-    """Put a range into the archive."""
     line = spark.createDataFrame([(msgspec.json.encode(manifest).decode(),)], "value string").coalesce(1)
     line.write.mode("error").text(f"{path}/manifests/{manifest.name}")
 

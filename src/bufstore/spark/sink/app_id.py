@@ -79,7 +79,6 @@ def check_bad(config: SinkConfig, outcome: RowCounts) -> None:
 
 
 def setup(config: SinkConfig) -> None:
-    """Make the tables."""
     _with_ledger(config, SparkLedger.setup)
 
 

@@ -176,7 +176,6 @@ class _BatchWriter(_Writes, DataSourceArrowWriter):
         self.batch_id = batch_id
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Write all rows."""
         self._commit(messages, self.batch_id)
 
 

@@ -72,7 +72,6 @@ class _Task:
         self._logged: set[str] = set()
 
     async def write(self, rows: Sequence[Row]) -> None:
-        """Write the next part."""
         opened = await _opened(self._config)
         threads: dict[str, list[_Line]] = {}
         for row in rows:

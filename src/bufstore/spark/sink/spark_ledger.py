@@ -34,15 +34,12 @@ class SparkLedger:
         self._sql = queries(_FOLDER, schema)
 
     async def open(self) -> None:
-        """Open the pool."""
         await self._pool.open(wait=False)
 
     async def aclose(self) -> None:
-        """Release the connection."""
         await self._pool.close()
 
     async def setup(self) -> None:
-        """Create or migrate the tables."""
         async with self._pool.lend(_TIMEOUT_S) as connection:
             await migrate(connection, self._schema, _FOLDER, "spark")
 
@@ -51,7 +48,6 @@ class SparkLedger:
         return Holder(*(await self._fetch("begin", app_id, query_id, batch_id))[0])
 
     async def done(self, app_id: str, batch_id: int, fingerprint: int, rows: int, repeated: int, bad: int) -> None:
-        """Note what a batch came to."""
         await self._fetch("done", app_id, batch_id, fingerprint, rows, repeated, bad)
 
     async def quarantine(self, app_id: str, batch_id: int, rank: int, row: Mapping[str, Any], cause: str) -> None:

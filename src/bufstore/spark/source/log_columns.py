@@ -61,7 +61,6 @@ _ARROW: Mapping[str, Any] = {
 
 
 def schema_of(columns: Sequence[str]) -> str:
-    """The columns as Spark's DDL."""
     types = {**MESSAGE_COLUMNS, **ENTRY_COLUMNS}
     return ", ".join(f"{name} {types[name]}" for name in columns)
 
@@ -76,7 +75,6 @@ class LogItem(msgspec.Struct, frozen=True):
 
 
 def message_rows(columns: Sequence[str], reads: Sequence[Read]) -> pyarrow.RecordBatch:
-    """Messages, byte for byte."""
     found: dict[str, list[Any]] = {
         "position": [r.message.seq for r in reads],
         "stored_at": [r.stored_at_ns // 1000 for r in reads],

@@ -43,7 +43,6 @@ def copied(changes: Iterable[ThreadChange]) -> Iterator[bytes]:
 
 
 async def copy(connection: AsyncConnection, statement: str, blocks: Iterable[bytes]) -> None:
-    """Run a COPY in the transaction."""
     async with connection.cursor() as cursor, cursor.copy(statement) as writing:
         for block in blocks:
             await writing.write(block)

