@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 _BYTES_MAX = 256 << 10
 #: What an entry costs in a group beside its payload: its own header, its thread, its record.
 _OVERHEAD = HEADER_BYTES_MAX + 64 + RECORD_BYTES
+#: Others write too, if one of them was first within this time.
+_CONTENDED_S = 0.1
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
 
@@ -165,6 +167,9 @@ class Sequencer:
         #: How many groups were stored, and how often another writer was first.
         self.groups = 0
         self.refusals = 0
+        #: When another writer was first, the last time; and how long a group takes, lately.
+        self._refused_at = float("-inf")
+        self._round_s = 0.001
 
     def start(self) -> None:
         """Begin to send; needs a running event loop."""
@@ -249,10 +254,16 @@ class Sequencer:
         try:
             while self._waiting:
                 await self._guarded(self._take())
+                await self._yield()
         finally:
             self._task = None
             if self._waiting and not self._closed:
                 self._look_soon()
+
+    async def _yield(self) -> None:
+        """Let others go first for a moment if they wait too: who has just written knows the end of the log first."""
+        if asyncio.get_running_loop().time() - self._refused_at < _CONTENDED_S:
+            await asyncio.sleep(self._round_s)
 
     def _take(self) -> list[Queued]:
         waiting = self._waiting
@@ -327,6 +338,7 @@ class Sequencer:
             if draft is None or drafted != chosen.entries:
                 draft, drafted = Draft(_new_id(), chosen.entries), chosen.entries
             before, before_id = self._heads.seen, self._heads.seen_id
+            sent_at = asyncio.get_running_loop().time()
             outcome = await self._send(draft, before, before_id, min(q.parts_at for q in chosen.units))
             if isinstance(outcome, Written):
                 break
@@ -334,10 +346,13 @@ class Sequencer:
                 _end_all(chosen.units, outcome)
                 return
             self.refusals += 1
+            self._refused_at = asyncio.get_running_loop().time()
             chosen = self._choose(chosen.units)
         # The first line that matters, the publish ack: only now is the group on the log's disk, and only now do its
         # writers return. Returning earlier would acknowledge what a crash can still lose.
         self.groups += 1
+        now = asyncio.get_running_loop().time()
+        self._round_s += (now - sent_at - self._round_s) / 8
         self._heads.observe(outcome.group)
         self._stored(outcome)
         number = -1

@@ -65,6 +65,11 @@ class Tail:
         await self.see_all()
         if self._heads.seen <= seq:
             return None
+        for known, _ in reversed(self._kept.values()):
+            if known.before == seq:
+                return Behind(known.seq, known.id, known.before)
+            if known.seq <= seq:
+                break
         found = await self._log.read(self._subject, seq, self._timeout_s, limit=1)
         if not found:
             return None
