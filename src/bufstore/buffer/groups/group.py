@@ -169,6 +169,12 @@ def _placed(records: Sequence[Record], seq: int) -> list[Record]:
     return [r._replace(prev=place(seq, r.prev - 1)) if 0 < r.prev < ENTRIES_MAX else r for r in records]
 
 
+def body_of(group: Group, number: int, body: bytes) -> bytes:
+    """What the group's header says is the entry's part of the group's body."""
+    end = group.records[number + 1].begins if number + 1 < len(group.records) else len(body)
+    return body[group.records[number].begins : end]
+
+
 def decode_entry(group: Group, number: int, body: bytes) -> GroupEntry:
     """One entry of a group, from the group's body. Raises MalformedEntry when it cannot be found there."""
     record = group.records[number]
