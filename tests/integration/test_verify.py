@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bufstore.buffer.flush import retention
+from bufstore.buffer.flush import idle, retention
+from bufstore.buffer.places import group_of
 from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
@@ -26,14 +27,17 @@ DAMAGES = {
     "cursor <= log": "UPDATE {s}.buffer_partitions SET cursor_seq = 1000000 WHERE cursor_seq > 0 AND %s <> ''",
     "cursor entry": "UPDATE {s}.buffer_partitions SET cursor_id = 7 WHERE cursor_seq > 0 AND %s <> ''",
     "progress <= cursor": "UPDATE {s}.buffer_partitions SET cursor_seq = 1, cursor_id = 0 WHERE %s <> ''",
-    "ack <= cursor": "UPDATE {s}.buffer_partitions SET cursor_seq = 1, cursor_id = 0 WHERE %s <> ''",
 }
 
 
 @pytest.mark.parametrize("rule", DAMAGES)
-async def test_each_kind_of_damage_is_found(deployment: Deployment, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_kind_of_damage_is_found(
+    deploy: Callable[..., Deployment], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The flusher notices a cursor that went back by itself, and mends it: not before this test has looked.
+    deployment = deploy(failover_window_s=6000.0)
     monkeypatch.setattr(retention, "_INTERVAL_S", 600.0)
+    monkeypatch.setattr(idle, "_INTERVAL_S", 600.0)
     deployment.verified = False
     async with deployment.store() as store:
         thread_id, other = fresh(), fresh()
@@ -56,6 +60,35 @@ async def test_each_kind_of_damage_is_found(deployment: Deployment, rule: str, m
         assert (shown.code, rule in shown.out) == (1, True), shown
 
 
+@pytest.mark.parametrize("rule", ["settled <= cursor", *(rule for rule in DAMAGES if rule != "progress <= cursor")])
+async def test_damage_below_the_floor_is_found(deploy: Callable[..., Deployment], rule: str) -> None:
+    deployment = deploy(failover_window_s=1.0)
+    deployment.verified = False
+    short = {"append_timeout_s": 0.5, "read_timeout_s": 0.5}
+    threads = [fresh() for _ in range(3)]
+    async with deployment.store(**short) as store:
+        for n in range(3):
+            await asyncio.gather(*(store.checkpoint(t, [said(i) for i in range(n + 1)], run_of(t)) for t in threads))
+        await store.force_flush_all()
+        last = max([(await store.checkpoint_append(t, [said(3)], run_of(t))).thread_seq for t in threads])
+        other = fresh()
+        await store.checkpoint(other, [said(0)], run_of(other))
+
+        async def settled() -> bool:
+            return await store.buffer.log.settled() > last
+
+        await eventually(settled)
+    async with deployment.store(flusher=False, **short) as store:
+        report = await store.verify()
+        assert report.ok, report.findings
+        assert (report.threads, report.unflushed_entries) == (4, 0)
+        damage = DAMAGES.get(rule, "UPDATE {s}.buffer_partitions SET cursor_seq = 1, cursor_id = 0 WHERE %s <> ''")
+        await query(deployment.servers.postgres.dsn, damage.format(s=deployment.name), threads[0])
+        report = await store.verify()
+        assert rule in {f.rule for f in report.findings}
+        assert {f.thread_id for f in report.findings} <= {None, threads[0]}
+
+
 async def test_a_chain_that_lost_an_entry_is_found(deployment: Deployment) -> None:
     deployment.verified = False
     async with deployment.store(flusher=False) as store:
@@ -65,7 +98,9 @@ async def test_a_chain_that_lost_an_entry_is_found(deployment: Deployment) -> No
             receipt = await store.checkpoint(thread_id, [said(i) for i in range(n + 1)], run_of(thread_id))
             seqs.append(receipt.thread_seq)
         assert (await store.verify()).ok
-        await store.buffer.session.stream.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": seqs[1]})
+        await store.buffer.session.stream.api(f"STREAM.MSG.DELETE.{deployment.log.stream}", {"seq": group_of(seqs[1])})
+    # A process that has not seen it: to others nothing is missing yet.
+    async with deployment.store(flusher=False) as store:
         report = await store.verify()
         assert [(f.rule, f.thread_id) for f in report.findings] == [("chain", thread_id)]
         assert str(seqs[2]) in report.findings[0].detail

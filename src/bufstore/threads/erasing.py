@@ -58,8 +58,8 @@ class ThreadEraser:
         except NotFound:
             existed = False
         # As it stands on the log's disk: what nobody needs any more is not looked up by thread.
-        last = {t: m async for _, m in self._log.scan(threads=threads) if (t := self._subjects.thread_id(m.subject))}
-        below = {t: await self._removed_at(t, last.get(t)) for t in threads}
+        last = {m.subject: m async for _, m in self._log.scan(threads=threads)}
+        below = {t: await self._removed_at(t, last.get(self._subjects.of(t))) for t in threads}
         removed = await self._eraser.erase({t: seq for t, seq in below.items() if seq}, self._remove_remains)
         quarantined = sum([await self._unpark(t) for t in threads])
         set_aside = await self._erase_set_aside(threads) if self._erase_set_aside is not None else 0

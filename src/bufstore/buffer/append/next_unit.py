@@ -16,7 +16,8 @@ from bufstore.errors import BufstoreError, IdempotencyConflict, Rejected, TooLar
 from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, Outgoing
 from bufstore.types import Receipt
 
-UNIT_BYTES_MAX = 8 << 20
+#: Of one thread at a time: larger groups gain nothing (`bufstore.buffer.groups.sequencer`).
+UNIT_BYTES_MAX = 256 << 10
 
 
 class QueuedWrite(Protocol[M]):

@@ -241,7 +241,7 @@ class Takeover:
 
     async def _follow(self, cursor: Cursor) -> None:
         """Check that the log is still the one that the cursor belongs to, and follow it from there."""
-        trouble = await proven(self._log, lambda: mismatch(self._log, cursor))
+        trouble = await proven(self._log, lambda: self._mismatch(cursor))
         if trouble is not None:
             self._log.refuse(trouble)
             raise LogRolledBack(trouble)
@@ -252,6 +252,14 @@ class Takeover:
             owned.passed.note(self._loop.time(), cursor.seq)
         self._state.takeovers += 1
         self._state.partitions = tuple(sorted(self.owned_partitions))
+
+    async def _mismatch(self, cursor: Cursor) -> str | None:
+        """`mismatch`, of a cursor that is still the partition's. Raises LogUnavailable when it is not."""
+        reason = await mismatch(self._log, cursor)
+        # A process that stood still for long: others went on, and the log was purged behind them.
+        if reason is not None and (await self._ledger.cursors()).get(cursor.partition) != cursor:
+            raise LogUnavailable(f"another owner took partition {cursor.partition} meanwhile")
+        return reason
 
     async def compare(self) -> None:
         """Doubt the partitions whose cursors Postgres no longer knows: it went back, or another owner has them.

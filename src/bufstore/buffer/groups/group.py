@@ -33,10 +33,10 @@ _RECORD = struct.Struct(f">{HASH_BYTES}sQIHxx")
 _LENGTHS = struct.Struct(">HH")
 #: In the length of an entry's own header: the payload stands elsewhere.
 _ELSEWHERE = 1 << 15
-#: What an entry costs in the header, in base64.
-RECORD_BYTES = (_RECORD.size * 4 + 2) // 3
-#: What the header has beside the records, at most.
-HEAD_BYTES_MAX = 128
+#: What an entry costs beside its thread, its own header and its payload: its record in base64, and their lengths.
+ENTRY_BYTES = (_RECORD.size * 4 + 2) // 3 + _LENGTHS.size
+#: What the headers of the message have beside the records, at most.
+HEAD_BYTES_MAX = 256
 
 
 @lru_cache(maxsize=1 << 16)
@@ -167,6 +167,12 @@ def decode_header(message: StoredMessage) -> Group:
 def _placed(records: Sequence[Record], seq: int) -> list[Record]:
     """The records with the places of what stands before in the same group."""
     return [r._replace(prev=place(seq, r.prev - 1)) if 0 < r.prev < ENTRIES_MAX else r for r in records]
+
+
+def body_of(group: Group, number: int, body: bytes) -> bytes:
+    """What the group's header says is the entry's part of the group's body."""
+    end = group.records[number + 1].begins if number + 1 < len(group.records) else len(body)
+    return body[group.records[number].begins : end]
 
 
 def decode_entry(group: Group, number: int, body: bytes) -> GroupEntry:

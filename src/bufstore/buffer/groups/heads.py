@@ -22,6 +22,10 @@ _GENERATIONS_MAX = 8
 class Gap(Exception):
     """A group names another predecessor than the last that was seen: groups are missing, or the log went back."""
 
+    def __init__(self, group: Group, seen: int) -> None:
+        super().__init__(f"group {group.seq} stands behind {group.before}, and {seen} was seen last")
+        self.group = group
+
 
 class Heads:
     """The heads of threads; see the module's text."""
@@ -70,7 +74,7 @@ class Heads:
             return False
         follows = (group.before, group.before_id) == (self.seen, self.seen_id)
         if not follows and not (self._anywhere and group.before <= self.seen):
-            raise Gap(f"group {group.seq} stands behind {group.before}, and {self.seen} was seen last")
+            raise Gap(group, self.seen)
         self._passed(group.seq, group.id)
         self.purged = max(self.purged, group.purged)
         newest = self._generations[-1]
@@ -87,6 +91,11 @@ class Heads:
         """Note a message among the groups that is not one: it holds no entries, and the next group names it."""
         if seq > self.seen:
             self._passed(seq, 0)
+
+    def observe_behind_gap(self, group: Group) -> None:
+        """Note this group although groups are missing before it: what they said of threads is lost."""
+        self._passed(group.before, group.before_id)
+        self.observe(group)
 
     def _passed(self, seq: int, id_: int) -> None:
         self.seen, self.seen_id, self._anywhere = seq, id_, False

@@ -8,11 +8,12 @@ is) it leaves to the stream.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed, StreamFeed
-from bufstore.buffer.groups.group import Group, decode_entry, hash_of
+from bufstore.buffer.groups.group import Group, body_of, decode_entry, hash_of
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined, sequences
 from bufstore.buffer.groups.sequencer import Sequencer
@@ -99,7 +100,9 @@ class GroupLog:
         self._stream, self._shared, self._config, self._name = stream, shared, config, name
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._heads = Heads()
-        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self._begins_anew, _READ_S)
+        self._tail = Tail(
+            stream, self._subjects.groups, self._heads, self._floor, self.erased, self._begins_anew, _READ_S
+        )
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._split)
         self._forget_callbacks: list[Callable[[bool], None]] = []
@@ -227,11 +230,15 @@ class GroupLog:
         at = place(group.seq, number)
         try:
             entry = decode_entry(group, number, body)
-            payload = await joined(entry.payload, self._stream.identity) if entry.elsewhere else entry.payload
         except MalformedEntry:
-            # What it is of is known by its hash only, and what it held is what the group has there.
-            return StoredMessage(f"{self._subjects.prefix}.{group.records[number].partition}.", at, None, body)
-        return StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, payload)
+            # What it is of is known by its hash only. Of the group's body it gets no more than its own part.
+            subject = f"{self._subjects.prefix}.{group.records[number].partition}."
+            return StoredMessage(subject, at, None, body_of(group, number, body))
+        subject, payload = self._subjects.of(entry.thread_id), entry.payload
+        if entry.elsewhere:
+            with contextlib.suppress(MalformedEntry):  # its checksum does not fit what is left of it
+                payload = await joined(payload, self._stream.identity)
+        return StoredMessage(subject, at, entry.header, payload)
 
     def _foreign(self, message: StoredMessage) -> StoredMessage:
         """What is among the groups and is none, as if it were an entry."""
@@ -263,6 +270,7 @@ class GroupLog:
         *,
         partitions: Collection[int] | None = None,
         threads: Collection[str] | None = None,
+        last_up_to: int | None = None,
     ) -> AsyncIterator[tuple[int, StoredMessage]]:
         hashes = {hash_of(thread_id) for thread_id in threads} if threads is not None else None
         async for message in self._groups(max(group_of(above) - 1, 0)):
@@ -276,6 +284,7 @@ class GroupLog:
                     at > above
                     and (hashes is None or record.hash in hashes)
                     and (partitions is None or record.partition in partitions)
+                    and (last_up_to is None or not at < self._heads.head(record.hash) <= last_up_to)
                 ):
                     yield record.partition, await self._entry(group, number_of(at), message.body)
 

@@ -29,6 +29,11 @@ def reference(payload: bytes, seqs: Sequence[int]) -> bytes:
     return _WHOLE.pack(len(payload), zlib.crc32(payload)) + b"".join(map(_SEQ.pack, seqs))
 
 
+def reference_bytes(size: int, bytes_max: int) -> int:
+    """How long the reference is to a payload of this size, in parts of so many bytes."""
+    return _WHOLE.size + -(-size // bytes_max) * _SEQ.size
+
+
 def first_part(reference_: bytes) -> int:
     """The sequence of the first of the parts that are named."""
     found: int = _SEQ.unpack_from(reference_, _WHOLE.size)[0]

@@ -25,22 +25,20 @@ from typing import NamedTuple, Protocol
 import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
-from bufstore.buffer.groups.group import HEAD_BYTES_MAX, RECORD_BYTES, Draft, NewEntry, hash_of, in_group
+from bufstore.buffer.groups.group import ENTRY_BYTES, HEAD_BYTES_MAX, Draft, NewEntry, hash_of, in_group
 from bufstore.buffer.groups.heads import Heads
-from bufstore.buffer.groups.oversize import parts_of, reference
+from bufstore.buffer.groups.oversize import parts_of, reference, reference_bytes
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
-from bufstore.jetstream.messages import HEADER_BYTES_MAX, AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, Outgoing, StoredMessage
 
 _log = logging.getLogger(__name__)
 
 #: Larger groups gain nothing, and a reader of one entry reads its group.
 _BYTES_MAX = 256 << 10
-#: What an entry costs in a group beside its payload: its own header, its thread, its record.
-_OVERHEAD = HEADER_BYTES_MAX + 64 + RECORD_BYTES
 #: Others write too, if one of them was first within this time.
 _CONTENDED_S = 0.1
 #: Longest pause between two tries while the outcome of a group is not known.
@@ -112,14 +110,30 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
     return Chosen(chosen, moved, entries)
 
 
+def size_of(message: Outgoing) -> int:
+    """What an entry takes of a group, at most: its subject is longer than its thread's id."""
+    return len(message.body) + len(message.subject) + len(message.header or "") + ENTRY_BYTES
+
+
+def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int]:
+    """Which of a unit's entries must be stored in parts, so that what is left fits into one message."""
+    size = sum(map(size_of, messages))
+    chosen = set[int]()
+    for number in sorted(range(len(messages)), key=lambda n: -len(messages[n].body)):
+        if size <= room:
+            break
+        size -= len(messages[number].body) - reference_bytes(len(messages[number].body), room)
+        chosen.add(number)
+    return frozenset(chosen)
+
+
 def count_fitting(units: Iterable[Queued], message_bytes_max: int) -> int:
     """How many of these units, at least one, make a group."""
     room = min(_BYTES_MAX, message_bytes_max - HEAD_BYTES_MAX)
     count = entries = size = 0
     for queued in units:
         entries += len(queued.messages)
-        for message in queued.messages:
-            size += len(message.body) + _OVERHEAD
+        size += sum(map(size_of, queued.messages))
         if count and (entries > ENTRIES_MAX or size > room):
             break
         count += 1
@@ -184,8 +198,9 @@ class Sequencer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        waiting = list(self._waiting)
+        waiting = [*self._waiting, *self._large]  # also of a task that was cancelled before it began
         self._waiting.clear()
+        self._large.clear()
         _end_all(waiting, Closed("the store was closed before the entry was sent"))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
@@ -212,9 +227,14 @@ class Sequencer:
         if self._closed:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
+        if len(unit.messages) > ENTRIES_MAX:
+            refused = BatchRefused(f"{len(unit.messages)} entries in a unit")
+            asyncio.get_running_loop().call_soon(end_all, [unit], refused)
+            return
         queued = Queued(unit, self._heads.seen, self._heads.life, unit.messages)
-        if any(len(message.body) > self._entry_room for message in unit.messages):
-            self._store_parts(queued)
+        elsewhere = too_large(unit.messages, self._room)
+        if elsewhere:
+            self._store_parts(queued._replace(elsewhere=elsewhere))
         else:
             self._queue(queued)
 
@@ -228,8 +248,8 @@ class Sequencer:
             self._bytes_max = self._stream.message_bytes_max
 
     @property
-    def _entry_room(self) -> int:
-        return self._bytes_max - HEAD_BYTES_MAX - _OVERHEAD
+    def _room(self) -> int:
+        return self._bytes_max - HEAD_BYTES_MAX
 
     @property
     def oldest(self) -> int | None:
@@ -283,15 +303,17 @@ class Sequencer:
     async def _with_parts(self, queued: Queued) -> None:
         """Store the parts of its large entries, then queue what names them."""
         try:
-            messages, elsewhere = list(queued.messages), set[int]()
+            messages = list(queued.messages)
             async with self._one_large:
                 parts_at = asyncio.get_running_loop().time()
-                for number, message in enumerate(messages):
-                    if len(message.body) > self._entry_room:
-                        parts = parts_of(self._subjects.parts, message.body, self._entry_room)
-                        seqs = [await self._stream.publish(part, self._timeout_s) for part in parts]
-                        messages[number] = msgspec.structs.replace(message, body=reference(message.body, seqs))
-                        elsewhere.add(number)
+                for number in queued.elsewhere:
+                    payload = messages[number].body
+                    seqs = []
+                    for part in parts_of(self._subjects.parts, payload, self._room):
+                        if queued.unit.given_up:
+                            return
+                        seqs.append(await self._stream.publish(part, self._timeout_s))
+                    messages[number] = msgspec.structs.replace(messages[number], body=reference(payload, seqs))
         except asyncio.CancelledError:
             end_one(queued.unit, Closed("the store was closed before the entry was sent"))
             raise
@@ -301,9 +323,10 @@ class Sequencer:
         except BufstoreError as e:
             end_one(queued.unit, e)
         else:
-            self._queue(queued._replace(messages=messages, elsewhere=frozenset(elsewhere), parts_at=parts_at))
+            self._queue(queued._replace(messages=messages, parts_at=parts_at))
         finally:
-            self._large.remove(queued)
+            if queued in self._large:
+                self._large.remove(queued)
 
     async def _guarded(self, units: list[Queued]) -> None:
         self._sending = units

@@ -44,12 +44,16 @@ class Tail:
         subject: str,
         heads: Heads,
         floor: Callable[[], Awaitable[int]],
+        erased: Callable[[], Awaitable[int]],
         lost: Callable[[], None],
         timeout_s: float,
     ) -> None:
-        """`floor`: from where on what is in the log must be known. `lost`: told when `heads` had to begin anew."""
+        """`floor`: from where on what is in the log must be known. `erased`: up to where groups may be gone below it.
+
+        `lost`: told when `heads` had to begin anew.
+        """
         self._log, self._subject, self._heads = log, subject, heads
-        self._floor, self._lost = floor, lost
+        self._floor, self._erased, self._lost = floor, erased, lost
         self._timeout_s = timeout_s
         self._kept: OrderedDict[int, tuple[Group, bytes]] = OrderedDict()
         self._kept_bytes = 0
@@ -98,13 +102,19 @@ class Tail:
     async def _see_all(self) -> None:
         if not self._heads.life:
             await self._begin()
+        began_before = 0
         while True:
             behind = await self._log.read(self._subject, self._heads.seen, self._timeout_s, limit=_AT_ONCE)
             try:
                 self._observe(behind)
             except Gap as e:
-                _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
-                await self._begin()
+                if e.group.seq == began_before and e.group.before > group_of(await self._erased()):
+                    _log.error("the log has lost groups: %s", e, extra={"action": "log_gap"})
+                    self._heads.observe_behind_gap(e.group)
+                else:
+                    _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
+                    began_before = e.group.seq
+                    await self._begin()
                 continue
             if len(behind) < _AT_ONCE:
                 return

@@ -59,8 +59,9 @@ class ThreadFacts(msgspec.Struct, frozen=True, kw_only=True):
     watermark: Watermark
     #: Up to where entries were discarded from quarantine.
     given_up: int
-    #: Its last message in the log.
+    #: Its last entry in the log; if nothing of it stands above the log's floor: one that may not be the last.
     last: StoredMessage
+    above_floor: bool
     #: Its entries above the watermark.
     tail: Sequence[Item]
     #: Which of the positions asked for are in quarantine.
@@ -79,7 +80,8 @@ def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
         found.append(("watermark <= log", f"flushed up to {watermark.flushed_seq}, the log's last entry is {last.seq}"))
     if watermark.flushed_seq == last.seq and not _explained(facts):
         found.append(("watermark applied", f"the entry at the watermark {last.seq} is neither applied nor parked"))
-    skipped = [item.seq for item in facts.tail if item.seq <= facts.cursor]
+    # What waits in the ledger was passed by the cursor.
+    skipped = [item.seq for item in facts.tail if watermark.waits_to < item.seq <= facts.cursor]
     if skipped:
         found.append(("cursor flushed", f"entry {skipped[0]} is not flushed, the cursor stands at {facts.cursor}"))
     torn = None if facts.given_up or watermark.broken_since is not None else _torn(watermark, facts.tail)

@@ -12,7 +12,8 @@ repair is begun anew.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -23,10 +24,17 @@ from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.salvage import known_up_to, plan_salvage
 from bufstore.buffer.parts import AnyParts
-from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, need_all
+from bufstore.buffer.ports.ledger import Decision, FlushFailed, need_all
 from bufstore.errors import ConfigError, MalformedEntry, StoreMisconfigured, StoreUnavailable
+from bufstore.jetstream.messages import StoredMessage
 
 _CHUNK = 500
+_CHUNK_BYTES = 16 << 20
+#: Threads are divided into so many slices, to salvage as many at a time as fit into memory.
+_SLICES = 1 << 10
+_SHARE_BYTES = 128 << 20
+#: What an entry takes in memory beside its body.
+_ENTRY_BYTES = 500
 _TIMEOUT_S = 30.0
 _OWNER = "repair"
 
@@ -38,7 +46,7 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
     reason: str | None
     #: False: nothing was changed; the numbers say what a repair would do.
     done: bool = False
-    #: Threads that the log shows.
+    #: Threads with entries above what log and Postgres certainly have in common.
     threads: int = 0
     #: Entries in it that Postgres lacks and accepts.
     applied: int = 0
@@ -113,52 +121,77 @@ class Repair:
     # --- what the log still has -------------------------------------------------------------------------------
 
     async def _salvage(self, settle: _Settle, common: Sequence[int]) -> None:
-        for partition in range(self._subjects.partitions):
-            await self._salvage_partition(partition, settle, common[partition])
+        for share in await self._shares(common):
+            await self._salvage_share(share, settle, common)
 
-    async def _salvage_partition(self, partition: int, settle: _Settle, common: int) -> None:
-        async for subjects in self._subject_chunks(partition):
-            by_thread = {thread_id: s for s in subjects if (thread_id := self._thread_of(s)) is not None}
-            self._threads += len(by_thread)
-            watermarks = await self._ledger.watermarks(list(by_thread))
-            last = await self._log.last(list(by_thread.values()), _TIMEOUT_S)
-            for thread_id, subject in by_thread.items():
+    async def _above(self, common: Sequence[int]) -> AsyncIterator[tuple[int, StoredMessage]]:
+        """The entries above what log and Postgres have in common, with their partitions."""
+        async for partition, message in self._log.scan(min(common)):
+            if message.seq > common[partition]:
+                yield partition, message
+
+    async def _shares(self, common: Sequence[int]) -> list[set[int]]:
+        """Threads are judged whole. Divides them into shares, by slices, each of which fits into memory."""
+        sizes = [0] * _SLICES
+        async for _, message in self._above(common):
+            sizes[_slice(message.subject)] += _ENTRY_BYTES + len(message.body)
+        shares, room = list[set[int]](), 0
+        for number, size in enumerate(sizes):
+            if not shares or size > room:
+                shares.append(set())
+                room = _SHARE_BYTES
+            shares[-1].add(number)
+            room -= size
+        return shares
+
+    async def _salvage_share(self, share: set[int], settle: _Settle, common: Sequence[int]) -> None:
+        found: dict[str, tuple[int, list[StoredMessage]]] = {}
+        async for partition, message in self._above(common):
+            if _slice(message.subject) in share:
+                found.setdefault(message.subject, (partition, []))[1].append(message)
+        threads = {thread_id: s for s in found if (thread_id := self._thread_of(s)) is not None}
+        self._threads += len(threads)
+        for some in _chunks(list(threads)):
+            watermarks = await self._ledger.watermarks(some)
+            for thread_id in some:
+                partition, messages = found.pop(threads[thread_id])
                 watermark = watermarks[thread_id][0] if thread_id in watermarks else Watermark()
-                if subject not in last or entry_id(last[subject]) == watermark.applied_id:
+                if entry_id(messages[-1]) == watermark.applied_id:
                     continue  # all of it is in Postgres
-                items = assemble(await self._log.after(subject, 0, _TIMEOUT_S), thread_id)
-                await settle(thread_id, items, common, await self._settled(items))
-            for subject in set(subjects) - set(by_thread.values()):
-                messages = await self._log.after(subject, 0, _TIMEOUT_S)
-                items = [Malformed(m.subject, m.seq, (m,), "its subject belongs to no thread", None) for m in messages]
-                await settle(None, items, common, await self._settled(items))
+                items = assemble(messages, thread_id)
+                await settle(thread_id, items, common[partition], await self._settled(items))
+        for partition, messages in found.values():
+            items = [Malformed(m.subject, m.seq, (m,), "it belongs to no thread", None) for m in messages]
+            await settle(None, items, common[partition], await self._settled(items))
 
     async def _common(self) -> list[int]:
         """Per partition, the position up to which the log is certainly the one that Postgres knows."""
-        cursors = await self._ledger.cursors()
-        return [await self._common_of(p, cursors.get(p)) for p in range(self._subjects.partitions)]
-
-    async def _common_of(self, partition: int, cursor: Cursor | None) -> int:
-        known = 0
-        if cursor is not None and cursor.id:
-            message = await self._log.identity(cursor.seq)
-            known = cursor.seq if message is not None and entry_id(message) == cursor.id else 0
-        async for subjects in self._subject_chunks(partition):
-            threads = [t for s in subjects if (t := self._thread_of(s)) is not None]
-            watermarks = await self._ledger.watermarks(threads)
-            last = await self._log.last([self._subjects.of(t) for t in watermarks], _TIMEOUT_S)
-            for thread_id, (watermark, _) in watermarks.items():
-                message = last.get(self._subjects.of(thread_id))
-                if message is not None:
-                    known = max(known, known_up_to(watermark, assemble([message], thread_id)))
+        known = [0] * self._subjects.partitions
+        for cursor in (await self._ledger.cursors()).values():
+            if cursor.id and cursor.partition < len(known):
+                message = await self._log.identity(cursor.seq)
+                known[cursor.partition] = cursor.seq if message is not None and entry_id(message) == cursor.id else 0
+        some: list[tuple[int, str, StoredMessage]] = []
+        size = 0
+        async for partition, message in self._log.scan():
+            thread_id = self._thread_of(message.subject)
+            if thread_id is not None and message.seq > known[partition]:
+                some.append((partition, thread_id, message))
+                size += len(message.body)
+            if len(some) >= _CHUNK or size >= _CHUNK_BYTES:
+                await self._raise(known, some)
+                some, size = [], 0
+        await self._raise(known, some)
         return known
 
-    async def _subject_chunks(self, partition: int) -> AsyncIterator[list[str]]:
-        offset = 0
-        while subjects := await self._log.subjects(self._subjects.of_partition(partition), offset):
-            offset += len(subjects)
-            for i in range(0, len(subjects), _CHUNK):
-                yield subjects[i : i + _CHUNK]
+    async def _raise(self, known: list[int], entries: Sequence[tuple[int, str, StoredMessage]]) -> None:
+        """Raise what is known of each partition to the last of these entries that Postgres has certainly applied."""
+        if entries:
+            watermarks = await self._ledger.watermarks(sorted({thread_id for _, thread_id, _ in entries}))
+            for partition, thread_id, message in entries:
+                if thread_id in watermarks:
+                    up_to = known_up_to(watermarks[thread_id][0], assemble([message], thread_id))
+                    known[partition] = max(known[partition], up_to)
 
     def _thread_of(self, subject: str) -> str | None:
         try:
@@ -237,6 +270,14 @@ class Repair:
 
 class _Refused(Exception):
     """The store accepts one of the entries on no base."""
+
+
+def _slice(subject: str) -> int:
+    return zlib.crc32(subject.encode()) % _SLICES
+
+
+def _chunks(threads: Sequence[str]) -> Iterator[Sequence[str]]:
+    return (threads[i : i + _CHUNK] for i in range(0, len(threads), _CHUNK))
 
 
 def _id_of(item: Item) -> int | None:

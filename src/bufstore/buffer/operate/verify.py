@@ -7,7 +7,7 @@ grow are read in an order in which being late does no harm: the cursor before th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Versions
@@ -15,9 +15,14 @@ from bufstore.buffer.entry import assemble, entry_id
 from bufstore.buffer.operate.audit import Finding, ThreadFacts, Verification, thread_findings
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor
+from bufstore.buffer.ports.log import Floor
 from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import StoredMessage
 
 _CHUNK = 500
+_CHUNK_ENTRIES = 5000
+#: Of so many threads it is remembered where their watermarks must turn up; of more it is asked at once.
+_EXPECTED_MAX = 100_000
 _FINDINGS_MAX = 100
 _LOOKS = 4
 _PAUSE_S = 0.1
@@ -42,8 +47,7 @@ class Verifier:
         loop = asyncio.get_running_loop()
         began = loop.time()
         await asyncio.gather(*(self._partition(p) for p in range(self._subjects.partitions)))
-        for partition in range(self._subjects.partitions):
-            await self._threads_of(partition)
+        await self._threads_of_log()
         return Verification(
             partitions=self._subjects.partitions,
             threads=self._threads,
@@ -72,14 +76,17 @@ class Verifier:
     async def _partition_findings(self, partition: int) -> list[tuple[str, str]]:
         found = []
         told = (await self._shared.progress()).get(partition, 0)
-        term = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0)).term
-        acked = await self._log.acked(partition, term)
+        settled = (await self._shared.floors()).get(partition, Floor(0, 0)).settled
+        erased = await self._log.erased()
         cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0))
         end = await self._log.end(_TIMEOUT_S)
-        if acked is not None and acked > cursor.seq and await self._holds(partition, cursor.seq, acked):
-            found.append(("ack <= cursor", f"acknowledged up to {acked}, the cursor stands at {cursor.seq}"))
-        if told > cursor.seq:
-            found.append(("progress <= cursor", f"told to be flushed up to {told}, the cursor stands at {cursor.seq}"))
+        for rule, what, seq in (
+            ("progress <= cursor", "told to be flushed", told),
+            ("settled <= cursor", "told to be settled", settled),
+            ("erased <= cursor", "erased", erased),
+        ):
+            if seq > cursor.seq:
+                found.append((rule, f"{what} up to {seq}, the cursor stands at {cursor.seq}"))
         if cursor.seq > end:
             found.append(("cursor <= log", f"the cursor stands at {cursor.seq}, the log ends at {end}"))
         elif cursor.id and cursor.seq >= self._log.generation_start:
@@ -88,68 +95,111 @@ class Verifier:
                 found.append(("cursor entry", f"position {cursor.seq} does not hold the entry at the cursor"))
         return found
 
-    async def _holds(self, partition: int, above: int, up_to: int) -> bool:
-        """Whether the partition has a message there: the server moves a floor past messages of other partitions."""
-        first = await self._log.after(self._subjects.of_partition(partition), above, _TIMEOUT_S, limit=1)
-        return bool(first) and first[0].seq <= up_to
-
     # --- threads ----------------------------------------------------------------------------------------------
 
-    async def _threads_of(self, partition: int) -> None:
-        offset = 0
-        while subjects := await self._log.subjects(self._subjects.of_partition(partition), offset):
-            offset += len(subjects)
-            for i in range(0, len(subjects), _CHUNK):
-                threads = [t for s in subjects[i : i + _CHUNK] if (t := self._thread_of(s)) is not None]
-                await self._chunk(partition, threads)
+    async def _threads_of_log(self) -> None:
+        """Read the log once, and look at each thread where its last entry stands.
+
+        Of a thread with entries above the log's floor that is known beforehand. Below the floor everything is flushed,
+        so the last entry is the one at the watermark, and must turn up.
+        """
+        await self._log.ends([], _TIMEOUT_S)  # so that the last entries are known
+        end = await self._log.end(_TIMEOUT_S)
+        #: Threads below the floor that are not seen at their watermarks yet, and where these stand.
+        expected: dict[str, int] = {}
+        async for seen in self._chunks(end):
+            for thread_id in seen:
+                expected.pop(thread_id, None)
+            for f in await self._facts(seen):
+                if f.above_floor or f.watermark.flushed_seq <= f.last.seq:
+                    await self._judge(f)
+                elif len(expected) < _EXPECTED_MAX:
+                    expected[f.thread_id] = f.watermark.flushed_seq
+                else:
+                    await self._expect(f.thread_id)
+        for thread_id in expected:
+            await self._expect(thread_id)
+
+    async def _chunks(self, end: int) -> AsyncIterator[dict[str, StoredMessage]]:
+        """The threads of the log's entries up to a position, some at a time, each with the last of its entries."""
+        seen: dict[str, StoredMessage] = {}
+        entries = 0
+        async for _, message in self._log.scan(last_up_to=end):
+            if message.seq > end:
+                break
+            thread_id = self._thread_of(message.subject)
+            if thread_id is None:
+                continue  # of no thread: its entries are parked one by one
+            seen[thread_id] = message
+            entries += 1
+            if len(seen) >= _CHUNK or entries >= _CHUNK_ENTRIES:
+                yield seen
+                seen, entries = {}, 0
+        if seen:
+            yield seen
 
     def _thread_of(self, subject: str) -> str | None:
         try:
             return self._subjects.thread_id(subject)
         except MalformedEntry:
-            return None  # of no thread: its entries are parked one by one
+            return None
 
-    async def _chunk(self, partition: int, threads: Sequence[str]) -> None:
-        facts = await self._facts(partition, threads)
-        self._threads += len(facts)
-        for f in facts:
-            self._unflushed_threads += bool(f.tail)
-            self._unflushed_entries += len(f.tail)
-            if not thread_findings(f):
-                continue
-            thread_id = f.thread_id
+    async def _judge(self, f: ThreadFacts) -> None:
+        self._threads += 1
+        self._unflushed_threads += bool(f.tail)
+        self._unflushed_entries += len(f.tail)
+        if not thread_findings(f):
+            return
 
-            async def look(thread_id: str = thread_id) -> list[tuple[str, str]]:
-                again = await self._facts(partition, [thread_id])
-                return thread_findings(again[0]) if again else []
+        async def look() -> list[tuple[str, str]]:
+            again = await self._facts({f.thread_id: f.last})
+            return thread_findings(again[0])
 
-            self._find(partition, await _lasting(look), thread_id)
+        self._find(self._subjects.partition(f.thread_id), await _lasting(look), f.thread_id)
 
-    async def _facts(self, partition: int, threads: Sequence[str]) -> list[ThreadFacts]:
-        if not threads:
+    async def _expect(self, thread_id: str) -> None:
+        """The thread's watermark must stand at an entry of the thread, unless that has left the log meanwhile."""
+        subject = self._subjects.of(thread_id)
+
+        async def look() -> list[tuple[str, str]]:
+            watermark, _ = (await self._ledger.watermarks([thread_id])).get(thread_id, (Watermark(), 0))
+            at = watermark.flushed_seq
+            message = await self._log.identity(at)
+            first, _ = await self._log.bounds()
+            if (message is not None and message.subject == subject) or at < max(first, await self._log.erased()):
+                return []
+            return [("watermark <= log", f"flushed up to {at}, where the log has no entry of the thread")]
+
+        self._threads += 1
+        self._find(self._subjects.partition(thread_id), await _lasting(look), thread_id)
+
+    async def _facts(self, seen: Mapping[str, StoredMessage]) -> list[ThreadFacts]:
+        """What can be known of these threads. `seen`: for those of which nothing stands above the floor."""
+        if not seen:
             return []
-        cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0)).seq
-        watermarks = await self._ledger.watermarks(threads)
-        versions = await self._versions(threads) if self._versions is not None else {}
-        last = await self._log.last([self._subjects.of(t) for t in threads], _TIMEOUT_S)
-        parked = await self._ledger.parked.present([m.seq for m in last.values()])
+        cursors = await self._ledger.cursors()
+        watermarks = await self._ledger.watermarks(list(seen))
+        versions = await self._versions(list(seen)) if self._versions is not None else {}
+        last = await self._log.last([self._subjects.of(t) for t in seen], _TIMEOUT_S)
+        parked = await self._ledger.parked.present([m.seq for m in (*last.values(), *seen.values())])
         facts = []
-        for thread_id in threads:
-            message = last.get(self._subjects.of(thread_id))
-            if message is None:
-                continue  # purged since
+        for thread_id, message in seen.items():
+            known = last.get(message.subject)
             watermark, given_up = watermarks.get(thread_id, (Watermark(), 0))
-            behind = message.seq > watermark.flushed_seq
-            messages = await self._log.after(message.subject, watermark.flushed_seq, _TIMEOUT_S) if behind else []
+            tail = [message] if known is None and message.seq > watermark.flushed_seq else []
+            if known is not None and known.seq > watermark.flushed_seq:
+                tail = await self._log.after(message.subject, watermark.flushed_seq, _TIMEOUT_S)
+            partition = self._subjects.partition(thread_id)
             facts.append(
                 ThreadFacts(
                     thread_id=thread_id,
                     watermark=watermark,
                     given_up=given_up,
-                    last=message,
-                    tail=assemble(messages, thread_id),
+                    last=known or message,
+                    above_floor=known is not None,
+                    tail=assemble(tail, thread_id),
                     parked=parked,
-                    cursor=cursor,
+                    cursor=cursors.get(partition, Cursor(partition, 0, 0, 0)).seq,
                     versions=versions.get(thread_id),
                 )
             )

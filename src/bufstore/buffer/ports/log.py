@@ -245,9 +245,16 @@ class Log(Stream, Generations, Protocol):
         ...
 
     def scan(
-        self, above: int = 0, *, partitions: Collection[int] | None = None, threads: Collection[str] | None = None
+        self,
+        above: int = 0,
+        *,
+        partitions: Collection[int] | None = None,
+        threads: Collection[str] | None = None,
+        last_up_to: int | None = None,
     ) -> AsyncIterator[tuple[int, StoredMessage]]:
         """Every entry that stands in the log above a position, in order, with its partition; or only those of some.
+
+        `last_up_to`: not those behind which the thread is known to have another, up to this position.
 
         It reads the log from there to its end, a little at a time: for repair, the self-check and people. What belongs
         to no thread counts as partition 0.
