@@ -127,7 +127,7 @@ def next_unit(
             break
         outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=looked_up)
         if isinstance(outcome, Drafted):
-            size += len(outcome.draft.payload)
+            size += sum(len(m.body) + len(m.subject) + len(m.header or "") for m in outcome.messages)
             if count and (size > UNIT_BYTES_MAX or count + len(outcome.messages) > BATCH_MESSAGES_MAX):
                 outcome.draft.undo()
                 break

@@ -33,7 +33,7 @@ from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
-from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 
 _log = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ def size_of(message: Outgoing) -> int:
     return len(message.body) + len(message.subject) + len(message.header or "") + ENTRY_BYTES
 
 
-def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int]:
-    """Which of a unit's entries must be stored in parts, so that what is left fits into one message."""
+def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int] | None:
+    """Which of a unit's entries must go into parts so that the rest fits into one message; None: it cannot."""
     size = sum(map(size_of, messages))
     chosen = set[int]()
     for number in sorted(range(len(messages)), key=lambda n: -len(messages[n].body)):
@@ -124,7 +124,7 @@ def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int]:
             break
         size -= len(messages[number].body) - reference_bytes(len(messages[number].body), room)
         chosen.add(number)
-    return frozenset(chosen)
+    return frozenset(chosen) if size <= room and len(messages) <= ENTRIES_MAX else None
 
 
 def count_fitting(units: Iterable[Queued], message_bytes_max: int) -> int:
@@ -227,12 +227,12 @@ class Sequencer:
         if self._closed:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
-        if len(unit.messages) > ENTRIES_MAX:
-            refused = BatchRefused(f"{len(unit.messages)} entries in a unit")
+        elsewhere = too_large(unit.messages, self._room)
+        if elsewhere is None:
+            refused = LogUnavailable(f"{len(unit.messages)} entries do not fit into one message of this server")
             asyncio.get_running_loop().call_soon(end_all, [unit], refused)
             return
         queued = Queued(unit, self._heads.seen, self._heads.life, unit.messages)
-        elsewhere = too_large(unit.messages, self._room)
         if elsewhere:
             self._store_parts(queued._replace(elsewhere=elsewhere))
         else:

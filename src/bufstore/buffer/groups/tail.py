@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 _AT_ONCE = 64
 #: Of the groups seen last, so many bytes are kept: reads of what is not flushed yet want them.
 _KEPT_BYTES = 32 << 20
+#: What a record takes in memory.
+_RECORD_BYTES = 256
 
 
 class Subject(Protocol):
@@ -97,7 +99,8 @@ class Tail:
             group = self.decoded(message)
             if group is not None:
                 self._keep(group, message.body)
-        return self._kept.get(seq)
+                found = (group, message.body) if message.seq == seq else found
+        return found
 
     async def _see_all(self) -> None:
         if not self._heads.life:
@@ -155,7 +158,12 @@ class Tail:
     def _keep(self, group: Group, body: bytes) -> None:
         if group.seq not in self._kept:
             self._kept[group.seq] = group, body
-            self._kept_bytes += len(body)
+            self._kept_bytes += _memory_of(group, body)
             while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                _, (_, oldest) = self._kept.popitem(last=False)
-                self._kept_bytes -= len(oldest)
+                _, oldest = self._kept.popitem(last=False)
+                self._kept_bytes -= _memory_of(*oldest)
+
+
+def _memory_of(group: Group, body: bytes) -> int:
+    """About how much memory a group takes: of small entries the records are most."""
+    return len(body) + _RECORD_BYTES * len(group.records)
