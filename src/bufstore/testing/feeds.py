@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bufstore.buffer.ports.log import Feed, Log
-from bufstore.errors import ConfigError
 from bufstore.jetstream.messages import Outgoing
-from bufstore.testing.basics import Check, raises, registrar
+from bufstore.testing.basics import Check, registrar
 from bufstore.testing.log import FIRST, PATIENCE_S, Logs, eventually, put
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
 
-#: As many as fit into a batch.
-_MANY = 500
+#: Entries in a group, and more groups than are delivered ahead.
+_MANY = 10
+_GROUPS = 150
 
 
 @dataclass
@@ -56,13 +56,13 @@ async def _lost(feed: Feed) -> None:
 async def a_feed_delivers_one_partition_in_order(logs: Logs) -> None:
     log, writer = await logs.made(), await logs.made()
     (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
-    await put(writer, a, c, b)
+    places = await put(writer, a, c, b)
     follower = await _follow(log)
     await follower.until(lambda: len(follower.seen) == 2)
     # What comes later wakes the follower.
-    await put(writer, c, a, c, b)
+    places += await put(writer, c, a, c, b)
     await follower.until(lambda: len(follower.seen) == 4)
-    assert follower.seen == [FIRST, FIRST + 2, FIRST + 4, FIRST + 6]
+    assert follower.seen == [places[n] for n in (0, 2, 4, 6)]
     assert follower.feed.lost is None
     await follower.feed.close()
 
@@ -71,52 +71,78 @@ async def a_feed_delivers_one_partition_in_order(logs: Logs) -> None:
 async def a_feed_begins_at_a_position(logs: Logs) -> None:
     log = await logs.made()
     (a,) = logs.threads(0)
-    await put(log, a, a, a)
-    follower = await _follow(log, start=FIRST + 1)
+    places = await put(log, a, a, a)
+    follower = await _follow(log, start=places[0] + 1)
     await follower.until(lambda: len(follower.seen) == 2)
-    assert follower.seen == [FIRST + 1, FIRST + 2]
+    assert follower.seen == places[1:]
     await follower.feed.close()
 
 
 @_check()
-async def what_was_acknowledged_is_known_by_term(logs: Logs) -> None:
-    log, other = await logs.made(), await logs.made()
-    (a,) = logs.threads(0)
-    await put(log, a, a, a)
-    assert await other.acked(0, 1) is None
-    follower = await _follow(log)
-    await follower.until(lambda: len(follower.seen) == 3)
-    await follower.feed.ack(FIRST + 1)
-
-    async def known() -> bool:
-        return await other.acked(0, 1) == FIRST + 1
-
-    await eventually(known)
-    assert await other.acked(0, 2) is None
-    await follower.feed.close()
+async def partitions_that_are_added_later_get_all_from_their_start(logs: Logs) -> None:
+    log = await logs.made()
+    (a,), (b,) = logs.threads(0), logs.threads(1)
+    places = await put(log, *[a, b] * 20)
+    first = await _follow(log)
+    await first.until(lambda: len(first.seen) == 20)
+    await first.feed.ack(first.seen[-1])
+    second = await _follow(log, start=places[5], partition=1)
+    await second.until(lambda: len(second.seen) == 18)
+    more = await put(log, a, b)
+    await first.until(lambda: len(first.seen) == 21)
+    await second.until(lambda: len(second.seen) == 19)
+    assert first.seen == [*places[::2], more[0]]
+    assert second.seen == [*places[5::2], more[1]]
+    for follower in (first, second):
+        await follower.feed.close()
 
 
 @_check()
-async def the_feed_of_the_next_term_ends_the_one_before(logs: Logs) -> None:
-    here, there = await logs.made(), await logs.made()
-    (a,) = logs.threads(0)
-    await put(here, a)
-    old = await _follow(here)
-    await old.until(lambda: old.seen == [FIRST])
-    new = await _follow(there, term=2)
-    await new.until(lambda: new.seen == [FIRST])
+async def a_partition_that_is_taken_again_gets_all_from_its_start(logs: Logs) -> None:
+    log = await logs.made()
+    (a,), (b,) = logs.threads(0), logs.threads(1)
+    places = await put(log, a, b, a, b)
+    other = await _follow(log, partition=1)
+    old = await _follow(log)
+    await old.until(lambda: len(old.seen) == 2)
+    await old.feed.ack(places[2])
+    new = await _follow(log, term=2, start=places[2])
+    await new.until(lambda: len(new.seen) == 1)
+    assert new.seen == places[2:3]
     await _lost(old.feed)
-    assert new.feed.lost is None
-    assert await there.acked(0, 1) is None
-    await new.feed.close()
+    await other.until(lambda: len(other.seen) == 2)
+    assert (other.seen, other.feed.lost) == (places[1::2], None)
+    for feed in (other.feed, new.feed):
+        await feed.close()
 
 
 @_check()
-async def two_feeds_of_one_term_do_not_begin_at_different_places(logs: Logs) -> None:
+async def several_instances_follow_one_partition_each_for_itself(logs: Logs) -> None:
+    """Only its term in Postgres tells an owner that it was replaced."""
     here, there = await logs.made(), await logs.made()
-    follower = await _follow(here)
-    with raises(ConfigError):
-        await there.feed(0, 1, FIRST + 1, lambda: None)
+    (a,) = logs.threads(0)
+    places = await put(here, a, a)
+    followers = [await _follow(log, term) for term, log in enumerate((here, there))]
+    for follower in followers:
+        await follower.until(lambda follower=follower: len(follower.seen) == 2)  # type: ignore[misc]
+        assert (follower.seen, follower.feed.lost) == (places, None)
+        await follower.feed.close()
+
+
+@_check()
+async def a_feed_says_through_where_the_log_holds_nothing_more_for_it(logs: Logs) -> None:
+    log = await logs.made()
+    (a,), (b,) = logs.threads(0), logs.threads(1)
+    follower = await _follow(log)
+    places = await put(log, a, b)
+
+    async def through() -> bool:
+        follower.seen += [m.seq for m in follower.feed.take()]
+        found = follower.feed.through
+        return found is not None and found.seq == places[1]
+
+    await eventually(through)
+    assert follower.seen == places[:1]
     await follower.feed.close()
 
 
@@ -143,18 +169,20 @@ async def a_feed_is_lost_with_its_log(logs: Logs) -> None:
 async def a_feed_waits_for_acknowledgements_or_is_told_to_go_on(logs: Logs) -> None:
     log = await logs.made()
     (a,) = logs.threads(0)
-    for _ in range(10):
-        await log.publish_batch([Outgoing(a, b"x")] * _MANY, PATIENCE_S)
+    places: list[int] = []
+    for _ in range(2 * _GROUPS):
+        end = await log.publish_batch([Outgoing(a, b"x")] * _MANY, PATIENCE_S)
+        places += range(end - _MANY + 1, end + 1)
     follower = await _follow(log)
     # It delivers some, and then holds back.
     await follower.until(lambda: follower.feed.crowded)
     held_back = len(follower.seen)
-    assert 0 < held_back < 10 * _MANY
-    while len(follower.seen) < 10 * _MANY:
+    assert 0 < held_back < len(places)
+    while len(follower.seen) < len(places):
         before = len(follower.seen)
         # Acknowledged or not kept: both make room.
-        await (follower.feed.go_on if before > 5 * _MANY else follower.feed.ack)(follower.seen[-1])
+        await (follower.feed.go_on if before > len(places) // 2 else follower.feed.ack)(follower.seen[-1])
         await follower.until(lambda before=before: len(follower.seen) > before)  # type: ignore[misc]
-    assert follower.seen == list(range(FIRST, FIRST + 10 * _MANY))
+    assert follower.seen == places
     assert not follower.feed.crowded or follower.feed.lost is None
     await follower.feed.close()

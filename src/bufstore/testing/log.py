@@ -69,7 +69,7 @@ async def eventually(check: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def put(log: Log, *subjects: str, body: bytes = b"x") -> list[int]:
-    """Publish one message on each of the subjects; the positions."""
+    """Publish one entry on each of the subjects, one after the other; the positions."""
     return [await log.publish(Outgoing(subject, body), PATIENCE_S) for subject in subjects]
 
 
@@ -89,21 +89,24 @@ async def a_log_is_made_once(logs: Logs) -> None:
 
 
 @_check()
-async def positions_begin_with_the_generation_and_grow_by_one(logs: Logs) -> None:
-    log = await logs.made()
+async def positions_begin_with_the_generation_and_grow(logs: Logs) -> None:
+    log, other = await logs.made(), await logs.made()
     assert await log.bounds() == (FIRST, FIRST - 1)
     assert await log.end(PATIENCE_S) == FIRST - 1
     (a,) = logs.threads(0)
-    assert await put(log, a, *logs.threads(1), a) == [FIRST, FIRST + 1, FIRST + 2]
-    assert await log.bounds() == (FIRST, FIRST + 2)
-    assert await log.end(PATIENCE_S) == FIRST + 2
+    places = await put(log, a, *logs.threads(1), a) + await put(other, a) + await put(log, a)
+    assert places[0] >= FIRST
+    assert places == sorted({*places})
+    first, end = await log.bounds()
+    assert FIRST <= first <= places[0]
+    assert places[-1] <= end == await log.end(PATIENCE_S)
 
 
 @_check()
 async def a_log_out_of_service_can_be_read_and_not_written(logs: Logs) -> None:
     log, other = await logs.made(), await logs.made()
     (a,) = logs.threads(0)
-    await put(log, a)
+    places = await put(log, a)
     assert list(await log.withdraw([FIRST, 0, 0, 0])) == [FIRST, 0, 0, 0]
     # What was said first stands.
     assert list(await other.withdraw([0, 0, 0, 0])) == [FIRST, 0, 0, 0]
@@ -112,7 +115,7 @@ async def a_log_out_of_service_can_be_read_and_not_written(logs: Logs) -> None:
     with raises(LogRolledBack):
         await other.epoch()
     assert await other.epoch(checked=False) == _EPOCH
-    assert [m.seq for m in await log.after(a, 0, PATIENCE_S)] == [FIRST]
+    assert [m.seq for m in await log.after(a, 0, PATIENCE_S)] == places
 
 
 @_check()
@@ -160,13 +163,12 @@ async def a_log_that_is_refused_is_written_no_more(logs: Logs) -> None:
         log.publish(message, PATIENCE_S),
         log.publish_batch([message, message], PATIENCE_S),
         log.end(PATIENCE_S),
-        log.purge(0, FIRST),
     ):
         with raises(LogRolledBack):
             await call
     # That is a matter of the instance that refused it.
-    assert await put(other, a) == [FIRST]
-    assert (await other.last([a], PATIENCE_S))[a].seq == FIRST
+    (at,) = await put(other, a)
+    assert (await other.last([a], PATIENCE_S))[a].seq == at
 
 
 @_check()
@@ -187,37 +189,40 @@ async def a_session_that_is_closed_says_so(logs: Logs) -> None:
 async def what_is_stored_comes_back_as_it_was(logs: Logs) -> None:
     log, other = await logs.made(), await logs.made()
     a, b = logs.threads(0, 2)
-    await log.publish(Outgoing(a, b"\0body", "1.header"), PATIENCE_S)
-    await log.publish(Outgoing(b, b""), PATIENCE_S)
-    stored = [StoredMessage(a, FIRST, "1.header", b"\0body"), StoredMessage(b, FIRST + 1, None, b"")]
+    one = await log.publish(Outgoing(a, b"\0body", "1.header"), PATIENCE_S)
+    two = await log.publish(Outgoing(b, b""), PATIENCE_S)
+    stored = [StoredMessage(a, one, "1.header", b"\0body"), StoredMessage(b, two, None, b"")]
     assert await other.last([a, b], PATIENCE_S) == {a: stored[0], b: stored[1]}
     assert await other.after(logs.subjects.of_partition(0), 0, PATIENCE_S) == stored
-    assert [await other.identity(seq) for seq in (FIRST, FIRST + 1, FIRST + 2)] == [*stored, None]
+    assert [await other.identity(at) for at in (one, two, two + 1)] == [*stored, None]
+
+
+@_check()
+async def an_entry_of_any_size_comes_back_as_it_was(logs: Logs) -> None:
+    log, other = await logs.made(), await logs.made()
+    a, b = logs.threads(0, 2)
+    bodies = [bytes([n]) * (700_000 * n) for n in (1, 2)]
+    unit = [Outgoing(a, bodies[0], "1.a", 0), Outgoing(a, bodies[1], "1.b"), Outgoing(a, b"", "1.c")]
+    end = await log.publish_batch(unit, PATIENCE_S)
+    (behind,) = await put(other, b)
+    assert end < behind
+    assert [m.body for m in await other.after(a, 0, PATIENCE_S)] == [*bodies, b""]
+    assert (await other.identity(end)) == StoredMessage(a, end, "1.c", b"")
 
 
 @_check()
 async def a_write_that_expects_something_else_stores_nothing(logs: Logs) -> None:
     log = await logs.made()
     a, b = logs.threads(0, 2)
-    for expected, stands in ((0, FIRST), (FIRST, FIRST + 1)):
-        assert await log.publish(Outgoing(a, b"x", expected=expected), PATIENCE_S) == stands
-    await put(log, b)
-    # It is about the subject's last message, not the log's.
-    for wrong in (0, FIRST, FIRST + 2):
+    one = await log.publish(Outgoing(a, b"x", expected=0), PATIENCE_S)
+    two = await log.publish(Outgoing(a, b"x", expected=one), PATIENCE_S)
+    (of_b,) = await put(log, b)
+    # It is about the thread's last entry, not the log's.
+    for wrong in (0, one, of_b, two + 1):
         with raises(Conflict):
             await log.publish(Outgoing(a, b"x", expected=wrong), PATIENCE_S)
-    assert await log.publish(Outgoing(a, b"x", expected=FIRST + 1), PATIENCE_S) == FIRST + 3
-
-
-@_check()
-async def a_write_may_expect_something_of_another_subject(logs: Logs) -> None:
-    log = await logs.made()
-    a, b = logs.threads(0, 2)
-    await put(log, a)
-    with raises(Conflict):
-        await log.publish_batch([Outgoing(b, b"x", expected=0, expected_of=a)], PATIENCE_S)
-    batch = [Outgoing(b, b"x", expected=FIRST, expected_of=a), Outgoing(b, b"y")]
-    assert await log.publish_batch(batch, PATIENCE_S) == FIRST + 2
+    three = await log.publish(Outgoing(a, b"x", expected=two), PATIENCE_S)
+    assert [m.seq for m in await log.after(a, 0, PATIENCE_S)] == [one, two, three]
 
 
 @_check()
@@ -247,9 +252,10 @@ async def a_batch_with_one_conflict_stores_nothing(logs: Logs) -> None:
     log = await logs.made()
     a, b = logs.threads(0, 2)
     await put(log, b)
+    end = await log.end(PATIENCE_S)
     with raises(Conflict):
         await log.publish_batch([Outgoing(a, b"1", expected=0), Outgoing(b, b"2", expected=0)], PATIENCE_S)
-    assert await log.end(PATIENCE_S) == FIRST
+    assert await log.end(PATIENCE_S) == end
     assert await log.last([a], PATIENCE_S) == {}
 
 
@@ -284,8 +290,18 @@ async def a_full_log_takes_nothing_until_there_is_room(logs: Logs) -> None:
         await put(log, a, body=bytes(3 * size))
     assert await log.end(PATIENCE_S) == end
     assert used < (await log.fill())[0] <= limit
-    await log.purge(0, end)
-    assert await put(log, a, body=bytes(3 * size)) == [end + 1]
+    await _let_go(log, logs, end)
+    (at,) = await put(log, a, body=bytes(3 * size))
+    assert at > end
+
+
+async def _let_go(log: Log, logs: Logs, below: int) -> None:
+    """Say that nothing below this position is needed any more, by all partitions, until it is gone."""
+
+    async def gone() -> bool:
+        return await log.let_go(dict.fromkeys(range(logs.config.log.partitions), Floor(below, below))) > 0
+
+    await eventually(gone)
 
 
 # Reading
@@ -295,31 +311,31 @@ async def a_full_log_takes_nothing_until_there_is_room(logs: Logs) -> None:
 async def the_last_message_of_each_subject_is_found(logs: Logs) -> None:
     log = await logs.made()
     (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
-    await put(log, a, b, a, c)
-    assert {s: m.seq for s, m in (await log.last([a, "nothing"], PATIENCE_S)).items()} == {a: FIRST + 2}
+    places = await put(log, a, b, a, c)
+    assert {s: m.seq for s, m in (await log.last([a, *logs.threads(2)], PATIENCE_S)).items()} == {a: places[2]}
     of_partition = await log.last([logs.subjects.of_partition(0)], PATIENCE_S)
-    assert {s: m.seq for s, m in of_partition.items()} == {a: FIRST + 2, b: FIRST + 1}
+    assert {s: m.seq for s, m in of_partition.items()} == {a: places[2], b: places[1]}
     filters = [logs.subjects.of_partition(0), b, logs.subjects.all, *logs.threads(2)]
-    assert await log.ends(filters, PATIENCE_S) == [FIRST + 2, FIRST + 1, FIRST + 3, 0]
-    assert await log.latest_ends(filters, PATIENCE_S) == [FIRST + 2, FIRST + 1, FIRST + 3, 0]
-    assert [await log.latest(s, PATIENCE_S) for s in (a, *logs.threads(2))] == [FIRST + 2, 0]
+    assert await log.ends(filters, PATIENCE_S) == [places[2], places[1], places[3], 0]
+    assert await log.latest_ends(filters, PATIENCE_S) == [places[2], places[1], places[3], 0]
+    assert [await log.latest(s, PATIENCE_S) for s in (a, *logs.threads(2))] == [places[2], 0]
 
 
 @_check()
 async def messages_above_a_position_come_in_order(logs: Logs) -> None:
     log = await logs.made()
     (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
-    await put(log, a, b, a, c, a)
+    places = await put(log, a, b, a, c, a)
     for filter_, seq, limit, found in (
         (a, 0, 0, [0, 2, 4]),
-        (a, FIRST, 0, [2, 4]),
-        (a, FIRST, 1, [2]),
-        (a, FIRST + 4, 0, []),
-        (logs.subjects.of_partition(0), FIRST, 2, [1, 2]),
-        (logs.subjects.all, FIRST, 0, [1, 2, 3, 4]),
+        (a, places[0], 0, [2, 4]),
+        (a, places[0], 1, [2]),
+        (a, places[4], 0, []),
+        (logs.subjects.of_partition(0), places[0], 2, [1, 2]),
+        (logs.subjects.all, places[0], 0, [1, 2, 3, 4]),
     ):
         messages = await log.after(filter_, seq, PATIENCE_S, limit)
-        assert [m.seq - FIRST for m in messages] == found
+        assert [m.seq for m in messages] == [places[n] for n in found]
 
 
 @_check()
@@ -337,9 +353,9 @@ async def subjects_are_listed_a_page_at_a_time(logs: Logs) -> None:
 async def what_a_log_holds_is_counted_by_partition(logs: Logs) -> None:
     log = await logs.made()
     (a,), (b,) = logs.threads(0), logs.threads(1)
-    await put(log, a, b, a, b, b)
-    held = await log.held({0: FIRST, 1: FIRST + 3})
-    assert (held.messages, held.above, held.end) == (5, 2, FIRST + 4)
+    places = await put(log, a, b, a, b, b)
+    held = await log.held({0: places[0], 1: places[3]})
+    assert (held.messages, held.above, held.end) == (5, 2, await log.end(PATIENCE_S))
     assert (held.bytes, held.limit) == await log.fill()
     assert (await log.held({})).above == 5
 
@@ -348,26 +364,55 @@ async def what_a_log_holds_is_counted_by_partition(logs: Logs) -> None:
 
 
 @_check()
-async def a_purge_removes_a_partition_below_a_position(logs: Logs) -> None:
-    log = await logs.made()
+async def the_log_is_purged_as_far_as_all_partitions_allow(logs: Logs) -> None:
+    log, other = await logs.made(), await logs.made()
     (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
-    await put(log, a, b, c, b)
-    await log.purge(0, FIRST + 3)
-    assert await log.bounds() == (FIRST + 2, FIRST + 3)
-    assert set(await log.last([logs.subjects.all], PATIENCE_S)) == {b, c}
-    assert await log.identity(FIRST) is None
-    # A subject of which everything was purged is as if nothing had been written.
-    assert await log.publish(Outgoing(a, b"x", expected=0), PATIENCE_S) == FIRST + 4
+    places = await put(log, a, b, c, b)
+    all_, half = range(logs.config.log.partitions), logs.config.log.partitions // 2
+    assert await log.let_go({p: Floor(places[3], places[3]) for p in all_[:half]}) == 0
+    assert (await log.identity(places[0])) is not None
+    # What one owner says counts for all; the lowest decides.
+    purged = 0
+
+    async def gone() -> bool:
+        nonlocal purged
+        purged = await other.let_go({p: Floor(places[3], places[2]) for p in all_[half:]})
+        return purged > 0
+
+    await eventually(gone)
+    assert places[1] < purged <= places[2]
+    third = await logs.made()
+    assert (await third.bounds())[0] > places[1]
+    assert [await third.identity(at) is not None for at in places] == [False, False, True, True]
+    assert [m.seq for m in await third.after(logs.subjects.all, 0, PATIENCE_S)] == places[2:]
+    # An entry that leaves takes nothing else with it, and a thread without entries is as if nothing had been written.
+    assert a not in await third.last([a, b, c], PATIENCE_S)
+    assert (await third.last([b], PATIENCE_S))[b].seq == places[3]
+    assert await third.publish(Outgoing(a, b"x", expected=0), PATIENCE_S) > places[3]
 
 
 @_check()
-async def positions_go_on_when_everything_was_purged(logs: Logs) -> None:
+async def nobody_builds_on_what_was_let_go_of_behind_a_fence(logs: Logs) -> None:
+    log, other = await logs.made(), await logs.made()
+    a, b = logs.threads(0, 2)
+    places = await put(log, a, b)
+    assert (await other.last([a], PATIENCE_S))[a].seq == places[0]
+    await log.fence(places[0] + 1)
+    await log.fence(places[0] + 1)
+    with raises(Conflict):
+        await other.publish(Outgoing(a, b"x", expected=places[0]), PATIENCE_S)
+    assert await other.publish(Outgoing(b, b"x", expected=places[1]), PATIENCE_S) > places[1]
+
+
+@_check()
+async def positions_go_on_when_everything_was_let_go_of(logs: Logs) -> None:
     log = await logs.made()
     (a,) = logs.threads(0)
-    await put(log, a, a)
-    await log.purge(0, FIRST + 2)
-    assert await log.bounds() == (FIRST + 2, FIRST + 1)
-    assert await put(log, a) == [FIRST + 2]
+    places = await put(log, a, a)
+    end = await log.end(PATIENCE_S)
+    await _let_go(log, logs, end + 1)
+    (at,) = await put(log, a)
+    assert at > end >= places[-1]
 
 
 async def _settle(log: Log, logs: Logs, below: int) -> None:

@@ -164,6 +164,8 @@ class GroupLog:
         self._sequencer.start()
         try:
             async with asyncio.timeout(timeout_s):
+                if not self._heads.life:
+                    await self._tail.see_all()
                 return await self._sequencer.submit(messages)
         except TimeoutError:
             raise AppendUnknown("the group was not stored in time") from None
@@ -373,10 +375,13 @@ class GroupLog:
             # The last group stays: behind nothing, a late first copy of any group could be stored.
             last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
             await self._tail.see_all()
-            needed = self._heads.first_needed(below) if self._heads.life else None
-            if last is not None and needed is not None:
+            needed = self._heads.first_needed(below)
+            if last is not None:
+                if needed is None:  # some group that it has not seen may name parts that stand far below
+                    parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
+                    below = needed = min([below, *(part.seq for part in parts)])
                 await self._stream.purge_below(min(needed, last.seq))
-                self._purged = below
+                self._purged = max(self._purged, below)
         return first_place(self._purged)
 
     async def fence(self, below: int) -> None:

@@ -86,27 +86,28 @@ class Chosen(NamedTuple):
 def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
     """Decide which of these units can follow what was seen of the log, and as what entries."""
     chosen, moved, entries = list[Queued](), list[Queued](), list[NewEntry]()
+    #: The number in the group of each thread's last entry in it.
     here: dict[str, int] = {}
     for queued in units:
-        if not queued.messages:  # it only wants a group to be stored
-            chosen.append(queued)
-            continue
-        first = queued.messages[0]
-        thread_id = subjects.thread_id(first.subject)
-        hash_ = hash_of(thread_id)
-        before = here.get(thread_id)
-        known = before is None and queued.life == heads.life and heads.admits(hash_, first.expected or 0)
-        if first.expected is not None and not known:
-            moved.append(queued)
-            continue
-        chosen.append(queued)
-        partition = subjects.partition(thread_id)
-        prev = in_group(before) if before is not None else first.expected or heads.head(hash_)
+        mine: dict[str, int] = {}
+        new: list[NewEntry] = []
         for number, message in enumerate(queued.messages):
+            thread_id = subjects.thread_id(message.subject)
+            before = mine.get(thread_id, here.get(thread_id))
+            if message.expected is not None and not (
+                before is None and queued.life == heads.life and heads.admits(hash_of(thread_id), message.expected)
+            ):
+                moved.append(queued)
+                break
+            prev = in_group(before) if before is not None else message.expected or heads.head(hash_of(thread_id))
             elsewhere = number in queued.elsewhere
-            entries.append(NewEntry(thread_id, partition, prev, message.header, message.body, elsewhere))
-            prev = in_group(len(entries) - 1)
-        here[thread_id] = len(entries) - 1
+            partition = subjects.partition(thread_id)
+            mine[thread_id] = len(entries) + len(new)
+            new.append(NewEntry(thread_id, partition, prev, message.header, message.body, elsewhere))
+        else:  # also a unit without entries, which only wants a group to be stored
+            chosen.append(queued)
+            entries += new
+            here |= mine
     return Chosen(chosen, moved, entries)
 
 
