@@ -253,7 +253,13 @@ async def test_no_role_may_do_what_only_the_next_one_may(site: Site) -> None:
     await site.set_up()
     stream = site.deployment.log.stream
     refused = {
-        Role.APP: [f"STREAM.PURGE.{stream}", f"CONSUMER.CREATE.{stream}.x.y", f"STREAM.DELETE.{stream}", "INFO"],
+        Role.APP: [
+            f"STREAM.PURGE.{stream}",
+            f"CONSUMER.CREATE.{stream}.x.y",
+            f"CONSUMER.INFO.{stream}.x",
+            f"STREAM.DELETE.{stream}",
+            "INFO",
+        ],
         Role.FLUSHER: [f"STREAM.DELETE.{stream}", f"STREAM.UPDATE.{stream}", f"STREAM.MSG.DELETE.{stream}"],
         Role.OPERATOR: [
             "STREAM.DELETE.ANOTHER",

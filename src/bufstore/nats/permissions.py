@@ -37,14 +37,16 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
     """What the role needs for this log. `api`: the prefix of the JetStream API, without a trailing dot."""
     stream, bucket, keys = log.stream, f"KV_{log.bucket}", f"$KV.{log.bucket}"
     calls, parked = f"{log.subject}-flush.*", f"{log.subject}-parked"
+    subjects = Subjects(log.subject, log.partitions)
     publish = [
-        Subjects(log.subject, log.partitions).all,
+        subjects.groups,
+        subjects.parts,
+        subjects.proof,
         calls,
         parked,
         f"{keys}.run.*",
         f"{keys}.lineage",
         *(f"{api}.{verb}.{name}" for name in (stream, bucket) for verb in _READING),
-        f"{api}.CONSUMER.INFO.{stream}.*",  # of `verify`
     ]
     # Answers come to the inbox; the rest is told by others.
     subscribe = ["_INBOX.>", f"{keys}.flushed.*", parked]
@@ -55,6 +57,7 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
         publish += [
             f"{keys}.member.*",
             f"{keys}.flushed.*",
+            f"{keys}.floor.*",
             *(f"{api}.CONSUMER.{verb}.{stream}.{rest}" for verb, rest in _FOLLOWING.items()),
             # From nats-server 2.16 on with a domain and an account before the stream.
             f"$JS.ACK.{stream}.>",
@@ -63,6 +66,7 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
         subscribe += [calls]
     if role is Role.OPERATOR:
         publish += [
+            subjects.erased,
             f"{api}.INFO",
             *(f"{api}.STREAM.{verb}.{name}" for name in (stream, bucket) for verb in ("CREATE", "UPDATE")),
             f"{api}.STREAM.DELETE.{stream}",
@@ -72,7 +76,7 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
 
 
 _READING = ("STREAM.INFO", "STREAM.MSG.GET", "DIRECT.GET")
-_FOLLOWING = {"CREATE": ">", "DELETE": "*", "MSG.NEXT": "*"}
+_FOLLOWING = {"CREATE": ">", "INFO": "*", "DELETE": "*", "MSG.NEXT": "*"}
 
 
 def _lines(subjects: Sequence[str]) -> str:

@@ -96,7 +96,7 @@ def _version(notes: Notes, connection: Connection) -> None:
     numbers = (version.major, version.minor, version.patch)
     text = ".".join(map(str, numbers))
     if numbers < _VERSION_MIN:
-        notes.say("version", Level.BAD, text, "nats-server 2.14 or later is needed (atomic batches)")
+        notes.say("version", Level.BAD, text, "nats-server 2.14 or later is needed")
     else:
         advice = "2.15.1 or later is advised: earlier ones have known data-loss bugs"
         notes.require("version", numbers >= _VERSION_ADVISED, text, advice)
@@ -197,7 +197,8 @@ async def _permissions(
 
     key = f"$KV.{config.bucket}.lineage"
     possible: dict[str, Callable[[], Awaitable[Any]]] = {
-        subjects.all: write(nothing),
+        subjects.groups: write(subjects.groups),
+        subjects.parts: write(subjects.parts),
         key: write(key),
         f"{api}.STREAM.MSG.GET.{config.stream}": lambda: log.ends([nothing], _TIMEOUT_S),
         f"{api}.DIRECT.GET.{config.stream}": lambda: log.last([nothing], _TIMEOUT_S),
