@@ -21,7 +21,7 @@ async def test_the_quarantine_from_the_command_line(deployment: Deployment) -> N
         messages = await poisoned(store, thread_id)
         await poisoned(store, healed, behind=0)
         await store.checkpoint(healed, [said(0)], run_of(healed))
-        await store.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
+        await store.buffer.session.connection.request(f"{deployment.name}.groups.0", b"no group", 5)
         await store.force_flush_all()
     listed = await cli(deployment, "quarantine", "list", "--json")
     assert (listed.code, listed.json["total"]) == (0, 5), listed

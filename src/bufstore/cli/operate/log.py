@@ -1,4 +1,4 @@
-"""`bufstore log`: what a log says of itself, and changing it while processes run."""
+"""`bufstore log`: its entries, what it says of itself, and changing that while processes run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bufstore.buffer.prepare import adopt as adopt_log
 from bufstore.buffer.target import Kind
 from bufstore.buffer.windows import Windows
 from bufstore.cli.connect import Endpoints, Options, connects
+from bufstore.cli.operate.log_entries import entries
 from bufstore.cli.running import Finite
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import NoLog
@@ -41,11 +42,14 @@ class LogSettings(msgspec.Struct, kw_only=True):
 
 @click.group("log")
 def log() -> None:
-    """What the log says of itself: where it is flushed to, its failover window, and whether it is archived.
+    """The log's entries; and what it says of itself: where it is flushed to, its failover window, if it is archived.
 
     Flushers and writers go by it. `set` begins a change, `settle` ends it once every process has been restarted with
     the new LogConfig; in between both configurations may open the log, and nothing is at risk.
     """
+
+
+log.add_command(entries)
 
 
 @log.command("show")

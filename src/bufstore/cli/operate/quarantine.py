@@ -18,11 +18,10 @@ from bufstore.buffer.operate.replay import Outcome, ParkedEntry, Replayed
 from bufstore.buffer.ports.ledger import ParkedInfo
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
+from bufstore.cli.operate.content import content_of
 from bufstore.cli.output import new_table, show_fields
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.errors import NotFound
-from bufstore.threads.model import decode_message, decode_run
-from bufstore.threads.payload import Removal, decode_payload
 
 _PAGE = 1000
 _BYTES_SHOWN = 400
@@ -225,21 +224,5 @@ def _shown(entry: ParkedEntry) -> ShownEntry:
         kept: dict[str, Any] = {"body": b"".join(m.body for m in item.messages)}
     else:
         e = item.entry
-        kept = {"entry_id": e.id, "prev_id": e.prev_id, "body": e.payload, **_content(e.payload)}
+        kept = {"entry_id": e.id, "prev_id": e.prev_id, "body": e.payload, **content_of(e.payload)}
     return ShownEntry(id=entry.seq, thread_id=entry.thread_id, cause=entry.cause, parked_at=entry.parked_at, **kept)
-
-
-def _content(body: bytes) -> dict[str, Any]:
-    """What the payload says; nothing if it is not of this release, or holds what JSON does not."""
-    try:
-        payload = decode_payload(body)
-        run = None if isinstance(payload, Removal) else payload.run
-        content = {
-            "keeps": payload.keep,
-            "messages": [decode_message(m) for m in payload.messages],
-            "run": decode_run(run) if run is not None else None,
-        }
-        msgspec.json.encode(content)
-    except (ValueError, TypeError, msgspec.MsgspecError):
-        return {}
-    return content
