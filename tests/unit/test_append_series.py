@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer import producers
 from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.places import place
 from bufstore.errors import AlreadyExists, Closed, LogFull, LogUnavailable, OutcomeUnknown, Rejected, Unavailable
 from bufstore.types import Receipt
 from thorough import examples
@@ -29,7 +30,7 @@ def test_a_series_is_one_unit_behind_what_the_log_shows() -> None:
         before = world.log.calls
         receipts, error = await one.series([step(f"r{n}") for n in range(20)])
         assert error is None
-        assert [(r.thread_seq, r.version) for r in receipts] == [(2 + n, 1 + n) for n in range(20)]
+        assert [(r.thread_seq, r.version) for r in receipts] == [(place(2, n), 1 + n) for n in range(20)]
         assert world.log.calls == before + 1
         assert await world.messages() == [{"n": f"r{n}"} for n in range(20)]
         assert await one.series([]) == ([], None)

@@ -28,11 +28,12 @@ from bufstore.errors import (
     Unavailable,
     VersionConflict,
 )
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from bufstore.jetstream.messages import Conflict, Outgoing
 from bufstore.threads.model import Run
 from bufstore.types import Receipt
 from thorough import examples
-from unit.fake_log import WRITE_FAULTS, FakeLog, run
+from unit.fake_log import WRITE_FAULTS, run
+from unit.group_server import GroupServer
 from unit.write_world import SUBJECTS, Instance, World, faults, test
 
 # --- when nothing fails -----------------------------------------------------------------------------------------
@@ -66,14 +67,14 @@ def test_a_large_entry_is_stored_in_pieces_and_read_whole() -> None:
         big = "x" * 30_000
         await one.checkpoint([big])
         await one.append(["small"])
-        assert len(world.log.messages) > 3
+        assert len([m for m in world.log.stream.messages if m.subject == SUBJECTS.parts]) > 3
         assert await world.messages() == [big, "small"]
 
-    test(main, fake=FakeLog(message_bytes_max=4096))
+    test(main, server=GroupServer(message_bytes_max=4096))
 
 
-def test_a_large_entry_of_which_only_the_end_is_left_is_followed() -> None:
-    """Retention stops at the cursor's entry, whose first pieces may be gone then."""
+def test_a_large_entry_that_is_the_last_of_the_log_is_followed() -> None:
+    """Retention stops at the cursor's entry, and its parts stand before it."""
 
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
@@ -84,7 +85,7 @@ def test_a_large_entry_of_which_only_the_end_is_left_is_followed() -> None:
         assert (await one.append(["b"])).version == 3
         assert await world.messages() == ["a", "x" * 10_000, "b"]
 
-    test(main, fake=FakeLog(message_bytes_max=4096))
+    test(main, server=GroupServer(message_bytes_max=4096))
 
 
 def test_what_is_too_large_is_rejected_and_its_neighbours_are_not() -> None:
@@ -413,7 +414,7 @@ def test_one_fault_is_overcome(fault: str, warm: bool, large: bool) -> None:
         await one.append(["next"])
         assert await world.messages() == [*messages, "next"]
 
-    test(main, fake=FakeLog(message_bytes_max=4096))
+    test(main, server=GroupServer(message_bytes_max=4096))
 
 
 def test_ones_own_success_is_not_taken_for_a_conflict() -> None:
@@ -464,10 +465,10 @@ def test_a_log_that_stays_away_ends_every_call_in_time(fault: str) -> None:
     test(main)
 
 
-def test_a_write_while_nothing_is_connected_fails_at_once_and_the_next_goes_on() -> None:
+def test_a_write_while_nothing_is_connected_fails_in_time_and_the_next_goes_on() -> None:
     """Before anything is sent the connection is asked for its limits, and there is none."""
 
-    class Disconnected(FakeLog):
+    class Disconnected(GroupServer):
         away = False
 
         @property
@@ -483,16 +484,16 @@ def test_a_write_while_nothing_is_connected_fails_at_once_and_the_next_goes_on()
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
-        log.away = True
+        log.away, log.fault = True, lambda kind: "unavailable"
         began = asyncio.get_running_loop().time()
         found = await asyncio.gather(*(one.append([n]) for n in range(3)), return_exceptions=True)
         assert all(isinstance(f, LogUnavailable) for f in found)
-        assert asyncio.get_running_loop().time() == began
-        log.away = False
+        assert asyncio.get_running_loop().time() <= began + world.config.append_timeout_s
+        log.away, log.fault = False, lambda kind: ""
         await one.append(["b"])
         assert await world.messages() == ["a", "b"]
 
-    test(main, fake=log)
+    test(main, server=log)
 
 
 @pytest.mark.parametrize("fault", ["stored", "lost"])
@@ -749,78 +750,5 @@ def test_errors_of_the_write_path_are_bufstores_own() -> None:
         found = await asyncio.gather(*(one.append([n], f"t{n % 4}") for n in range(60)), return_exceptions=True)
         world.log.fault = lambda kind: ""
         assert all(isinstance(f, (Receipt, BufstoreError)) for f in found), found
-
-    test(main)
-
-
-# --- a unit of which the log has a part ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("large", [False, True], ids=["", "large"])
-@pytest.mark.parametrize("stored", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("series", [False, True])
-def test_of_a_unit_that_is_stored_in_part_only_that_part_is_acknowledged(
-    stored: int, large: bool, series: bool
-) -> None:
-    """A batch is stored whole or not at all, says the server; a storage that fails in its midst may say otherwise."""
-    text = "x" * 9000 if large else "x"
-
-    async def main(world: World, one: Instance) -> None:
-        await one.checkpoint(["start"])
-        send, cut = world.log._send, True
-
-        async def torn(kind: str, messages: Sequence[Outgoing]) -> int:
-            nonlocal cut
-            if kind == "batch" and cut:
-                cut = False
-                world.log.store(messages[:stored])
-                for n in range(len(messages)):
-                    world.log.intrude(messages[0].subject, f"behind {n}")
-                raise AppendUnknown("no answer")
-            return await send(kind, messages)
-
-        world.log._send = torn  # type: ignore[method-assign]
-        wanted = [f"{n}{text}" for n in range(3)]
-        if series:
-            receipts, error = await one.series([([m], f"r{n}", None) for n, m in enumerate(wanted)])
-            assert error is None
-        else:
-            receipts = await asyncio.gather(*(one.append([m], run_id=f"r{n}") for n, m in enumerate(wanted)))
-        del world.log._send  # type: ignore[method-assign]
-        assert not cut
-        entries = {i.entry.id: i.seq for i in world.tail("t") if isinstance(i, StoredEntry)}
-        assert [entries.get(r.id) for r in receipts] == [r.thread_seq for r in receipts]
-        assert all(world.runs()[f"r{n}"] == 1 for n in range(3))
-        await world.flush()
-        runs = [await world.store.load_run(f"r{n}") for n in range(3)]
-        assert None not in runs
-
-    test(main, fake=FakeLog(message_bytes_max=4096))
-
-
-def test_a_unit_of_which_the_log_shows_only_the_beginning_yet_is_looked_for_again() -> None:
-    async def main(world: World, one: Instance) -> None:
-        await one.checkpoint(["start"])
-        send, rest = world.log._send, []
-        looks = 0
-
-        async def torn(kind: str, messages: Sequence[Outgoing]) -> int:
-            if kind == "batch" and not rest:
-                world.log.store(messages[:1])
-                rest.append(messages[1:])
-                raise AppendUnknown("no answer")
-            return await send(kind, messages)
-
-        def fault(kind: str) -> str:
-            nonlocal looks
-            looks += kind == "read"
-            if looks == 3:
-                world.log.store(rest[0])
-            return ""
-
-        world.log._send, world.log.fault = torn, fault  # type: ignore[method-assign]
-        receipts = await asyncio.gather(*(one.append([n], run_id=f"r{n}") for n in range(3)))
-        assert [r.thread_seq for r in receipts] == [2, 3, 4]
-        assert await world.messages() == ["start", 0, 1, 2]
 
     test(main)

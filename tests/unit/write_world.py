@@ -16,7 +16,6 @@ from bufstore.buffer.ports.ledger import Decision
 from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.buffer.read.overlay import overlay
 from bufstore.buffer.read.reads import Reads
-from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import StoreUnavailable
@@ -33,16 +32,16 @@ from bufstore.threads.state_readers import ComparingReader
 from bufstore.threads.write import Call, save_of
 from bufstore.types import Receipt
 from unit.fake_log import FakeLog, run
+from unit.group_server import SUBJECTS, GroupServer
 
-SUBJECTS = Subjects("thread", 4)
 ThreadParts = Parts[ThreadChange, ThreadState, MessageMemory]
 
 
 class World:
     """A log, a store behind it, and a flush by hand."""
 
-    def __init__(self, fake: FakeLog | None = None, **config: Any) -> None:
-        self.log = fake or FakeLog()
+    def __init__(self, server: GroupServer | None = None, **config: Any) -> None:
+        self.log = server or GroupServer()
         self.store = MemoryThreadStore()
         self.ledger = MemoryLedger(self.store)
         self.reached = Reached(self)
@@ -55,7 +54,7 @@ class World:
         """What a process works with."""
         return Parts(
             domain=THREADS,
-            log=self.log,
+            log=self.log.open(self.config),
             shared=shared,
             ledger=ledger or self.reached,
             subjects=SUBJECTS,
@@ -87,12 +86,12 @@ class World:
     async def make_wait_and_purge(self, thread_id: str = "t") -> None:
         """As if the failover window had passed since; another thread's entry is the newest of the log."""
         await self.make_wait(thread_id)
-        self.log.intrude("thread.0.elsewhere")
+        self.log.intrude(SUBJECTS.of("elsewhere"))
         self.log.purge_below(self.log.last_seq)
 
     async def flush_and_purge(self, thread_id: str = "t") -> None:
         """As if the failover window had passed; another thread's entry is the newest of the log."""
-        self.log.intrude("thread.0.elsewhere")
+        self.log.intrude(SUBJECTS.of("elsewhere"))
         await self.flush(thread_id)
         self.log.purge_below(self.log.last_seq)
 
@@ -137,6 +136,7 @@ class Instance:
     def __init__(self, world: World) -> None:
         self.world = world
         parts = world.parts()
+        self.log = parts.log
         reader = ComparingReader(world.store, world.reached)  # type: ignore[arg-type]
         self.reads = Reads(parts, reader, None, own_seq=lambda _: 0)  # type: ignore[arg-type]
         self.appender = Appender(parts, self.reads)
@@ -182,6 +182,7 @@ class Instance:
     async def aclose(self) -> None:
         await self.appender.aclose()
         await self.reads.aclose()
+        await self.log.aclose()
 
 
 def test(main: Any, **config: Any) -> None:

@@ -1,0 +1,146 @@
+"""A server that holds groups and fails in every way a real one does, and the entries that stand in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from bufstore.buffer import recent_keys
+from bufstore.buffer.entry import Base, Entry, decode, encode
+from bufstore.buffer.groups.group import Draft, Group, NewEntry, decode_entry, decode_header
+from bufstore.buffer.groups.log import GroupLog
+from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.places import group_of, place
+from bufstore.buffer.ports.log import Floor
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig
+from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
+from bufstore.threads.model import Run, encode_messages, encode_run
+from bufstore.threads.payload import Payload, encode_payload
+from bufstore.threads.write import save_of
+from unit.fake_log import FakeLog
+
+SUBJECTS = Subjects("thread", 4)
+
+
+class GroupServer(FakeLog):
+    """What `FakeLog` is, below the groups. Entries are shown with their places, and strangers write groups too."""
+
+    def __init__(self, message_bytes_max: int = 1 << 20) -> None:
+        super().__init__(message_bytes_max)
+        self.store = self._store
+        self.last_of = self._last_of
+        self.bucket = MemoryBucket()
+        #: The logs of the processes.
+        self.opened: list[GroupLog] = []
+
+    def open(self, config: BufferConfig) -> GroupLog:
+        """One more process's log."""
+        config = dataclasses.replace(config, log=dataclasses.replace(config.log, partitions=SUBJECTS.partitions))
+        log = GroupLog(self, MemorySharedState(self.bucket), config, f"process{len(self.opened)}")
+        self.opened.append(log)
+        return log
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        if message.subject == SUBJECTS.groups:
+            self.batches.append(len(decode_header(StoredMessage("", 1 << 50, message.header, b"")).records))
+        return await self._send("publish", [message])
+
+    @property
+    def messages(self) -> list[StoredMessage]:
+        """Every entry that is there."""
+        parts = {m.seq: m for m in self.stream.messages if m.subject == SUBJECTS.parts}
+        found = []
+        for message in self.stream.messages:
+            group = _group(message)
+            for number in range(len(group.records) if group is not None else 0):
+                assert group is not None
+                entry = decode_entry(group, number, message.body)
+                payload = _joined(entry.payload, parts) if entry.elsewhere else entry.payload
+                at = place(group.seq, number)
+                found.append(StoredMessage(SUBJECTS.of(entry.thread_id), at, entry.header, payload))
+        return found
+
+    @property
+    def last_seq(self) -> int:
+        """The place of the last entry."""
+        return max((m.seq for m in self.messages), default=0)
+
+    def _last_of(self, subject: str) -> int:
+        return max((m.seq for m in self.messages if m.subject == subject), default=0)
+
+    def _store(self, messages: Sequence[Outgoing]) -> int:
+        """Store what goes to the stream as it is; what is for threads as another process does, in a group."""
+        if messages[0].subject not in (SUBJECTS.groups, SUBJECTS.parts):
+            entries = [
+                NewEntry(
+                    thread_id := SUBJECTS.thread_id(m.subject),
+                    SUBJECTS.partition(thread_id),
+                    self._last_of(m.subject),
+                    m.header,
+                    m.body,
+                )
+                for m in messages
+            ]
+            before = next((m for m in reversed(self.stream.messages) if m.subject == SUBJECTS.groups), None)
+            group = _group(before) if before is not None else None
+            draft = Draft(next(self._ids), entries)
+            seq = before.seq if before is not None else 0
+            header = draft.header(group.id if group is not None else 0, seq, 0)
+            messages = [Outgoing(SUBJECTS.groups, draft.body, header, seq)]
+        return self.stream.store(messages)
+
+    def intrude(self, subject: str, content: str = "intruder") -> int:
+        if subject in (SUBJECTS.groups, SUBJECTS.parts):
+            subject = SUBJECTS.of("t")
+        there = [m for m in self.messages if m.subject == subject]
+        before = decode(there[-1])[0] if there else None
+        id_ = next(self._ids)
+        run_ = Run(run_id=f"intruder-{id_}", thread_id="t")
+        entry = Entry(
+            id=id_,
+            prev_id=before.id if before else 0,
+            base=Base.CHAINED if before else Base.UNKNOWN,
+            seen=0 if before else self.last_seq,
+            version=1,
+            self_contained=True,
+            keys=recent_keys.add(before.keys if before else b"", recent_keys.item(recent_keys.key_of(id_), b"")),
+            # Like any writer: it knows of all keys only if the one before it did.
+            keys_complete=before is not None and before.keys_complete,
+            payload=encode_payload(Payload(0, encode_messages([f"{content} {id_}"]), encode_run(run_), save_of(run_))),
+        )
+        ((header, body),) = encode(entry, self.message_bytes_max)
+        self._store([Outgoing(subject, body, header)])
+        return id_
+
+    def purge_below(self, seq: int) -> None:
+        """Retention: everything below this place goes, and every process is told."""
+        last = max((m.seq for m in self.stream.messages if m.subject == SUBJECTS.groups), default=0)
+        below = min(group_of(seq), last)
+        left = [g for m in self.stream.messages if m.seq >= below and (g := _group(m)) is not None]
+        self.stream.purge("*.*.*", min([below, *(g.parts for g in left if g.parts)]))
+        for partition in range(SUBJECTS.partitions):
+            self.bucket.put("floor", partition, Floor(seq, seq))
+        for log in self.opened:
+            log._forget(seq)
+
+
+def _group(message: StoredMessage) -> Group | None:
+    try:
+        return decode_header(message) if message.subject == SUBJECTS.groups else None
+    except MalformedEntry:
+        return None
+
+
+def _joined(reference: bytes, parts: dict[int, StoredMessage]) -> bytes:
+    async def read(seq: int) -> StoredMessage | None:
+        return parts.get(seq)
+
+    try:
+        joined(reference, read).send(None)  # type: ignore[attr-defined]
+    except StopIteration as e:
+        payload: bytes = e.value
+        return payload
+    raise AssertionError("what is in memory is waited for")
