@@ -105,6 +105,14 @@ async def write(deployment: Deployment, threads: list[str], steps: range) -> Non
             await store.checkpoint_append(row["thread_id"], [json.loads(m) for m in row["delta"]], run)
 
 
+async def write_together(deployment: Deployment, threads: list[str], steps: range) -> None:
+    """The same, all threads at the same time: a group holds entries of many."""
+    async with deployment.store(flusher=False) as store:
+        for n in steps:
+            runs = [Run(run_id=f"run-{t}", thread_id=t) for t in threads]
+            await asyncio.gather(*(store.checkpoint_append(run.thread_id, [{"n": n}], run) for run in runs))
+
+
 async def purge(deployment: Deployment, below: int) -> None:
     """Remove the messages below this sequence from the log, as flushers do it; but they are not asked."""
     await _ask(deployment, "PURGE", {"seq": below})

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bufstore import NoLog
 from bufstore.spark import DataLoss, archive, bulk_drain, restore
 from bufstore.spark.analytics import COLUMNS, activity, coalescing, hot_threads, lag
+from bufstore.spark.log_archive import archive_job
 from conftest import Deployment
-from helpers import eventually, fresh, query
-from spark.jobs import held, in_postgres, read_options, where, write
+from helpers import eventually, fresh, query, run_of
+from spark.jobs import held, in_postgres, prepared, read_options, where, write, write_together
 
 
 async def test_a_drain_flushes_all_that_is_there_beside_a_flusher_and_another_drain(
@@ -152,6 +155,45 @@ async def test_an_archive_comes_back_into_a_log(spark: Any, deployment: Deployme
     report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into="log")
     assert (report.applied, report.present, report.refused) == (0, 35, 7), "what was written since stays"
     assert await held(elsewhere, threads[1:]) == {t: list(range(8)) for t in threads[1:]}
+
+
+async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
+    spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts stand before their group, and many threads share a group."""
+    path, threads, big = str(tmp_path / "archive"), [fresh() for _ in range(30)], fresh()
+    text = secrets.token_hex(1_500_000)
+    await write_together(deployment, threads, range(2))
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(big, [{"n": 0, "text": text}], run_of(big))
+    await write_together(deployment, [*threads, big], range(2, 3))
+    raw = spark.read.format("threadlog").options(**read_options(deployment, form="messages")).load()
+    stored = await asyncio.to_thread(raw.collect)
+    parts = sorted(m.position for m in stored if m.subject.endswith(".parts.0"))
+    assert len(parts) > 1
+    assert sum(m.subject.endswith(".groups.0") for m in stored) < 61
+    log_of = archive_job.log_of
+
+    async def ending_within(deployment: Any) -> Any:
+        found = await log_of(deployment)
+        assert found is not None
+        return msgspec.structs.replace(found, end=parts[1])
+
+    monkeypatch.setattr(archive_job, "log_of", ending_within)
+    first = await asyncio.to_thread(archive, spark, where(deployment), path)
+    monkeypatch.setattr(archive_job, "log_of", log_of)
+    second = await asyncio.to_thread(archive, spark, where(deployment), path)
+    assert (first.end, first.count + second.count) == (parts[1], len(stored))
+
+    into_postgres, into_log = Deployment(deployment.servers), Deployment(deployment.servers)
+    await prepared(into_log)
+    for elsewhere, into in ((into_postgres, "postgres"), (into_log, "log")):
+        report = await asyncio.to_thread(restore, spark, path, where(elsewhere), into=into)
+        assert (report.applied, report.refused, report.threads) == (92, 0, 31), report.reasons
+        assert await held(elsewhere, [*threads, big]) == {t: [0, 1, 2] for t in threads} | {big: [0, 2]}
+        async with elsewhere.inner() as store:
+            (whole, _) = await store.load_messages(big) or []
+        assert whole["text"] == text
 
 
 async def test_what_was_restored_into_postgres_goes_on_in_a_log(

@@ -18,7 +18,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.spark.progress import ProgressListener, QueryProgress
 from conftest import Deployment
 from helpers import fresh
-from spark.jobs import delete, ended, prepared, purge, read_options, rows_of
+from spark.jobs import delete, ended, prepared, purge, read_options, rows_of, write_together
 
 
 async def written(deployment: Deployment, threads: list[str], steps: range) -> None:
@@ -79,19 +79,11 @@ async def test_what_is_no_entry_is_a_row_with_its_cause(spark: Any, deployment: 
     assert raw[0].header is not None
 
 
-async def shared_groups(deployment: Deployment, threads: list[str], steps: range) -> None:
-    """Written at the same time, so that a group holds entries of many threads."""
-    async with deployment.store(flusher=False) as store:
-        for n in steps:
-            run = {t: Run(run_id=f"run-{t}", thread_id=t) for t in threads}
-            await asyncio.gather(*(store.checkpoint_append(t, [{"n": n}], run[t]) for t in threads))
-
-
 async def test_a_group_is_read_whole_and_a_position_may_be_within_it(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
     threads = [fresh() for _ in range(40)]
-    await shared_groups(deployment, threads, range(3))
+    await write_together(deployment, threads, range(3))
     groups = await collected(read(spark, deployment, form="messages"))
     assert len(groups) < 60, "several entries share a group"
     rows = sorted(await collected(read(spark, deployment, numPartitions=5)), key=lambda row: row.position)
