@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -10,16 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bufstore import BufferConfig, BufferedThreadStore, LogConfig, Run
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry, encode
+from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import Outgoing
+from bufstore.memory import MemoryNats
+from bufstore.memory.log import MemoryStream
 from bufstore.spark.log_archive.applicable import applicable
-from bufstore.spark.log_archive.into_log import Wanted, wanted
+from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
 from bufstore.spark.log_archive.into_postgres import decided
+from bufstore.threads.memory_store import MemoryThreadStore
 from thorough import examples
 from unit.fake_log import run
-from unit.write_world import SUBJECTS, Instance, World
 
+SUBJECTS = Subjects("thread", 4)
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(("append", "whole", "flush", "flush and purge")),
@@ -31,38 +39,88 @@ OPERATIONS = st.lists(
 )
 
 
+class World:
+    """A log, the store behind it, and processes."""
+
+    def __init__(self) -> None:
+        self.nats, self.inner = MemoryNats(), MemoryThreadStore()
+        self._runs = itertools.count()
+
+    @asynccontextmanager
+    async def store(self, **options: Any) -> AsyncIterator[BufferedThreadStore]:
+        """A process; it flushes if it shall."""
+        log = LogConfig(subject=SUBJECTS.prefix, partitions=SUBJECTS.partitions, failover_window_s=20.0)
+        config = BufferConfig(**({"log": log, "flusher": False, "append_timeout_s": 2.0} | options))
+        async with await BufferedThreadStore.open(self.inner, nats=self.nats, config=config) as store:
+            yield store
+
+    @property
+    def stream(self) -> MemoryStream:
+        return self.nats.streams[LogConfig.stream]
+
+    def new_run(self) -> Run:
+        return Run(run_id=f"run-{next(self._runs)}", thread_id="t")
+
+    async def flush(self) -> None:
+        """What a flusher does; it purges nothing."""
+        async with self.store(flusher=True, retain_after_flush_s=3600.0) as store:
+            await store.force_flush_all()
+
+    async def flush_and_purge(self) -> None:
+        """As long after it that everything may go but the last group, which is another thread's."""
+        async with self.store(flusher=True, retain_after_flush_s=20.0) as store:
+            await store.checkpoint("elsewhere", [], Run(run_id=f"else-{next(self._runs)}", thread_id="elsewhere"))
+            await store.force_flush_all()
+            async with asyncio.timeout(600):
+                while self.stream.last_of(SUBJECTS.groups) != self.stream.messages[0].seq:  # noqa: ASYNC110
+                    await asyncio.sleep(1)
+
+    async def held(self) -> int:
+        return len(await self.inner.load_messages("t") or [])
+
+
+async def in_log(store: BufferedThreadStore) -> list[Item]:
+    """The thread's entries that the log holds."""
+    subject = SUBJECTS.of("t")
+    messages = await store.buffer.log.after(SUBJECTS.all, 0, 5)
+    return assemble([message for message in messages if message.subject == subject], "t")
+
+
 async def history(operations: list[tuple[str, int, list[int]]]) -> tuple[list[Item], list[Any]]:
     """A thread's entries, as an archive has them, and the messages that they come to."""
     world = World()
-    processes = [Instance(world), Instance(world)]
     archive: dict[int, Item] = {}
-    for kind, process, messages in operations:
-        if kind == "append":
-            await processes[process].append(messages)
-        elif kind == "whole":
-            await processes[process].checkpoint(messages)
-        archive |= {item.seq: item for item in world.tail("t")}
-        if kind.startswith("flush"):
-            await (world.flush() if kind == "flush" else world.flush_and_purge())
-            await asyncio.sleep(world.config.log.failover_window_s)  # as it takes
-    shown = await world.messages()
-    for process in processes:
-        await process.aclose()
+    async with world.store() as one, world.store() as other:
+        for kind, process, messages in operations:
+            writer = (one, other)[process]
+            if kind == "append":
+                await writer.checkpoint_append("t", messages, world.new_run())
+            elif kind == "whole":
+                await writer.checkpoint("t", messages, world.new_run())
+            archive |= {item.seq: item for item in await in_log(one)}
+            if kind.startswith("flush"):
+                await (world.flush() if kind == "flush" else world.flush_and_purge())
+        shown = list(await one.load_messages("t") or [])
     return list(archive.values()), shown
-
-
-def there(world: World) -> list[int]:
-    return [item.entry.id for item in world.tail("t") if isinstance(item, StoredEntry)]
 
 
 async def bring_back(world: World, items: list[Item], count: int = 1000) -> Wanted:
     """Into the log of `world`; at most `count` entries, then it is stopped."""
-    version = len(await world.store.load_messages("t") or [])
-    found = wanted("t", await world.ledger.watermark("t"), version, there(world), items, world.log.last_seq + 1)
-    for entry in found.entries[:count]:
-        header, body = encode(entry, 1 << 20)[0]
-        world.log.store([Outgoing(SUBJECTS.of("t"), body, header)])
+    async with world.store() as store:
+        log, subject = store.buffer.log, SUBJECTS.of("t")
+        held = await log.after(subject, 0, 5)
+        end = 1 + await log.end(5)
+        row = await world_row(store)
+        found = wanted("t", row, await world.held(), [entry_id(m) for m in held], items, end)
+        behind = held[-1].seq if held else 0
+        for unit in _units(subject, found.entries[:count]):
+            behind = await log.publish_batch([msgspec.structs.replace(unit[0], expected=behind), *unit[1:]], 5)
     return found
+
+
+async def world_row(store: BufferedThreadStore) -> Watermark:
+    rows = await store.buffer.ledger.watermarks(["t"])
+    return rows["t"][0] if "t" in rows else Watermark()
 
 
 @examples(200)
@@ -78,26 +136,26 @@ def test_a_thread_in_parts_and_again_is_as_it_was(
     async def main() -> None:
         items, shown = await history(operations)
         world = World()
-        # Positions in another log are higher, as its generation sees to.
-        for _ in range(100):
-            world.log.intrude("thread.0.elsewhere")
-        archived = 0
-        for more, count, then in parts:  # archived since; stopped after so many; what the flushers do meanwhile
-            archived += more
-            if items[:archived]:
-                assert not (await bring_back(world, items[:archived], count)).reason
-            if then == "flush":
-                await world.flush()
-            elif then == "purge":
-                await world.flush_and_purge()
-        if items:
-            assert not (await bring_back(world, items)).reason
-            again = await bring_back(world, items)
-            assert (again.entries, again.present) == ([], len(items))
-        assert await world.messages() == shown
-        await world.flush()
-        assert await world.store.load_messages("t") == (shown if items else None)
-        assert world.ledger.parked.entries == {}
+        async with world.store() as store:
+            # Positions in another log are higher, as its generation sees to.
+            world.stream.store([Outgoing(SUBJECTS.proof, b"")] * 100)
+            archived = 0
+            for more, count, then in parts:  # archived since; stopped after so many; what the flushers do meanwhile
+                archived += more
+                if items[:archived]:
+                    assert not (await bring_back(world, items[:archived], count)).reason
+                if then == "flush":
+                    await world.flush()
+                elif then == "purge":
+                    await world.flush_and_purge()
+            if items:
+                assert not (await bring_back(world, items)).reason
+                again = await bring_back(world, items)
+                assert (again.entries, again.present) == ([], len(items))
+            assert list(await store.load_messages("t") or []) == shown
+            await world.flush()
+            assert await world.inner.load_messages("t") == (shown if items else None)
+            assert await store.quarantined() == 0
 
     run(main())
 
@@ -106,22 +164,21 @@ def test_a_thread_that_went_on_is_left_alone() -> None:
     async def main() -> None:
         items, _ = await history([("append", 0, [1]), ("append", 0, [2])])
         world = World()
-        one = Instance(world)
-        await bring_back(world, items[:1])
-        await one.append(["mine"])
-        found = await bring_back(world, items)
-        assert (found.entries, found.refused) == ([], 2)
-        assert "see the log" in found.reason
-        await world.flush_and_purge()
-        assert "see Postgres" in (await bring_back(world, items)).reason
-        assert await world.messages() == [1, "mine"]
-        await one.aclose()
+        async with world.store() as one:
+            await bring_back(world, items[:1])
+            await one.checkpoint_append("t", ["mine"], world.new_run())
+            found = await bring_back(world, items)
+            assert (found.entries, found.refused) == ([], 2)
+            assert "see the log" in found.reason
+            await world.flush_and_purge()
+            assert "see Postgres" in (await bring_back(world, items)).reason
+            assert await one.load_messages("t") == [1, "mine"]
 
     run(main())
 
 
 def test_what_is_broken_or_ahead_is_refused() -> None:
-    items = asyncio.run(history([("append", 0, [1])]))[0]
+    items = run(history([("append", 0, [1])]))[0]
     (item,) = items
     assert isinstance(item, StoredEntry)
     broken = wanted("t", Watermark(flushed_seq=9, applied_id=3, broken_since=9), 0, [], items, 50)
@@ -132,7 +189,7 @@ def test_what_is_broken_or_ahead_is_refused() -> None:
 
 @pytest.mark.parametrize("cause", ["malformed", "hole"])
 def test_up_to_what_cannot_be_applied(cause: str) -> None:
-    items = asyncio.run(history([("append", 0, [n]) for n in range(4)]))[0]
+    items = run(history([("append", 0, [n]) for n in range(4)]))[0]
     if cause == "hole":
         del items[2]
     else:
@@ -146,7 +203,7 @@ def test_up_to_what_cannot_be_applied(cause: str) -> None:
 
 def test_messages_that_were_there_before_the_log_are_missed() -> None:
     """Its first entry keeps two messages that no archive has."""
-    items = asyncio.run(history([("whole", 0, [1, 2]), ("append", 0, [3])]))[0][1:]
+    items = run(history([("whole", 0, [1, 2]), ("append", 0, [3])]))[0][1:]
     (item,) = items
     assert isinstance(item, StoredEntry)
     first = StoredEntry("t", item.seq, msgspec.structs.replace(item.entry, base=Base.NONE, prev_id=0))

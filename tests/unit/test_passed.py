@@ -69,6 +69,8 @@ def test_of_what_can_go_the_oldest_part_goes() -> None:
     passed, times = passed_at([1.0] * 50)
     passed.gone(10)
     assert purgeable(passed, confirmed=times[-1], wished=NEVER, to_go=0.25) == 20
+    whole = purgeable(passed, confirmed=times[-1], wished=NEVER, to_go=0.25, unit=20)
+    assert whole == 30, "a part of a group would stay, and count as gone"
     assert purgeable(passed, confirmed=times[-1], wished=times[29], to_go=0.25) == 30, "the wish goes further"
 
 

@@ -80,6 +80,8 @@ class Appender(Generic[S, M]):
         self._full = (float("-inf"), 0)
         #: Grows when the log forgets who wrote to which thread: what was looked up before may be out of date.
         self._life = 0
+        #: How often the log began anew, and forgot everything.
+        self._anew = 0
         log.on_forget(self._let_go)
         self.appended = 0
         self.conflicts = 0
@@ -120,6 +122,7 @@ class Appender(Generic[S, M]):
 
     def _let_go(self, everything: bool) -> None:
         self._life += 1
+        self._anew += everything
         for thread_id, tip in self._tips.all():
             head = self._log.known_head(self._subjects.of(thread_id))
             if everything or (head and head != tip.seq):
@@ -326,6 +329,7 @@ class Appender(Generic[S, M]):
         return Limits(self._subjects.of(thread_id), self._log.message_bytes_max, self._config.log.max_entry_bytes)
 
     def _send(self, unit: Unit[M]) -> None:
+        unit.drafted_in = self._anew
         for write, _ in unit.writes:
             write.maybe_behind = unit.before.seq
         self._group.add(unit)
@@ -434,7 +438,7 @@ class Appender(Generic[S, M]):
         """After a unit that was not stored, or may not have been."""
         lane, before = unit.lane, unit.before
         if isinstance(error, AppendUnknown):
-            outcome = await resolve(unit, self._log, self._group)
+            outcome = await resolve(unit, self._log, self._group, lambda: self._anew == unit.drafted_in)
             if outcome is None:  # every caller has given up
                 unit.undo()
                 self._tips.drop(lane.thread_id)

@@ -47,7 +47,7 @@ class Write(Generic[M]):
 class Unit(group_commit.AppendUnit, Generic[M]):
     """Writes of one thread on their way, and what is undone if they fail."""
 
-    __slots__ = ("_on_end", "after", "before", "drafts", "lane", "writes")
+    __slots__ = ("_on_end", "after", "before", "drafted_in", "drafts", "lane", "writes")
 
     def __init__(self, lane: Lane[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]) -> None:
         super().__init__([])
@@ -55,6 +55,8 @@ class Unit(group_commit.AppendUnit, Generic[M]):
         self.writes: list[tuple[Write[M], int]] = []  # with the number of messages
         self.drafts: list[Draft[M]] = []
         self.before = before
+        #: How often the log had begun anew by then.
+        self.drafted_in = 0
         #: The tip once it is stored.
         self.after = before
         self._on_end = on_end

@@ -7,7 +7,7 @@ arrives first wins, because the other meets the compare-and-set.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
@@ -35,8 +35,12 @@ class _StillUnknown(Exception):
     """Look again."""
 
 
-async def resolve(unit: Unit[M], log: Log, group: Writer) -> int | Exception | None:
-    """The last sequence of a unit whose answer was lost; an error if it is certainly not stored."""
+async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bool]) -> int | Exception | None:
+    """The last sequence of a unit whose answer was lost; an error if it is certainly not stored.
+
+    `known`: whether the log still knows what was written since the unit was drafted. If not, nothing behind the
+    predecessor means nothing, and the unit is not sent again.
+    """
     subject = unit.messages[0].subject
     pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
     async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
@@ -48,7 +52,7 @@ async def resolve(unit: Unit[M], log: Log, group: Writer) -> int | Exception | N
                 stored = unit.stored_of(behind)
                 if stored is not None:
                     return stored[-1] if len(stored) == len(unit.writes) else Torn(stored)
-                if behind:
+                if behind or not known():
                     raise _StillUnknown
                 return await group.submit(unit.messages)
             except Conflict:

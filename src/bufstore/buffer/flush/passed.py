@@ -83,17 +83,19 @@ def share_to_go(used: int, limit: int, reserve: float) -> float:
 
 
 def purgeable(
-    passed: Passed, *, confirmed: float, wished: float, to_go: float, archived: int | None = None
+    passed: Passed, *, confirmed: float, wished: float, to_go: float, archived: int | None = None, unit: int = 1
 ) -> int | None:
     """Below which position the partition's entries go now; None if they are gone already.
 
     Only what commits passed by `confirmed`, and only below `archived` if that is given. Of this, what was passed by
-    `wished`, and the oldest part `to_go`.
+    `wished`, and the oldest part `to_go`. Of what stays, a beginning that is no whole `unit` of positions goes too: the
+    log lets go of whole units only.
     """
     may_go = passed.before(confirmed)
     if archived is not None:
         may_go = min(may_go, archived)
     below = min(passed.before(wished), may_go)
     if to_go and may_go > passed.purged:
-        below = max(below, may_go - int((1 - to_go) * (may_go - passed.purged)))
+        stays = int((1 - to_go) * (may_go - passed.purged))
+        below = max(below, may_go - stays // unit * unit)
     return below if below > passed.purged else None

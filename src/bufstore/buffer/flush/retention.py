@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.passed import purgeable, share_to_go
 from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.places import first_place
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.buffer.ports.log import Floor
 from bufstore.errors import BufstoreError
@@ -82,7 +83,14 @@ class Retention:
         for partition, owned in self._owned.items():
             if owned.doubt is None:
                 # Strictly below: the entry at a cursor stays, to tell whether the log is still the same.
-                below = purgeable(owned.passed, confirmed=confirmed, wished=wished, to_go=to_go, archived=archived)
+                below = purgeable(
+                    owned.passed,
+                    confirmed=confirmed,
+                    wished=wished,
+                    to_go=to_go,
+                    archived=archived,
+                    unit=first_place(1),
+                )
                 floor = Floor(owned.passed.before(confirmed), below or owned.passed.purged)
                 before = self._floors.get(partition, Floor(0, 0))
                 floors[partition] = Floor(max(floor.settled, before.settled), max(floor.purgeable, before.purgeable))

@@ -430,7 +430,7 @@ class Sequencer:
                 return AppendUnknown("its parts may be gone") if self._too_late(parts_at) else None
             if found.id == draft.id:
                 return written(found.seq)
-            if found.before != before:
+            if found.before != before and unanswered:
                 return AppendUnknown("what stood behind the group before it is purged")
             return Conflict("another group was stored first")
 
