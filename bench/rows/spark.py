@@ -16,7 +16,6 @@ from bench.stage import Stage
 
 _CORES = 2
 _ROWS, _THREADS = 100_000, 10_000
-_READ = 300_000
 _DRAINS_MAX = 2
 
 
@@ -48,20 +47,19 @@ def spark_sink(stage: Stage) -> Iterator[Benchmark]:
 
 
 def spark_source(stage: Stage) -> Iterator[Benchmark]:
-    """The log read with one core and two, decoded and byte for byte, against one consumer of nats-py."""
+    """The log read with one core and two, decoded and group by group, against one consumer of nats-py for groups."""
     what = backlog(stage)
-    messages = min(stage.count(_READ, 1000), what.entries)
     stream = {"stream": f"LOG-{NAME}"}
     kinds: dict[str, Any] = {f"{c}": (SparkJobs, stream | {"cores": c}) for c in (1, 2)}
     kinds["nats-py"] = (NatsConsumer, stream)
     with stage.workers(what.place, **kinds) as workers:
 
         def read(cores: int, form: str) -> float:
-            rate: float = workers[f"{cores}"].call("read", messages=messages, form=form)
+            rate: float = workers[f"{cores}"].call("read", entries=what.entries, form=form)
             return rate
 
         def consume() -> float:
-            rate: float = workers["nats-py"].call("read", messages=messages)
+            rate: float = workers["nats-py"].call("read", entries=what.entries)
             return rate
 
         for cores in (1, 2):

@@ -48,7 +48,7 @@ def drain(options: Options, master: str, tasks: int | None, timeout: float) -> N
 @click.argument("path")
 @_MASTER
 @_TASKS
-@click.option("--start", type=click.IntRange(min=0), help="Position to begin at. Default: where the archive ends.")
+@click.option("--start", type=click.IntRange(min=0), help="Message of the stream to begin at. Default: where it ends.")
 @connects()
 def archive(options: Options, path: str, master: str, tasks: int | None, start: int | None) -> None:
     """Write what the archive at PATH does not have of the log as Parquet."""
