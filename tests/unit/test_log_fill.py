@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -28,7 +29,8 @@ RATE = 1000
 def fill(at: float, unflushed: float, flushed: float = 0) -> LogFill:
     """At `RATE`; what is and is not flushed in seconds of it."""
     messages = round(RATE * (unflushed + flushed))
-    return LogFill(at, Held(2500 * messages, LIMIT, messages, round(RATE * unflushed), round(RATE * at)))
+    above = Counter({0: round(RATE * unflushed)})
+    return LogFill(at, Held(2500 * messages, LIMIT, above, 2500 * above[0], round(RATE * at)))
 
 
 @given(began=st.integers(0, 100), seconds=st.integers(7, 600), flushed=st.floats(0, 200), every=st.integers(1, 100))
@@ -67,10 +69,10 @@ def test_a_log_beyond_its_limit_is_full_now() -> None:
 
 
 def test_a_full_log_says_what_takes_the_room_and_what_to_do() -> None:
-    unflushed = why_full("the log is full", LogFill(0, Held(1000, 1000, 10, 8, 10)))
+    unflushed = why_full("the log is full", LogFill(0, Held(1000, 1000, Counter({0: 8}), 800, 10)))
     assert "holds 1000 of 1000 bytes, about 800 of them not flushed" in unflushed
     assert "health()" in unflushed
-    flushed = why_full("the log is full", LogFill(0, Held(1000, 1000, 10, 1, 10)))
+    flushed = why_full("the log is full", LogFill(0, Held(1000, 1000, Counter({0: 1}), 100, 10)))
     assert "about 100 of them not flushed; the others are flushed, and stay for LogConfig.failover_window_s" in flushed
 
 

@@ -10,7 +10,7 @@ import msgspec
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.membership import owners
 from bufstore.buffer.operate.audit import Verification
-from bufstore.buffer.operate.health import asked, behind, health_of, is_full
+from bufstore.buffer.operate.health import asked, health_of, is_full
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.target import check_same
@@ -32,7 +32,7 @@ class Partition(msgspec.Struct, kw_only=True):
     #: Up to where it is flushed, and the term of its owner; None: Postgres could not be asked.
     cursor: int | None
     term: int | None
-    #: How many positions the cursor is behind; positions count the entries of all partitions.
+    #: How many of its entries in the log the cursor has not passed.
     lag: int | None
     #: The live flusher that owns it.
     owner: str | None
@@ -59,8 +59,14 @@ class BufferStatus(msgspec.Struct, kw_only=True):
     read_trouble: str
     flushing: bool
     flush_trouble: str
-    #: Largest lag of a partition.
+    #: Entries in the log that no cursor has passed, of all partitions.
     lag: int | None
+    #: Entries that wait in Postgres, and why most of them do: their threads cannot be written at the moment.
+    waiting: int | None
+    waiting_reason: str
+    #: How large the last groups of entries are, on average; None: there are none.
+    group_entries: float | None
+    group_bytes: float | None
     #: Entries in quarantine.
     quarantined: int | None
     #: The live flushers.
@@ -92,9 +98,10 @@ class Inspection:
         members = sorted(await self._shared.members())
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
-        quarantined, trouble = None, ""
+        quarantined, waiting, trouble = None, None, ""
         try:
             cursors, quarantined = await self._ledger.cursors(), await self._ledger.quarantined()
+            waiting = await self._ledger.waiting.totals()
         except BufstoreError as e:
             trouble = str(e)
         flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
@@ -102,7 +109,9 @@ class Inspection:
         nats_trouble, full = await asked(is_full(self._log))
         health = health_of(log=nats_trouble, store=trouble, flusher="", full=full or "", flushers=bool(members))
         owner = owners(members, subjects.partitions)
-        partitions = [_partition(p, end, cursors, owner.get(p)) for p, end in enumerate(ends)]
+        above = fill.held.above
+        partitions = [_partition(p, end, cursors, above[p], owner.get(p)) for p, end in enumerate(ends)]
+        sizes = await self._log.last_groups()
         return BufferStatus(
             ok=not trouble,
             postgres_trouble=trouble,
@@ -117,20 +126,24 @@ class Inspection:
             read_trouble=health.read_trouble,
             flushing=health.flushing,
             flush_trouble=health.flush_trouble,
-            lag=max(p.lag or 0 for p in partitions) if cursors is not None else None,
+            lag=sum(p.lag or 0 for p in partitions) if cursors is not None else None,
+            waiting=waiting.entries if waiting is not None else None,
+            waiting_reason=waiting.reason if waiting is not None else "",
+            group_entries=round(sizes.entries / sizes.groups, 1) if sizes.groups else None,
+            group_bytes=round(sizes.bytes / sizes.groups, 1) if sizes.groups else None,
             quarantined=quarantined,
             members=members,
             partitions=partitions,
         )
 
 
-def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, owner: str | None) -> Partition:
+def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, above: int, owner: str | None) -> Partition:
     if cursors is None:
         at, term, lag = None, None, None
     else:
         cursor = cursors.get(number)
         at, term = (cursor.seq, cursor.term) if cursor is not None else (0, 0)
-        lag = behind(end, cursor)
+        lag = above
     return Partition(partition=number, end=end, cursor=at, term=term, lag=lag, owner=owner)
 
 

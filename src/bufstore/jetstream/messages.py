@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -32,11 +33,12 @@ class Held(NamedTuple):
     #: Bytes it holds, and may hold.
     bytes: int
     limit: int
-    #: How many messages that are, and how many of them stand above the positions that were asked about.
-    messages: int
-    above: int
-    #: The last position.
-    end: int
+    #: By partition, how many entries stand above the position that was asked about; and about how many bytes all these
+    #: take.
+    above: Counter[int]
+    above_bytes: int
+    #: How many entries this process has seen in it, flushed and purged ones included.
+    seen: int
 
 
 class Outgoing(msgspec.Struct, frozen=True, gc=False):

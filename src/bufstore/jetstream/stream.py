@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ApiError, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
-from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Held, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, StoredMessage
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
@@ -175,18 +175,6 @@ class NatsStream:
         asked = Outgoing(f"{self._api}.STREAM.PURGE.{self._name}", json.dumps({"filter": unused}).encode())
         # As a write: a leader without followers does not answer, and then its connection is given up.
         self._result(await self._connection.write([asked], None, timeout_s, again=True))
-
-    async def held_above(self, positions: Mapping[str, int], timeout_s: float) -> Held:
-        """What the stream holds, and above the position of each of these filters."""
-        counts = await asyncio.gather(*(self._count_above(f, seq, timeout_s) for f, seq in positions.items()))
-        info = await self.api(f"STREAM.INFO.{self._name}", timeout_s=timeout_s)
-        state, limit = info["state"], int(info["config"]["max_bytes"])
-        return Held(int(state["bytes"]), limit, int(state["messages"]), sum(counts), int(state["last_seq"]))
-
-    async def _count_above(self, filter_: str, seq: int, timeout_s: float) -> int:
-        # The server counts what is behind the one message that is asked for.
-        found = await self._get({"seq": seq + 1, "next_by_subj": filter_, "batch": 1}, timeout_s)
-        return len(found.messages) + found.more
 
     async def api(self, verb: str, body: dict[str, Any] | None = None, timeout_s: float = 5.0) -> dict[str, Any]:
         """A request to the JetStream API, e.g. ``STREAM.INFO.<name>``. Raises the error of `to_error`."""

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import lru_cache
 
 from bufstore.buffer.subjects import Subjects, first_sequence
@@ -25,7 +25,6 @@ from bufstore.jetstream.messages import (
     BatchRefused,
     BegunBatch,
     Conflict,
-    Held,
     Outgoing,
     StoredMessage,
 )
@@ -385,14 +384,6 @@ class MemoryLog:
     async def fill(self) -> tuple[int, int]:
         stream = await self._turn()
         return stream.bytes, stream.config.max_bytes
-
-    async def held(self, positions: Mapping[int, int]) -> Held:
-        stream = await self._turn()
-        above = (
-            len(list(stream.after(self._subjects.of_partition(p), positions.get(p, 0))))
-            for p in range(self._subjects.partitions)
-        )
-        return Held(stream.bytes, stream.config.max_bytes, len(stream.messages), sum(above), stream.end)
 
     async def purge(self, partition: int, below: int) -> None:
         (await self._turn()).purge(self._subjects.of_partition(partition), below)

@@ -19,7 +19,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, StreamMissing, StreamTaken
 from bufstore.jetstream.group_commit import GroupCommit
-from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, BegunBatch, Held, Outgoing
+from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, BegunBatch, Outgoing
 from bufstore.jetstream.stream import NatsStream, Shown
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.fresh_ends import PROOF_S, FreshEnds
@@ -314,10 +314,6 @@ class NatsLog(NatsStream):
     async def fill(self) -> tuple[int, int]:
         info = await self._look()
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
-
-    async def held(self, positions: Mapping[int, int]) -> Held:
-        partitions = range(self._config.log.partitions)
-        return await self.held_above({self._subjects.of_partition(p): positions.get(p, 0) for p in partitions}, 5.0)
 
     async def subjects(self, filter_: str, offset: int) -> list[str]:
         info = await self.api(

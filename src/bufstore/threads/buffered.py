@@ -366,7 +366,7 @@ class BufferedThreadStore(EditedStore):
         return await self.buffer.verify()
 
     async def lag(self) -> Mapping[int, int]:
-        """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
+        """Per partition, how many of its entries in the log its cursor has not passed. Raises Unavailable errors."""
         return await self.buffer.vitals.lag()
 
 

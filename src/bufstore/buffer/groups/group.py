@@ -11,6 +11,7 @@ checksum of its own (`bufstore.buffer.entry`), so an entry that is damaged takes
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from binascii import a2b_base64, b2a_base64
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bufstore.buffer.groups.oversize import first_part
+from bufstore.buffer.groups.oversize import first_part, whole_bytes
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
@@ -33,6 +34,8 @@ _RECORD = struct.Struct(f">{HASH_BYTES}sQIHxx")
 _LENGTHS = struct.Struct(">HH")
 #: In the length of an entry's own header: the payload stands elsewhere.
 _ELSEWHERE = 1 << 15
+#: What a message takes in the stream beside subject, header and body.
+_MESSAGE_BYTES = 50
 #: What an entry costs beside its thread, its own header and its payload: its record in base64, and their lengths.
 ENTRY_BYTES = (_RECORD.size * 4 + 2) // 3 + _LENGTHS.size
 #: What the headers of the message have beside the records, at most.
@@ -167,6 +170,17 @@ def decode_header(message: StoredMessage) -> Group:
 def _placed(records: Sequence[Record], seq: int) -> list[Record]:
     """The records with the places of what stands before in the same group."""
     return [r._replace(prev=place(seq, r.prev - 1)) if 0 < r.prev < ENTRIES_MAX else r for r in records]
+
+
+def stored_bytes(group: Group, message: StoredMessage) -> int:
+    """About how many bytes the log takes for a group, which this message is, and the parts of its large entries."""
+    body = message.body
+    size = _MESSAGE_BYTES + len(message.subject) + len(message.header or "") + len(body)
+    for number in range(len(group.records)) if group.parts else ():
+        with contextlib.suppress(MalformedEntry):
+            entry = decode_entry(group, number, body)
+            size += whole_bytes(entry.payload) if entry.elsewhere else 0
+    return size
 
 
 def body_of(group: Group, number: int, body: bytes) -> bytes:

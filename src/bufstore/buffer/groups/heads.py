@@ -9,7 +9,7 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 from bufstore.buffer.groups.group import Group
@@ -46,8 +46,10 @@ class Heads:
         self._tops: list[int] = [0]
         #: By partition, the place of the last entry seen above the floor.
         self._ends: dict[int, int] = {}
-        #: What was seen above the floor: place of the first entry, and the partition of each.
-        self._groups: deque[tuple[int, bytes]] = deque()
+        #: What was seen above the floor: place of the first entry, the partition of each, and bytes.
+        self._groups: deque[tuple[int, bytes, int]] = deque()
+        #: How many entries were seen at all; those that are seen again after `start` count again.
+        self.entries_seen = 0
         #: Everything behind this group was seen.
         self._began = 0
         #: Groups that name parts of large entries, and the first of these.
@@ -68,8 +70,8 @@ class Heads:
         self._began = seen
         self._named.clear()
 
-    def observe(self, group: Group) -> bool:
-        """Note the next group; False if it was seen before. Raises Gap."""
+    def observe(self, group: Group, size: int = 0) -> bool:
+        """Note the next group, of about so many bytes; False if it was seen before. Raises Gap."""
         if group.seq <= self.seen:
             return False
         follows = (group.before, group.before_id) == (self.seen, self.seen_id)
@@ -84,7 +86,9 @@ class Heads:
         if group.parts:
             self._named.append((group.seq, group.parts))
         self._tops[-1] = first_place(group.seq + 1)
-        self._groups.append((first_place(group.seq), b"".join([r.partition.to_bytes(2, "big") for r in group.records])))
+        partitions = b"".join([r.partition.to_bytes(2, "big") for r in group.records])
+        self._groups.append((first_place(group.seq), partitions, size))
+        self.entries_seen += len(group.records)
         return True
 
     def skip(self, seq: int) -> None:
@@ -132,19 +136,23 @@ class Heads:
             return False
         return expected == remembered if remembered else expected < self.floor
 
-    def count_above(self, position: Callable[[int], int]) -> int:
-        """How many entries stand above the position that this gives for their partition."""
-        count = 0
-        for first, partitions in self._groups:
+    def above(self, position: Callable[[int], int]) -> tuple[Counter[int], int]:
+        """How many entries of each partition stand above the position that this gives for it; about how many bytes."""
+        count, size = Counter[int](), 0
+        for first, partitions, bytes_ in self._groups:
+            here = 0
             for number in range(len(partitions) // 2):
                 partition = int.from_bytes(partitions[2 * number : 2 * number + 2])
-                count += first + number > position(partition)
-        return count
+                if first + number > position(partition):
+                    count[partition] += 1
+                    here += 1
+            size += bytes_ * here // (len(partitions) // 2)
+        return count, size
 
     @property
     def entries(self) -> int:
         """How many entries were seen above the floor."""
-        return sum(len(partitions) // 2 for _, partitions in self._groups)
+        return sum(len(partitions) // 2 for _, partitions, _ in self._groups)
 
     def first_needed(self, seq: int) -> int | None:
         """The first sequence that the groups from this one on need: its own, or that of a part they name.

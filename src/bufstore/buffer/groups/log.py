@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from typing import Protocol
 
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed, StreamFeed
-from bufstore.buffer.groups.group import Group, body_of, decode_entry, hash_of
+from bufstore.buffer.groups.group import Group, body_of, decode_entry, hash_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined, sequences
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import first_place, group_of, last_place, number_of, place
-from bufstore.buffer.ports.log import Floor, Generations, Remains
+from bufstore.buffer.ports.log import Floor, Generations, GroupSizes, Remains, Writes
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
@@ -34,6 +34,8 @@ _LAG_S = 0.002
 #: How many groups are read at a time where all are read.
 _SCANNED_AT_ONCE = 32
 _ERASED_AT_ONCE = 16
+#: How many sequences of the stream count as the last.
+_LAST_GROUPS = 64
 #: How often an erasure is told anew because others erase at the same time.
 _TELL_TRIES = 10
 
@@ -342,8 +344,21 @@ class GroupLog:
     async def held(self, positions: Mapping[int, int]) -> Held:
         await self._tail.see_all()
         used, limit = await self._stream.fill()
-        above = self._heads.count_above(lambda partition: positions.get(partition, 0))
-        return Held(used, limit, self._heads.entries, above, await self.end(_READ_S))
+        entries, size = self._heads.above(lambda partition: positions.get(partition, 0))
+        return Held(used, limit, entries, min(size, used), self._heads.entries_seen)
+
+    async def last_groups(self) -> GroupSizes:
+        _, end = await self._stream.bounds()
+        sizes = GroupSizes(0, 0, 0)
+        for message in await self._stream.read(self._subjects.groups, max(end - _LAST_GROUPS, 0), _READ_S):
+            if (group := self._tail.decoded(message)) is not None:
+                size = stored_bytes(group, message)
+                sizes = GroupSizes(sizes.groups + 1, sizes.entries + len(group.records), sizes.bytes + size)
+        return sizes
+
+    @property
+    def writes(self) -> Writes:
+        return Writes(self._sequencer.groups, self._sequencer.refusals)
 
     # --- following and removing -------------------------------------------------------------------------------
 

@@ -60,6 +60,15 @@ def whole(reference_: bytes, parts: Sequence[bytes]) -> bytes:
     return payload
 
 
+def whole_bytes(reference_: bytes) -> int:
+    """How large the payload is whose parts are named. Raises MalformedEntry."""
+    try:
+        size: int = _WHOLE.unpack_from(reference_)[0]
+    except struct.error as e:
+        raise MalformedEntry("undecodable reference to the parts of a large entry") from e
+    return size
+
+
 async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:
     """The payload that is named. Raises MalformedEntry when a part is missing or is not what was stored."""
     parts = []

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
-from bufstore.buffer.groups.group import ENTRY_BYTES, HEAD_BYTES_MAX, Draft, NewEntry, hash_of, in_group
+from bufstore.buffer.groups.group import ENTRY_BYTES, HEAD_BYTES_MAX, Draft, NewEntry, hash_of, in_group, stored_bytes
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import parts_of, reference, reference_bytes
 from bufstore.buffer.groups.written import Behind, Written
@@ -377,7 +377,7 @@ class Sequencer:
         self.groups += 1
         now = asyncio.get_running_loop().time()
         self._round_s += (now - sent_at - self._round_s) / 8
-        self._heads.observe(outcome.group)
+        self._heads.observe(outcome.group, stored_bytes(outcome.group, outcome.message))
         self._stored(outcome)
         number = -1
         for queued in chosen.units:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from bufstore.buffer.groups.group import Group, decode_header
+from bufstore.buffer.groups.group import Group, decode_header, stored_bytes
 from bufstore.buffer.groups.heads import Gap, Heads
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import group_of
@@ -144,7 +144,7 @@ class Tail:
             if group is None:
                 self._heads.skip(message.seq)
                 continue
-            self._heads.observe(group)
+            self._heads.observe(group, stored_bytes(group, message))
             self._keep(group, message.body)
 
     def decoded(self, message: StoredMessage) -> Group | None:

@@ -12,14 +12,12 @@ from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.operate.log_fill import FillForecast
 from bufstore.buffer.parts import AnyParts
-from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.messages import AppendUnknown
 
 _TIMEOUT_S = 2.0
-_LAG_TIMEOUT_S = 10.0
 #: With less than this fraction of the log free, it counts as full before it refuses a write.
 _FREE_MIN = 0.01
 
@@ -30,6 +28,9 @@ class Statistics:
 
     appended: int
     conflicts: int
+    #: Groups of entries that this process wrote, and how often another was first, so that one went out again.
+    groups: int
+    refused: int
     flusher: FlusherState
     log_bytes: int
     log_bytes_max: int
@@ -127,6 +128,8 @@ class Vitals:
         return Statistics(
             appended=self._appender.appended,
             conflicts=self._appender.conflicts,
+            groups=self._session.log.writes.groups,
+            refused=self._session.log.writes.refused,
             flusher=self._flusher.state if self._flusher is not None else FlusherState(),
             log_bytes=fill.held.bytes,
             log_bytes_max=fill.held.limit,
@@ -158,14 +161,9 @@ class Vitals:
 
     async def lag(self) -> dict[int, int]:
         """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""
-        filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        ends, cursors = await asyncio.gather(self._session.log.ends(filters, _LAG_TIMEOUT_S), self._ledger.cursors())
-        return {p: behind(end, cursors.get(p)) for p, end in enumerate(ends)}
-
-
-def behind(end: int, cursor: Cursor | None) -> int:
-    """How far, in positions of the log, a partition's cursor is behind its last entry; None: nothing was flushed."""
-    return max(0, end - (cursor.seq if cursor is not None else 0))
+        cursors = await self._ledger.cursors()
+        held = await self._session.log.held({p: cursor.seq for p, cursor in cursors.items()})
+        return {p: held.above[p] for p in range(self._subjects.partitions)}
 
 
 async def is_full(log: Log) -> str:

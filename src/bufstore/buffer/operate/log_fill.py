@@ -33,8 +33,8 @@ class LogFill(NamedTuple):
 
     @property
     def unflushed(self) -> int:
-        """About how many bytes are not flushed: messages, by their average size."""
-        return self.held.bytes * min(self.held.above, self.held.messages) // max(1, self.held.messages)
+        """About how many bytes are not flushed."""
+        return self.held.above_bytes
 
 
 def full_in_s(earlier: Iterable[LogFill], now: LogFill) -> float | None:
@@ -49,8 +49,8 @@ def full_in_s(earlier: Iterable[LogFill], now: LogFill) -> float | None:
     before = next((fill for fill in reversed(known) if now.at - fill.at >= _APART_S), known[0])
     apart = now.at - before.at
     rate = (now.unflushed - before.unflushed) / apart
-    written = (now.held.end - before.held.end) / apart
-    if rate <= 0 or now.held.above <= _KEEPS_UP_S * written:
+    written = (now.held.seen - before.held.seen) / apart
+    if rate <= 0 or now.held.above.total() <= _KEEPS_UP_S * written:
         return None
     return max(0, now.held.limit - now.held.bytes) / rate
 
@@ -74,7 +74,7 @@ def why_full(said: str, fill: LogFill) -> str:
 async def look(log: Log, shared: SharedState, flushed: Mapping[int, int]) -> LogFill:
     """Look at the log. `flushed`: how far partitions are known to be flushed; progress reports tell more.
 
-    Asks NATS only, a request for each partition. Raises LogUnavailable.
+    Asks NATS only. Raises LogUnavailable.
     """
     reports = await shared.progress()
     held = await log.held({p: max(flushed.get(p, 0), reports.get(p, 0)) for p in {*flushed, *reports}})

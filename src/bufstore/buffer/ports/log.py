@@ -21,6 +21,21 @@ class Floor(NamedTuple):
     purgeable: int
 
 
+class GroupSizes(NamedTuple):
+    """How large the last groups of entries are, all together."""
+
+    groups: int
+    entries: int
+    bytes: int
+
+
+class Writes(NamedTuple):
+    """What a process has written: how many groups, and how often another process was first and one went out again."""
+
+    groups: int
+    refused: int
+
+
 class Remains(NamedTuple):
     """What a log holds of some threads that can be erased."""
 
@@ -216,7 +231,10 @@ class Log(Stream, Generations, Protocol):
         ...
 
     async def held(self, positions: Mapping[int, int]) -> Held:
-        """What the log holds, and above a position in each partition; of partitions left out, all."""
+        """What the log holds, and above a position in each partition; of partitions left out, all above the floor.
+
+        Positions below the floor count as the floor: everything below it is flushed.
+        """
         ...
 
     async def let_go(self, floors: Mapping[int, Floor]) -> int:
@@ -259,6 +277,15 @@ class Log(Stream, Generations, Protocol):
         It reads the log from there to its end, a little at a time: for repair, the self-check and people. What belongs
         to no thread counts as partition 0.
         """
+        ...
+
+    async def last_groups(self) -> GroupSizes:
+        """How large the last groups are, whoever wrote them."""
+        ...
+
+    @property
+    def writes(self) -> Writes:
+        """What this process has written so far."""
         ...
 
     async def settled(self) -> int:
