@@ -146,7 +146,7 @@ class Heads:
                 if first + number > position(partition):
                     count[partition] += 1
                     here += 1
-            size += bytes_ * here // (len(partitions) // 2)
+            size += bytes_ * here // max(1, len(partitions) // 2)
         return count, size
 
     @property
