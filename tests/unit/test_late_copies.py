@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer import elapsed, producers
 from bufstore.buffer.chain import plan
-from bufstore.errors import IdempotencyConflict, OutcomeUnknown, StoreUnavailable
+from bufstore.errors import IdempotencyConflict, LogUnavailable, OutcomeUnknown, StoreUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.threads.model import decode_message
 from bufstore.threads.payload import decode_payload
@@ -176,8 +176,10 @@ def test_without_postgres_nobody_is_told_that_a_first_entry_counts(how: str, oth
             land()
         world.store_is_up = False
         writer = Instance(world) if other else one
-        with pytest.raises((OutcomeUnknown, StoreUnavailable)):
-            await write(writer, how, token)
+        own = not superseded and not other and how in ("source", "series")
+        with contextlib.nullcontext() if own else pytest.raises((OutcomeUnknown, StoreUnavailable)):
+            # Who wrote it has seen by now that it stands where it was to stand.
+            assert (await write(writer, how, token)).repeated
         world.store_is_up = True
         assert (await write(writer, how, token)).repeated is not superseded
         await check_it_is_there_once(world)
@@ -238,27 +240,6 @@ def test_other_content_is_no_conflict_with_an_entry_that_the_flush_passes_over()
             await Instance(world).append(["mine"], key="k")
         await world.flush()
         assert await world.messages() == ["m0", "theirs", "something else"]
-
-    test(main)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_what_was_written_behind_it_without_postgres_does_not_make_it_count(how: str) -> None:
-    """Without Postgres it may be taken for the thread; but its writer is not told that it is stored."""
-
-    async def main(world: World, one: Instance) -> None:
-        token = await overtaken(world, one, how, whole=True)
-        two = Instance(world)
-        world.store_is_up = False
-        await two.append(["behind it"])
-        for writer in (one, two, Instance(world)):
-            with pytest.raises((OutcomeUnknown, StoreUnavailable)):
-                await write(writer, how, token, whole=True)
-        world.store_is_up = True
-        assert not (await write(two, how, token, whole=True)).repeated
-        await world.flush()
-        assert await world.messages() == ["mine"]
-        assert await world.store.load_run("mine") is not None
 
     test(main)
 
@@ -384,6 +365,8 @@ def test_what_is_acknowledged_is_applied_once_whatever_lands_when(seed: int) -> 
                     done.add(name)
             except OutcomeUnknown as e:
                 calls[name] = do, e.token
+            except LogUnavailable:
+                pass  # it was not sent: an earlier one of the thread has no answer yet
 
         for _ in range(chance.randint(4, 30)):
             match chance.randrange(8):
@@ -430,7 +413,9 @@ def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return sleep
 
 
-def test_a_writer_whose_machine_was_suspended_before_it_sent_is_told_nothing(suspend: Callable[[], None]) -> None:
+def test_a_writer_whose_machine_was_suspended_before_it_sent_writes_behind_what_came_meanwhile(
+    suspend: Callable[[], None],
+) -> None:
     async def main(world: World, one: Instance) -> None:
         two = Instance(world)
         await two.checkpoint(["m0"])
@@ -445,12 +430,10 @@ def test_a_writer_whose_machine_was_suspended_before_it_sent_is_told_nothing(sus
             return await send(kind, messages)
 
         world.log._send = suspended  # type: ignore[method-assign]
-        with pytest.raises(OutcomeUnknown) as unknown:
-            await one.append(["mine"], run_id="mine")
+        await one.append(["mine"], run_id="mine")
         await one.append(["next"])
-        assert not (await one.append(["mine"], run_id="mine", key=unknown.value.token)).repeated
         await check_it_is_there_once(world)
-        assert await world.messages() == ["m0", "theirs", "next", "mine"]
+        assert await world.messages() == ["m0", "theirs", "mine", "next"]
 
     test(main)
 

@@ -29,6 +29,7 @@ UNIT_MESSAGES = 8
 def small_units() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "UNIT_BYTES_MAX", UNIT_BYTES)
+        patch.setattr(module, "size_of", lambda message: len(message.body))
         patch.setattr(module, "BATCH_MESSAGES_MAX", UNIT_MESSAGES)
         yield
 

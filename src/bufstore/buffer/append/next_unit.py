@@ -20,6 +20,11 @@ from bufstore.types import Receipt
 UNIT_BYTES_MAX = 256 << 10
 
 
+def size_of(message: Outgoing) -> int:
+    """What a message takes of a group, about."""
+    return len(message.body) + len(message.subject) + len(message.header or "")
+
+
 class QueuedWrite(Protocol[M]):
     """A write that waits in a queue."""
 
@@ -127,7 +132,7 @@ def next_unit(
             break
         outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=looked_up)
         if isinstance(outcome, Drafted):
-            size += sum(len(m.body) + len(m.subject) + len(m.header or "") for m in outcome.messages)
+            size += sum(map(size_of, outcome.messages))
             if count and (size > UNIT_BYTES_MAX or count + len(outcome.messages) > BATCH_MESSAGES_MAX):
                 outcome.draft.undo()
                 break
