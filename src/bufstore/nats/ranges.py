@@ -58,7 +58,6 @@ class LogState(msgspec.Struct, frozen=True):
     #: The sequence of the first message that is (or will be) there, and the one behind the last.
     first: int
     end: int
-    messages: int
 
     @property
     def subjects(self) -> Subjects:
@@ -96,7 +95,7 @@ class LogReader:
         found = log_config(config, self._bucket)
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))
         end = max(int(state["last_seq"]) + 1, first)
-        return LogState(found, info["created"], epoch_of(config), first, end, int(state["messages"]))
+        return LogState(found, info["created"], epoch_of(config), first, end)
 
     async def message(self, sequence: int) -> StoredMessage | None:
         """The message with this sequence, from the leader; None if it is not there any more."""

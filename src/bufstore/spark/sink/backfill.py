@@ -116,9 +116,9 @@ class BackfillWriter:
         self._log, self._ledger, self._subjects = buffer.log, buffer.ledger, buffer.subjects
 
     async def in_log(self, threads: Collection[str]) -> set[str]:
-        """Those that the log shows. Raises LogUnavailable."""
-        subjects = {self._subjects.of(thread_id): thread_id for thread_id in threads}
-        return {subjects[subject] for subject in await self._log.last(list(subjects), _TIMEOUT_S)}
+        """Those with entries that may not be in Postgres yet. Raises LogUnavailable."""
+        ends = await self._log.ends([self._subjects.of(thread_id) for thread_id in threads], _TIMEOUT_S)
+        return {thread_id for thread_id, end in zip(threads, ends, strict=True) if end}
 
     async def write(self, threads: Mapping[str, Sequence[Prepared]]) -> tuple[int, int]:
         """Write all rows in one transaction: how many were written, and how many were there.
