@@ -218,7 +218,7 @@ async def test_the_commands_work_with_an_operators_rights_and_an_apps_role(site:
         messages = await poisoned(store, thread_id)
     async with site.store(Role.APP) as store:
         await store.checkpoint("unflushed", [said(0)], run_of("unflushed"))
-    for command in (("flush", "--all"), ("status",), ("quarantine", "list"), ("repair",)):
+    for command in (("flush", "--all"), ("status",), ("log", "entries"), ("quarantine", "list"), ("repair",)):
         result = await site.cli(*command)
         assert (result.code, "permit" in result.err) == (0, False), result
     assert (await site.cli("log", "show")).code == 0

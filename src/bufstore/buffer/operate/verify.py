@@ -77,6 +77,8 @@ class Verifier:
         found = []
         told = (await self._shared.progress()).get(partition, 0)
         settled = (await self._shared.floors()).get(partition, Floor(0, 0)).settled
+        if settled < self._log.generation_start:
+            settled = 0  # told before a repair
         erased = await self._log.erased()
         cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0))
         end = await self._log.end(_TIMEOUT_S)
