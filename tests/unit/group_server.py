@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.entry import Base, Entry, decode, encode
@@ -28,6 +29,9 @@ SUBJECTS = Subjects("thread", 4)
 class GroupServer(FakeLog):
     """What `FakeLog` is, below the groups. Entries are shown with their places, and strangers write groups too."""
 
+    #: What a process's log is.
+    kind: Callable[[Any, MemorySharedState, BufferConfig, str], GroupLog] = GroupLog
+
     def __init__(self, message_bytes_max: int = 1 << 20) -> None:
         super().__init__(message_bytes_max)
         self.store = self._store
@@ -39,7 +43,7 @@ class GroupServer(FakeLog):
     def open(self, config: BufferConfig) -> GroupLog:
         """One more process's log."""
         config = dataclasses.replace(config, log=dataclasses.replace(config.log, partitions=SUBJECTS.partitions))
-        log = GroupLog(self, MemorySharedState(self.bucket), config, f"process{len(self.opened)}")
+        log = self.kind(self, MemorySharedState(self.bucket), config, f"process{len(self.opened)}")
         self.opened.append(log)
         return log
 

@@ -12,38 +12,56 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.groups.feeds import PartitionFeed
+from bufstore.buffer.groups.log import GroupLog
+from bufstore.buffer.places import group_of
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, LogRolledBack, StoreUnavailable
 from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.memory.ledger import MemoryLedger
-from bufstore.memory.log import MemoryFeed
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.threads.coalesce import coalesce
 from bufstore.threads.memory_store import MemoryThreadStore
 from bufstore.threads.model import Run
-from unit.fake_log import FakeLog, run
+from unit.fake_log import run
+from unit.group_server import GroupServer
 from unit.test_appender import Instance, World
 
 SUBJECTS = Subjects("thread", 4)
 
 
 class HidingFeed:
-    """A feed that does not deliver some messages, and does not say so."""
+    """A feed that does not deliver the entries of some groups, and does not say so."""
 
-    def __init__(self, feed: MemoryFeed, hidden: set[int]) -> None:
+    def __init__(self, feed: PartitionFeed, hidden: set[int]) -> None:
         self._feed, self._hidden = feed, hidden
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._feed, name)
 
     def take(self) -> list[StoredMessage]:
-        return [m for m in self._feed.take() if m.seq not in self._hidden]
+        return [m for m in self._feed.take() if group_of(m.seq) not in self._hidden]
 
 
-class FeedLog(FakeLog):
-    """A fake log whose feeds can be refused, and hide what they should deliver."""
+class FeedLog(GroupLog):
+    """A log whose feeds can be refused, and hide what they should deliver, as its server is told."""
+
+    _stream: FeedServer
+
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
+        server = self._stream
+        if partition in server.refuse_feed:
+            raise server.refuse_feed[partition]
+        server.feeds[partition] = HidingFeed(await super().feed(partition, term, start, wake), server.hidden)
+        return server.feeds[partition]
+
+
+class FeedServer(GroupServer):
+    """A server to whose processes' feeds this happens."""
+
+    kind = FeedLog
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,18 +69,17 @@ class FeedLog(FakeLog):
         self.refuse_feed: dict[int, Exception] = {}
         self.feeds: dict[int, HidingFeed] = {}
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
-        if partition in self.refuse_feed:
-            raise self.refuse_feed[partition]
-        self.feeds[partition] = HidingFeed(await super().feed(partition, term, start, wake), self.hidden)
-        return self.feeds[partition]
+    @property
+    def groups(self) -> list[int]:
+        """The sequences of the groups that hold entries."""
+        return sorted({group_of(m.seq) for m in self.messages})
 
 
 class Bench:
     """A world whose flusher runs."""
 
     def __init__(self, **config: Any) -> None:
-        self.log = FeedLog()
+        self.log = FeedServer()
         self.world = World(self.log, **({"flush_interval_s": 0.1, "log": LogConfig(partitions=4)} | config))
         self.ledger: MemoryLedger = self.world.ledger
         self.writer = Instance(self.world)
@@ -116,10 +133,10 @@ def test_what_is_appended_is_flushed_acked_and_purged() -> None:
         assert await it.flushed("t")
         assert await it.stored() == [0, 1, 2, 3, 4]
         partition = SUBJECTS.partition("t")
-        assert it.log.feeds[partition].acked == 5
+        assert group_of(it.log.feeds[partition].acked) == 5
         assert len(it.log.messages) == 5, "nothing is purged before its time"
         await asyncio.sleep(300)
-        assert [m.seq for m in it.log.messages] == [5], "the entry at the cursor stays"
+        assert it.log.groups == [5], "the entry at the cursor stays"
 
     bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
 
@@ -334,7 +351,7 @@ def test_a_restarted_owner_purges_what_was_flushed_before() -> None:
         await it.stop()
         await it.start()
         await asyncio.sleep(300)
-        assert [m.seq for m in it.log.messages] == [5]
+        assert it.log.groups == [5]
 
     bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
 
@@ -356,7 +373,7 @@ def test_a_failed_purge_is_made_up_for() -> None:
 
         it.log.purge = sometimes  # type: ignore[method-assign]
         await asyncio.sleep(600)
-        assert [m.seq for m in it.log.messages] == [5]
+        assert it.log.groups == [5]
 
     bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
 
@@ -421,12 +438,12 @@ def test_a_log_that_runs_full_gives_up_what_it_wishes_to_retain_but_not_the_fail
         for n in range(5):
             await it.writer.append([n])
         assert await it.flushed("t")
-        flushed_before = [m.seq for m in it.log.messages][:4]
+        flushed_before = it.log.groups[:4]
         await asyncio.sleep(20)
-        assert not set(flushed_before) & {m.seq for m in it.log.messages}, "flushed long ago: gone"
+        assert not set(flushed_before) & {*it.log.groups}, "flushed long ago: gone"
         assert len(it.log.messages) == 6, "flushed just now: a failover may still need it"
         await asyncio.sleep(100)
-        assert [m.seq for m in it.log.messages] == [10]
+        assert it.log.groups == [10]
 
     bench(main, log=LogConfig(partitions=4, failover_window_s=60.0), retain_after_flush_s=24 * 3600.0)
 
@@ -440,7 +457,7 @@ def test_partitions_that_are_idle_or_stuck_hold_no_purge_up() -> None:
         for n in range(5):
             await it.writer.append([n])
         await asyncio.sleep(600)
-        assert [m.seq for m in it.log.messages] == [1, 6]
+        assert it.log.groups == [1, 6]
         assert await it.stored(other) is None
 
     bench(main, log=LogConfig(partitions=4, failover_window_s=20.0), retain_after_flush_s=100.0)
