@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
 from bufstore import Consistency, PostgresThreadStore
+from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from bufstore.spark.sink.spark_ledger import SparkLedger
 from conftest import Deployment
@@ -81,6 +83,35 @@ async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
         await store.force_flush(gone)
     async with deployment.store(inner=Picky(servers.postgres.dsn, schema=deployment.name)) as store:
         assert await store.load_messages(gone) == ["new"]
+
+
+async def test_threads_that_share_groups_with_an_erased_one_lose_nothing(
+    deploy: Callable[..., Deployment], servers: Servers
+) -> None:
+    deployment = deploy(failover_window_s=6.0)
+    gone, others, mark = fresh(), [fresh() for _ in range(12)], fresh("secret")
+    short = {"append_timeout_s": 3.0, "read_timeout_s": 3.0}
+    async with deployment.store(**short) as store, deployment.store(flusher=False, **short) as reader:
+        for n in range(3):
+            threads = (gone, *others)
+            await asyncio.gather(*(store.checkpoint_append(t, [f"{mark}-{t}-{n}"], run_of(t, n)) for t in threads))
+        # What this one has seen of the log, it has seen before.
+        assert all([len(await reader.load_messages(t)) == 3 for t in others])
+        shared = {group_of(m.seq) async for _, m in store.buffer.log.scan(threads=[gone])}
+        assert shared & {group_of(m.seq) async for _, m in store.buffer.log.scan(threads=others)}
+
+        assert (await store.erase(gone)).log_messages == 3
+        assert not on_disk(servers, f"{mark}-{gone}")
+        assert not shared & {group_of(m.seq) async for _, m in store.buffer.log.scan()}
+        whole = {t: [f"{mark}-{t}-{n}" for n in range(3)] for t in others}
+        for at, said in ((reader, "behind"), (store, "further")):
+            for t in others:
+                assert await at.load_messages(t, consistency=Consistency.STRONG) == whole[t]
+                await at.checkpoint_append(t, [said], run_of(t, 4), expected_version=len(whole[t]))
+                whole[t].append(said)
+        await store.force_flush_all()
+        assert await store.quarantined() == 0
+        assert (await reader.verify()).ok
 
 
 async def test_erasing_from_the_command_line(deploy: Callable[..., Deployment], servers: Servers) -> None:
