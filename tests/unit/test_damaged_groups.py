@@ -1,0 +1,91 @@
+"""Groups that are lost, damaged or none at all: it is said, it stops nobody, and nothing is made up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from bufstore import Consistency, MemoryThreadStore
+from bufstore.buffer.entry import Malformed
+from bufstore.buffer.places import first_place, group_of
+from bufstore.jetstream.messages import Outgoing
+from bufstore.memory import MemoryNats
+from helpers import fresh, run_of
+from unit.fake_log import run
+from unit.test_buffered_in_memory import instance
+
+
+def test_a_lost_group_is_said_and_threads_without_entries_in_it_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        nats, inner, lost, whole = MemoryNats(), MemoryThreadStore(), fresh(), fresh()
+        async with instance(nats, inner, flusher=False) as store:
+            for n in range(3):
+                for t in (lost, whole):
+                    receipt = await store.checkpoint_append(t, [n], run_of(t, n))
+                    if (t, n) == (lost, 1):
+                        gone = group_of(receipt.thread_seq)
+        nats.streams["THREADLOG"].remove(gone)
+        # Everybody who comes now reads behind the hole.
+        async with instance(nats, inner) as store:
+            async with asyncio.timeout(60):
+                assert await store.load_messages(whole, consistency=Consistency.STRONG) == [0, 1, 2]
+                await store.checkpoint_append(whole, [3], run_of(whole, 3))
+                await store.force_flush_all()
+            assert await inner.load_messages(whole) == [0, 1, 2, 3]
+            # What was built on the lost entry is parked, and not applied on something else.
+            assert await inner.load_messages(lost) == [0]
+            assert [p.thread_id for p in await store.quarantine.page()] == [lost]
+            await store.checkpoint(lost, ["new"], run_of(lost, 4))
+            await store.force_flush(lost)
+            assert await inner.load_messages(lost) == ["new"]
+
+    run(main())
+    assert "log_gap" in {getattr(r, "action", None) for r in caplog.records if r.levelname == "ERROR"}
+
+
+@pytest.mark.parametrize("damage", [b"entry-1", b"thread"], ids=["its payload", "its thread's id"])
+def test_a_damaged_entry_takes_no_other_with_it(damage: bytes) -> None:
+    async def main() -> None:
+        nats, inner, threads = MemoryNats(), MemoryThreadStore(), [f"thread-{n}" for n in range(4)]
+        async with instance(nats, inner, flusher=False) as store:
+            await asyncio.gather(*(store.checkpoint(t, [f"entry-{t[-1]}"], run_of(t)) for t in threads))
+        (at, message), *_ = [
+            (i, m) for i, m in enumerate(nats.streams["THREADLOG"].messages) if m.body.count(b"entry-") == len(threads)
+        ]
+        begins = message.body.index(b"thread-1") if damage == b"thread" else message.body.index(damage)
+        body = message.body[:begins] + b"?" + message.body[begins + 1 :]
+        nats.streams["THREADLOG"].messages[at] = msgspec.structs.replace(message, body=body)
+        nats.streams["THREADLOG"]._of_subject[message.subject] = [nats.streams["THREADLOG"].messages[at]]
+        async with instance(nats, inner) as store:
+            await store.force_flush_all()
+            (parked,) = await store.quarantine.page()
+            assert group_of(parked.seq) == message.seq
+            assert parked.thread_id == (None if damage == b"thread" else "thread-1")
+            shown = await store.quarantine.show(parked.seq)
+            assert isinstance(shown.item, Malformed)
+            kept = b"".join(m.body for m in shown.item.messages)
+            assert b"-1" in kept
+            assert not any(f"entry-{n}".encode() in kept for n in (0, 2, 3))
+            for t in threads:
+                assert await inner.load_checkpoint(t) is None if t == "thread-1" else await inner.load_messages(t)
+            assert (await store.erase("thread-0")).log_messages == 1
+
+    run(main())
+
+
+def test_what_is_no_group_goes_to_quarantine_by_its_place() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner) as store:
+            await store.checkpoint(thread_id, [0], run_of(thread_id))
+            foreign = nats.streams["THREADLOG"].store([Outgoing(store.buffer.subjects.groups, b"no group")])
+            await store.checkpoint_append(thread_id, [1], run_of(thread_id))
+            await store.force_flush_all()
+            (parked,) = await store.quarantine.page()
+            assert (parked.seq, parked.thread_id) == (first_place(foreign), None)
+            assert await inner.load_messages(thread_id) == [0, 1]
+            assert await store.quarantine.discard([parked.seq]) == 1
+
+    run(main())
