@@ -129,7 +129,7 @@ def _planned(options: ReadOptions, log: LogState, start: Offset, end: int, until
     if options.fail_on_data_loss:
         _check(options, log, start)
     begin = _begin(log, start)
-    since = start.since if begin == start.position else 0
+    since = start.since if start.created == log.created else 0
     whole = Range(start=begin, end=end, created=log.created, since=since, until=until)
     return [_RangePartition(part) for part in split(whole, options.tasks)]
 
