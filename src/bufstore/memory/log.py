@@ -392,9 +392,6 @@ class MemoryLog:
         """Remove one message; a no-op if it is gone."""
         (await self._turn()).remove(seq)
 
-    async def subjects(self, filter_: str, offset: int) -> list[str]:
-        return (await self._turn()).names(filter_)[offset:]
-
     async def acked(self, partition: int, term: int) -> int | None:
         feed = (await self._turn()).feeds.get((partition, term))
         return feed.acked if feed is not None else None

@@ -315,12 +315,6 @@ class NatsLog(NatsStream):
         info = await self._look()
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
 
-    async def subjects(self, filter_: str, offset: int) -> list[str]:
-        info = await self.api(
-            f"STREAM.INFO.{self._config.log.stream}", {"subjects_filter": filter_, "offset": offset}, timeout_s=30.0
-        )
-        return sorted(info["state"].get("subjects") or ())
-
     async def acked(self, partition: int, term: int) -> int | None:
         name = f"{self._config.log.subject}-flusher-{partition}-{term}"
         try:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from bufstore.buffer.ports.log import Floor, Log
+from bufstore.buffer.ports.log import Floor, GroupSizes, Log, Writes
 from bufstore.buffer.ports.shared_state import Session
 from bufstore.buffer.subjects import Subjects, first_position
 from bufstore.buffer.target import Target
@@ -339,14 +339,26 @@ async def messages_above_a_position_come_in_order(logs: Logs) -> None:
 
 
 @_check()
-async def subjects_are_listed_a_page_at_a_time(logs: Logs) -> None:
+async def a_scan_shows_every_entry_or_those_of_some(logs: Logs) -> None:
     log = await logs.made()
-    threads = logs.threads(0, 3)
-    await put(log, *threads, threads[0], *logs.threads(1))
-    filter_, found = logs.subjects.of_partition(0), list[str]()
-    while page := await log.subjects(filter_, len(found)):
-        found += page
-    assert sorted(found) == sorted(threads)
+    (a, b), (c,) = logs.threads(0, 2), logs.threads(1)
+    places = await put(log, a, b, c, a, b)
+    thread = logs.subjects.thread_id
+    for asked, found in (
+        ({}, [0, 1, 2, 3, 4]),
+        ({"above": places[1]}, [2, 3, 4]),
+        ({"partitions": [1]}, [2]),
+        ({"threads": [thread(a), thread(c)]}, [0, 2, 3]),
+        ({"threads": [thread(a)], "above": places[0]}, [3]),
+        ({"last_up_to": places[4]}, [2, 3, 4]),
+        ({"last_up_to": places[3]}, [1, 2, 3, 4]),
+    ):
+        await log.ends([], PATIENCE_S)
+        scanned = [(partition, message) async for partition, message in log.scan(**asked)]
+        assert [message.seq for _, message in scanned] == [places[i] for i in found], asked
+        assert [partition for partition, _ in scanned] == [int(i == 2) for i in found]
+    assert await log.last_groups() == GroupSizes(5, 5, (await log.last_groups()).bytes)
+    assert log.writes == Writes(5, 0)
 
 
 @_check()

@@ -337,10 +337,6 @@ class GroupLog:
         first, end = await self._stream.bounds()
         return first_place(first), last_place(end)
 
-    async def subjects(self, filter_: str, offset: int) -> list[str]:
-        names = {message.subject async for message in self._all(filter_, 0)}
-        return sorted(names)[offset:]
-
     async def held(self, positions: Mapping[int, int]) -> Held:
         await self._tail.see_all()
         used, limit = await self._stream.fill()

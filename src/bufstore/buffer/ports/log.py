@@ -307,10 +307,6 @@ class Log(Stream, Generations, Protocol):
         """Everything that was erased stands at or below this position, which every cursor had passed; 0: nothing."""
         ...
 
-    async def subjects(self, filter_: str, offset: int) -> list[str]:
-        """Some of the subjects that match and have messages, those behind the first `offset`; empty: no more."""
-        ...
-
     async def acked(self, partition: int, term: int) -> int | None:
         """Up to where the partition's consumer of this term is acknowledged; None if there is no such consumer."""
         ...
