@@ -176,7 +176,7 @@ class FakeLog(MemoryLog):
             raise LogUnavailable("no answer")
         return stream
 
-    def purge_below(self, seq: int) -> None:
+    def expire_below(self, seq: int) -> None:
         """Retention: everything below `seq` goes."""
         self.stream.purge("*.*.*", seq)
 

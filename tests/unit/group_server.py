@@ -119,7 +119,7 @@ class GroupServer(FakeLog):
         self._store([Outgoing(subject, body, header)])
         return id_
 
-    def purge_below(self, seq: int) -> None:
+    def expire_below(self, seq: int) -> None:
         """Retention: everything below this place goes, and every process is told."""
         last = max((m.seq for m in self.stream.messages if m.subject == SUBJECTS.groups), default=0)
         below = min(group_of(seq), last)

@@ -81,7 +81,7 @@ def test_a_large_entry_that_is_the_last_of_the_log_is_followed() -> None:
         await one.checkpoint(["a"])
         await two.append(["x" * 10_000])
         await world.flush()
-        world.log.purge_below(world.log.last_seq)
+        world.log.expire_below(world.log.last_seq)
         assert (await one.append(["b"])).version == 3
         assert await world.messages() == ["a", "x" * 10_000, "b"]
 

@@ -11,7 +11,7 @@ import pytest
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.jetstream.messages import StoredMessage
-from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing
+from unit.test_flusher import SUBJECTS, Bench, FeedLog, FeedServer, bench, failing
 
 PARTITION = SUBJECTS.partition("t")
 
@@ -25,6 +25,8 @@ class Lagging:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._feed, name)
 
+    through = None
+
     def take(self) -> list[StoredMessage]:
         # What it has not got is not delivered, and not asked for again.
         return [m for m in self._feed.take() if m.seq <= self._has]
@@ -33,28 +35,32 @@ class Lagging:
 class LaggingLog(FeedLog):
     """Of each partition, the feeds of the first `lagging` takes lag: they end where the log ended."""
 
+    _stream: LaggingServer
+
+    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
+        server, feed = self._stream, await super().feed(partition, term, start, wake)
+        if partition != PARTITION:
+            return feed
+        server.made += 1
+        return Lagging(feed, start - 1) if server.made <= server.lagging else feed
+
+    async def ends(self, filters: Any, timeout_s: float) -> list[int]:
+        self._stream.looks += 1
+        return await super().ends(filters, timeout_s)
+
+
+class LaggingServer(FeedServer):
+    kind = LaggingLog
     lagging = 0
     #: Feeds of the partition, and questions where partitions end.
     made = 0
     looks = 0
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
-        feed = await super().feed(partition, term, start, wake)
-        if partition != PARTITION:
-            return feed
-        self.made += 1
-        return Lagging(feed, start - 1) if self.made <= self.lagging else feed
-
-    async def ends(self, filters: Any, timeout_s: float) -> list[int]:
-        self.looks += 1
-        return await super().ends(filters, timeout_s)
-
 
 class World(Bench):
     def __init__(self) -> None:
-        super().__init__()
-        self.log: LaggingLog
-        self.log.__class__ = LaggingLog
+        super().__init__(LaggingServer())
+        self.log: LaggingServer
 
     async def ask_until_flushed(self, within_s: float) -> bool:
         """Ask for a flush as often as one who waits for it does."""

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.verdict import Verdict
+from bufstore.buffer.places import first_place
 from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from thorough import examples
-from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing
+from unit.test_flusher import SUBJECTS, Bench, FeedLog, FeedServer, bench, failing
 from unit.test_owned_partition import FakeFeed, messages
 
 #: What a feed may hold in these tests.
@@ -26,16 +27,19 @@ GOOD = [t for t in (f"g{n}" for n in range(99)) if SUBJECTS.partition(t) == PART
 class SmallFeeds(FeedLog):
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
         made = await super().feed(partition, term, start, wake)
-        made._feed._messages_max = BOUND
+        made._feed._source._groups._messages_max = BOUND
         return made
+
+
+class SmallServer(FeedServer):
+    kind = SmallFeeds
 
 
 class World(Bench):
     """A thread "t" that the store refuses while `refused` says why."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.log.__class__ = SmallFeeds
+        super().__init__(SmallServer())
         self.refused: FlushFailed | None = FlushFailed("55P03", Verdict.ISOLATE)
         failing(self, lambda c: self.refused if c.thread_id == "t" else None)
 
@@ -190,14 +194,15 @@ def test_while_all_are_refused_only_those_are_read_again_that_are_tried(monkeypa
             await asyncio.sleep(0.01)
         await asyncio.sleep(20)
         assert len(it.owned.aside) > 200
-        reads, after = 0, it.log.after
+        log, reads = it.log.opened[-1], 0
+        after = log.after
 
         async def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal reads
             reads += 1
             return await after(*args, **kwargs)
 
-        it.log.after = counted  # type: ignore[method-assign]
+        log.after = counted  # type: ignore[method-assign]
         await asyncio.sleep(60)
         assert 0 < reads < 600, "eight threads every two seconds, and eight of the others every eight"
         assert not it.ledger.parked.entries
@@ -216,18 +221,19 @@ def test_what_is_not_found_again_is_passed_by_nobody(monkeypatch: pytest.MonkeyP
         await it.start()
         await it.write(50)
         assert await it.flushed(*GOOD)
-        after, cut = it.log.after, it.log.last_of(SUBJECTS.of("t")) - 20
+        log = it.log.opened[-1]
+        after, cut = log.after, it.log.last_of(SUBJECTS.of("t")) - first_place(20)
 
         async def old(subject: str, seq: int, timeout_s: float, limit: int = 0) -> Any:
             return [m for m in await after(subject, seq, timeout_s, limit) if m.seq <= cut]
 
-        it.log.after = old  # type: ignore[method-assign]
+        log.after = old  # type: ignore[method-assign]
         takeovers = it.flusher.state.takeovers  # type: ignore[union-attr]
         it.refused = None
         await asyncio.sleep(20)
         assert it.flusher is not None
         assert it.flusher.state.takeovers > takeovers
-        it.log.after = after  # type: ignore[method-assign]
+        log.after = after  # type: ignore[method-assign]
         assert await it.flushed("t")
         assert await it.stored("t") == list(range(50))
 

@@ -87,13 +87,13 @@ class World:
         """As if the failover window had passed since; another thread's entry is the newest of the log."""
         await self.make_wait(thread_id)
         self.log.intrude(SUBJECTS.of("elsewhere"))
-        self.log.purge_below(self.log.last_seq)
+        self.log.expire_below(self.log.last_seq)
 
     async def flush_and_purge(self, thread_id: str = "t") -> None:
         """As if the failover window had passed; another thread's entry is the newest of the log."""
         self.log.intrude(SUBJECTS.of("elsewhere"))
         await self.flush(thread_id)
-        self.log.purge_below(self.log.last_seq)
+        self.log.expire_below(self.log.last_seq)
 
     async def shown(self, thread_id: str = "t") -> ThreadState:
         """What a read joins from store and log."""
