@@ -352,7 +352,7 @@ def test_a_thread_in_quarantine_stops_no_change_of_lineage_of_others() -> None:
             for thread_id in (broken, parent, other):
                 await store.save_thread(thread_id)
             await store.set_parent(broken, parent)
-            nats.streams["THREADLOG"].store([Outgoing(store.buffer.subjects.of(broken), b"garbage")])
+            await store.buffer.log.publish(Outgoing(store.buffer.subjects.of(broken), b"garbage"), 5.0)
             await store.force_flush(broken)
             with pytest.raises(ThreadQuarantined):
                 await store.set_parent(broken, None)
@@ -391,7 +391,7 @@ def test_a_batch_is_stored_whole_or_not_at_all() -> None:
         assert await log.publish_batch(good, 1) == 4
         assert await log.ends(["thread.0.*", "thread.1.*", "thread.2.*"], 1) == [3, 4, 0]
         assert [m.seq for m in await log.after("thread.0.a", 1, 1)] == [2, 3]
-        assert await log.subjects("thread.*.*", 1) == ["thread.1.c"]
+        assert "thread.1.c" in await log.last(["thread.*.*"], 5.0)
         await log.purge(0, 3)
         found = await log.identity(2), await log.identity(3), (await log.bounds())[0]
         assert (found[0], found[1] and found[1].body, found[2]) == (None, b"3", 3)
