@@ -484,20 +484,19 @@ def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
                     )
             acks.append(seq)
 
-        feed = it.log.feed
+        class Watched(FeedLog):
+            async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
+                made = await super().feed(partition, term, start, wake)
+                acknowledge = made.ack
 
-        async def watched(partition: int, term: int, start: int, wake: Callable[[], None]) -> Any:
-            made = await feed(partition, term, start, wake)
-            acknowledge = made.ack
+                async def ack(seq: int) -> None:
+                    look(partition, seq)
+                    await acknowledge(seq)
 
-            async def ack(seq: int) -> None:
-                look(partition, seq)
-                await acknowledge(seq)
+                made.ack = ack
+                return made
 
-            made.ack = ack  # type: ignore[method-assign]
-            return made
-
-        it.log.feed = watched  # type: ignore[method-assign]
+        it.log.kind = Watched
         failing(it, lambda c: FlushFailed("22021", Verdict.POISON) if b"\xa6poison" in c.messages else None)
         await it.start()
         for message in ("good", "poison", "behind it"):
