@@ -21,6 +21,7 @@ from bufstore import (
 )
 from bufstore.buffer.entry import Malformed, StoredEntry
 from bufstore.buffer.operate.replay import Outcome
+from bufstore.jetstream.messages import Outgoing
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 
@@ -246,7 +247,7 @@ async def test_equal_garbage_is_kept_each_time_it_comes(deployment: Deployment) 
     async with deployment.store() as store:
         threads = [fresh(), fresh()]
         for n in range(6):
-            await store.buffer.session.connection.request(store.buffer.subjects.of(threads[n % 2]), b"garbage", 5)
+            await store.buffer.log.publish(Outgoing(store.buffer.subjects.of(threads[n % 2]), b"garbage"), 5)
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == threads * 3
@@ -278,8 +279,11 @@ async def test_what_cannot_be_decoded_says_why_and_ends_a_replay_there(deploymen
     async with deployment.store(inner, flush_interval_s=600) as store:
         thread_id = fresh()
         await poisoned(store, thread_id, behind=0)
-        await store.buffer.session.connection.request(store.buffer.subjects.of(thread_id), b"garbage", 5)
-        await store.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"nor this", 5)
+        await store.buffer.log.publish(Outgoing(store.buffer.subjects.of(thread_id), b"garbage"), 5)
+        await store.buffer.session.connection.request(store.buffer.subjects.groups, b"nor this", 5)
+        # It counts as partition 0's, and a flush up to what stands behind it meets it.
+        behind = next(t for t in (f"behind-{n}" for n in range(1000)) if store.buffer.subjects.partition(t) == 0)
+        await store.checkpoint(behind, [said(0)], run_of(behind))
         await store.force_flush_all()
         page = await store.quarantine.page()
         assert [p.thread_id for p in page] == [thread_id, thread_id, None]
@@ -397,7 +401,7 @@ async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deploymen
             if thread_id in refused:
                 await writer.checkpoint_append(thread_id, [{"content": "poison"}], run_of(thread_id))
             elif thread_id in garbage:
-                await writer.buffer.session.connection.request(writer.buffer.subjects.of(thread_id), b"garbage", 10)
+                await writer.buffer.log.publish(Outgoing(writer.buffer.subjects.of(thread_id), b"garbage"), 10)
 
         for i in range(0, len(threads), 500):
             await asyncio.gather(*(talk(t, good // len(threads)) for t in threads[i : i + 500]))

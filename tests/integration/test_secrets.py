@@ -21,6 +21,7 @@ import bufstore
 from bufstore import BufferedThreadStore, BufstoreError, NatsConfig, PostgresThreadStore
 from bufstore.config import mask_url
 from bufstore.embedded import NatsServer, Servers
+from bufstore.jetstream.messages import Outgoing
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from conftest import Deployment
 from helpers import eventually, query, run_of
@@ -134,7 +135,7 @@ async def test_nothing_secret_is_said_while_all_is_well_and_when_servers_fail(he
             await store.checkpoint("t", [payload], run_of("t", input=payload, error=payload))
             await store.save_thread_state("t", payload)
             await store.force_flush_all()
-            await store.buffer.session.connection.request(store.buffer.subjects.of("u"), payload.encode(), 5)
+            await store.buffer.log.publish(Outgoing(store.buffer.subjects.of("u"), payload.encode()), 5)
             await store.force_flush_all()
             said += [repr(await store.health()), repr(await store.statistics()), repr(await store.verify())]
             for server in (servers.postgres, servers.nats):
