@@ -179,16 +179,17 @@ def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str
             partition = subjects.partition(thread_id)
             await one.save_thread(next(t for n in range(99) if subjects.partition(t := f"o{n}") == partition))
             await one.force_flush_all()
-            await one.buffer.log.purge(partition, await one.buffer.log.end(1))
             tombstone = (await ledger.watermark(thread_id)).flushed_seq, thread_id
-            write = two.buffer.log._write  # type: ignore[attr-defined]
+            stream: Any = two.buffer.session.stream  # type: ignore[attr-defined]
+            write = stream.publish
 
-            async def burying(messages: Any) -> int:
+            async def burying(message: Any, timeout_s: float) -> int:
+                stream.publish = write
+                await one.buffer.log.fence(tombstone[0] + 1)
                 await ledger.bury([tombstone])
-                two.buffer.log._write = write  # type: ignore[attr-defined]
-                return await write(messages)  # type: ignore[no-any-return]
+                return await write(message, timeout_s)  # type: ignore[no-any-return]
 
-            two.buffer.log._write = burying  # type: ignore[attr-defined]
+            stream.publish = burying
             match how:
                 case "checkpoint":
                     await two.checkpoint(thread_id, [2], run_of(thread_id))
@@ -281,7 +282,7 @@ def test_who_refuses_the_log_says_so_and_leaves_his_partitions_to_others() -> No
             assert "has seen 6" in health.log
             assert "has seen 6" in health.flusher
             assert (await well.health()).ok
-            ill.buffer.log._refused = None  # type: ignore[attr-defined]
+            ill.buffer.session.stream._refused = None  # type: ignore[attr-defined]
             await asyncio.sleep(10)
             assert (await ill.health()).ok
             assert ill.buffer.flusher.state.partitions  # type: ignore[union-attr]

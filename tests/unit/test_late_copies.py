@@ -413,7 +413,7 @@ def suspend(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return sleep
 
 
-def test_a_writer_whose_machine_was_suspended_before_it_sent_writes_behind_what_came_meanwhile(
+def test_a_writer_whose_machine_was_suspended_before_it_sent_goes_behind_others(
     suspend: Callable[[], None],
 ) -> None:
     async def main(world: World, one: Instance) -> None:
