@@ -196,7 +196,7 @@ class GroupLog:
                 async for message in self._all(subject, 0):
                     found[message.subject] = message
             elif head := self._head(subject):
-                if (message_ := await self.identity(head)) is not None:
+                if (message_ := await self._read(head)) is not None:
                     found[subject] = message_
                 else:  # it was purged or erased: then the floor is above it by now, and nobody builds on it any more
                     self._forget(await self._floor())
@@ -220,10 +220,21 @@ class GroupLog:
                 break
             at = found[0].records[number_of(at)].prev
         places.reverse()
-        read = [await self.identity(at) for at in (places[:limit] if limit else places)]
+        read = [await self._read(at) for at in (places[:limit] if limit else places)]
         return [message for message in read if message is not None]
 
     async def identity(self, seq: int) -> StoredMessage | None:
+        # From the log itself: this process may remember what is purged, or what the log lost when it went back.
+        message = await self._stream.identity(group_of(seq))
+        if (
+            message is None
+            or message.subject != self._subjects.groups
+            or (group := self._tail.decoded(message)) is None
+        ):
+            return None
+        return await self._entry(group, number_of(seq), message.body) if number_of(seq) < len(group.records) else None
+
+    async def _read(self, seq: int) -> StoredMessage | None:
         found = await self._tail.group(group_of(seq))
         if found is None:
             return None
