@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 
 import msgspec
 
@@ -61,6 +62,11 @@ class BufferStatus(msgspec.Struct, kw_only=True):
     flush_trouble: str
     #: Largest lag of a partition.
     lag: int | None
+    #: Entries that wait in Postgres for their threads' turn, of how many threads, since when, and why most of them do.
+    waiting: int | None
+    waiting_threads: int | None
+    waiting_since: datetime | None
+    waiting_reason: str
     #: Entries in quarantine.
     quarantined: int | None
     #: The live flushers.
@@ -92,9 +98,10 @@ class Inspection:
         members = sorted(await self._shared.members())
         ends = await self._log.ends([subjects.of_partition(p) for p in range(subjects.partitions)], _TIMEOUT_S)
         cursors: dict[int, Cursor] | None = None
-        quarantined, trouble = None, ""
+        quarantined, waiting, trouble = None, None, ""
         try:
             cursors, quarantined = await self._ledger.cursors(), await self._ledger.quarantined()
+            waiting = await self._ledger.waiting.totals()
         except BufstoreError as e:
             trouble = str(e)
         flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
@@ -118,6 +125,10 @@ class Inspection:
             flushing=health.flushing,
             flush_trouble=health.flush_trouble,
             lag=max(p.lag or 0 for p in partitions) if cursors is not None else None,
+            waiting=waiting.entries if waiting is not None else None,
+            waiting_threads=waiting.threads if waiting is not None else None,
+            waiting_since=waiting.since if waiting is not None else None,
+            waiting_reason=waiting.reason if waiting is not None else "",
             quarantined=quarantined,
             members=members,
             partitions=partitions,

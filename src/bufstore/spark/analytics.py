@@ -76,7 +76,8 @@ def lag(entries: DataFrame, flushed: DataFrame, by: LagBy = "partition") -> Data
     """What Postgres does not have yet, per partition, agent, thread or hour: entries, and the age of the oldest in s.
 
     `flushed`: partition, position (``SELECT partition, cursor_seq AS position FROM bufstore.buffer_partitions``).
-    Needs the column partition of the entries, too. `agent_id` is null for what is no checkpoint.
+    What waits in `buffer_waiting` is not counted. Needs the column partition of the entries, too. `agent_id` is null
+    for what is no checkpoint.
     """
     from pyspark.sql import functions as F
 

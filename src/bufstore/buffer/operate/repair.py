@@ -3,8 +3,8 @@
 Theory of operation. However they came apart (the log lost its end, is gone, or is an older copy; Postgres is an older
 copy, or went back further than the log reaches), there is one way on. The stream is taken out of service. Its entries
 that Postgres lacks are applied if they fit and parked if not (`bufstore.buffer.operate.salvage`), in one transaction
-per thread. Then the epoch in Postgres goes up and the stream is removed: the next start creates the new generation,
-whose positions are above everything that any process or watermark remembers.
+per thread, behind what waits of it. Then the epoch in Postgres goes up and the stream is removed: the next start
+creates the new generation, whose positions are above everything that any process or watermark remembers.
 
 Rule: nothing of the stream is removed before all of it is in Postgres. Every step may be repeated, so an interrupted
 repair is begun anew.
@@ -16,9 +16,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 
 import msgspec
 
-from bufstore.buffer.chain import Parked, Plan, Watermark
+from bufstore.buffer.chain import Parked, Plan, Watermark, plan
 from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Item, Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.salvage import known_up_to, plan_salvage
@@ -50,6 +51,8 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
 
 #: What is done with a thread's entries (None: entries of no thread); those at some positions are in quarantine.
 _Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
+#: What takes effect on a watermark, and what is parked; given ids that the store refuses.
+_Planning = Callable[[Watermark, Sequence[Item], set[int]], Plan]
 
 
 class Repair:
@@ -120,10 +123,10 @@ class Repair:
         async for subjects in self._subject_chunks(partition):
             by_thread = {thread_id: s for s in subjects if (thread_id := self._thread_of(s)) is not None}
             self._threads += len(by_thread)
-            watermarks = await self._ledger.watermarks(list(by_thread))
+            watermarks = await self._watermarks(list(by_thread))
             last = await self._log.last(list(by_thread.values()), _TIMEOUT_S)
             for thread_id, subject in by_thread.items():
-                watermark = watermarks[thread_id][0] if thread_id in watermarks else Watermark()
+                watermark = watermarks.get(thread_id, Watermark())
                 if subject not in last or entry_id(last[subject]) == watermark.applied_id:
                     continue  # all of it is in Postgres
                 items = assemble(await self._log.after(subject, 0, _TIMEOUT_S), thread_id)
@@ -145,13 +148,29 @@ class Repair:
             known = cursor.seq if message is not None and entry_id(message) == cursor.id else 0
         async for subjects in self._subject_chunks(partition):
             threads = [t for s in subjects if (t := self._thread_of(s)) is not None]
-            watermarks = await self._ledger.watermarks(threads)
+            watermarks = await self._watermarks(threads)
             last = await self._log.last([self._subjects.of(t) for t in watermarks], _TIMEOUT_S)
-            for thread_id, (watermark, _) in watermarks.items():
+            for thread_id, watermark in watermarks.items():
                 message = last.get(self._subjects.of(thread_id))
                 if message is not None:
                     known = max(known, known_up_to(watermark, assemble([message], thread_id)))
         return known
+
+    async def _watermarks(self, threads: Sequence[str]) -> dict[str, Watermark]:
+        """The threads' watermarks once what waits of them is flushed; threads that Postgres does not know are left out.
+
+        What waits is safe in Postgres, too.
+        """
+        return {
+            thread_id: await self._with_waiting(thread_id) if row.waits_to else row
+            for thread_id, (row, _) in (await self._ledger.watermarks(threads)).items()
+        }
+
+    async def _with_waiting(self, thread_id: str) -> Watermark:
+        items = await self._ledger.waiting.of_thread(thread_id)
+        row = await self._ledger.watermark(thread_id)
+        todo, _ = decide_thread(thread_id, row, items, {}, self._coalesce, complete=True)
+        return todo.watermark
 
     async def _subject_chunks(self, partition: int) -> AsyncIterator[list[str]]:
         offset = 0
@@ -180,26 +199,41 @@ class Repair:
     # --- one thread -------------------------------------------------------------------------------------------
 
     async def _only_plan(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
-        watermark = await self._ledger.watermark(thread_id) if thread_id is not None else Watermark()
+        watermark = await self._with_waiting(thread_id) if thread_id is not None else Watermark()
         self._count(plan_salvage(watermark, items, common=common, settled=settled))
 
     async def _settle(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
-        """Apply and park in one transaction; if the store refuses something, entry by entry."""
+        """Apply and park what waits, then these items."""
+        waiting = await self._ledger.waiting.of_thread(thread_id) if thread_id is not None else []
+        if waiting:
+            await self._settled(waiting)
+            await self._in_parts(thread_id, waiting, _plan_waiting, leave=True)
+
+        def salvaging(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
+            return plan_salvage(watermark, items, common=common, settled=settled, poison=poison)
+
+        await self._in_parts(thread_id, items, salvaging, leave=False)
+
+    async def _in_parts(
+        self, thread_id: str | None, items: Sequence[Item], planning: _Planning, *, leave: bool
+    ) -> None:
+        """In one transaction; if the store refuses something, entry by entry. `leave`: they wait no more then."""
         try:
-            await self._commit(thread_id, items, common, settled, poison={})
+            await self._commit(thread_id, items, planning, leave=leave, poison={})
         except _Refused:
             for item in items:
                 try:
-                    await self._commit(thread_id, [item], common, settled, poison={})
+                    await self._commit(thread_id, [item], planning, leave=leave, poison={})
                 except _Refused as e:
-                    await self._commit(thread_id, [item], common, settled, poison={_id_of(item): str(e)})
+                    await self._commit(thread_id, [item], planning, leave=leave, poison={_id_of(item): str(e)})
 
     async def _commit(
         self,
         thread_id: str | None,
         items: Sequence[Item],
-        common: int,
-        settled: set[int],
+        planning: _Planning,
+        *,
+        leave: bool,
         poison: dict[int | None, str],
     ) -> None:
         found: list[Plan] = []
@@ -209,14 +243,15 @@ class Repair:
             need_all(names, watermarks)
             watermark = watermarks[thread_id] if thread_id is not None else Watermark()
             ids = {id_ for id_ in poison if id_ is not None}
-            planned = plan_salvage(watermark, items, common=common, settled=settled, poison=ids)
+            planned = planning(watermark, items, ids)
             found[:] = [planned]
             parked = [_with_cause(p, poison) for p in planned.park]
             if thread_id is None:
                 return Decision(parked=parked)
             batch = [self._coalesce(thread_id, watermark.version, planned.apply)] if planned.apply else []
             after = msgspec.structs.replace(planned.watermark, gone=batch[0].gone) if batch else planned.watermark
-            return Decision(batch=batch, watermarks={thread_id: after}, parked=parked)
+            left = {thread_id: items[-1].seq} if leave else {}
+            return Decision(batch=batch, watermarks={thread_id: after}, parked=parked, left=left)
 
         try:
             await self._ledger.flush([], names, decide)
@@ -228,11 +263,17 @@ class Repair:
             if e.verdict.needs_operator:
                 raise StoreMisconfigured(str(e)) from e
             raise StoreUnavailable(str(e)) from e
-        self._count(found[0])
+        if not leave:
+            self._count(found[0])
 
     def _count(self, found: Plan) -> None:
         self._applied += len(found.apply)
         self._parked += len(found.park)
+
+
+def _plan_waiting(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
+    """What waits is flushed as ever."""
+    return plan(watermark, items, complete=True, poison=poison)
 
 
 class _Refused(Exception):

@@ -1,7 +1,8 @@
 """The self-check: log, shared state and Postgres against each other, on a live system, in bounded memory.
 
 Whatever moves during a look is looked at again; only what stays wrong is a finding. Within one look, values that only
-grow are read in an order in which being late does no harm: the cursor before the watermarks, these before the log.
+grow are read in an order in which being late does no harm: the cursor before what waits, this before the watermarks,
+these before the log.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class Verifier:
         await asyncio.gather(*(self._partition(p) for p in range(self._subjects.partitions)))
         for partition in range(self._subjects.partitions):
             await self._threads_of(partition)
+        await self._threads_that_wait()
         return Verification(
             partitions=self._subjects.partitions,
             threads=self._threads,
             unflushed_threads=self._unflushed_threads,
             unflushed_entries=self._unflushed_entries,
+            waiting=(await self._ledger.waiting.totals()).entries,
             quarantined=await self._ledger.quarantined(),
             members=sorted(await self._shared.members()),
             wrong=self._wrong,
@@ -103,6 +106,16 @@ class Verifier:
                 threads = [t for s in subjects[i : i + _CHUNK] if (t := self._thread_of(s)) is not None]
                 await self._chunk(partition, threads)
 
+    async def _threads_that_wait(self) -> None:
+        """Those of which the log has nothing any more; the others were looked at."""
+        after = ""
+        while found := await self._ledger.waiting.threads(after, _CHUNK):
+            after = found[-1]
+            last = await self._log.last([self._subjects.of(t) for t in found], _TIMEOUT_S)
+            for thread_id in found:
+                if self._subjects.of(thread_id) not in last:
+                    await self._chunk(self._subjects.partition(thread_id), [thread_id])
+
     def _thread_of(self, subject: str) -> str | None:
         try:
             return self._subjects.thread_id(subject)
@@ -113,8 +126,9 @@ class Verifier:
         facts = await self._facts(partition, threads)
         self._threads += len(facts)
         for f in facts:
-            self._unflushed_threads += bool(f.tail)
-            self._unflushed_entries += len(f.tail)
+            unflushed = {item.seq for item in (*f.waiting, *f.tail) if item.seq > f.watermark.flushed_seq}
+            self._unflushed_threads += bool(unflushed)
+            self._unflushed_entries += len(unflushed)
             if not thread_findings(f):
                 continue
             thread_id = f.thread_id
@@ -130,17 +144,21 @@ class Verifier:
             return []
         cursor = (await self._ledger.cursors()).get(partition, Cursor(partition, 0, 0, 0)).seq
         watermarks = await self._ledger.watermarks(threads)
+        waiting = {t: await self._ledger.waiting.of_thread(t) for t, (w, _) in watermarks.items() if w.waits_to}
+        if waiting:
+            watermarks = await self._ledger.watermarks(threads)
         versions = await self._versions(threads) if self._versions is not None else {}
         last = await self._log.last([self._subjects.of(t) for t in threads], _TIMEOUT_S)
         parked = await self._ledger.parked.present([m.seq for m in last.values()])
         facts = []
         for thread_id in threads:
             message = last.get(self._subjects.of(thread_id))
-            if message is None:
+            if message is None and not waiting.get(thread_id):
                 continue  # purged since
             watermark, given_up = watermarks.get(thread_id, (Watermark(), 0))
-            behind = message.seq > watermark.flushed_seq
-            messages = await self._log.after(message.subject, watermark.flushed_seq, _TIMEOUT_S) if behind else []
+            messages = []
+            if message is not None and message.seq > watermark.flushed_seq:
+                messages = await self._log.after(message.subject, watermark.flushed_seq, _TIMEOUT_S)
             facts.append(
                 ThreadFacts(
                     thread_id=thread_id,
@@ -148,6 +166,7 @@ class Verifier:
                     given_up=given_up,
                     last=message,
                     tail=assemble(messages, thread_id),
+                    waiting=waiting.get(thread_id, ()),
                     parked=parked,
                     cursor=cursor,
                     versions=versions.get(thread_id),

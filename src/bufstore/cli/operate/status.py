@@ -15,7 +15,7 @@ from bufstore.cli.running import EXIT_UNUSABLE
 @click.command()
 @connects()
 def status(options: Options) -> None:
-    """Show how far the log is flushed, how full it is, the live flushers, and what waits in quarantine.
+    """Show how far the log is flushed, how full it is, the live flushers, what waits, and what is in quarantine.
 
     It only looks: it flushes nothing, and is not one of the flushers. Lag is counted in positions of the log, which
     number the entries of all partitions together. Exit code 2 when there is no log, or NATS or Postgres does not
@@ -48,6 +48,9 @@ def _show(found: BufferStatus) -> None:
         console.print(f"{what}: {trouble or 'ok'}", markup=False)
     console.print(f"Postgres: {found.postgres_trouble or 'ok'}", markup=False)
     console.print(f"flushers: {', '.join(found.members) or 'none alive'}", markup=False)
+    since = "" if found.waiting_since is None else f", since {found.waiting_since:%Y-%m-%d %H:%M:%S%z}"
+    why = f" of {found.waiting_threads} threads{since}: {found.waiting_reason}" if found.waiting else ""
+    console.print(f"waiting entries: {_shown(found.waiting)}{why}", markup=False)
     console.print(f"quarantined entries: {_shown(found.quarantined)}", markup=False)
     numbers = ("partition", "end", "flushed to", "lag", "term")
     rows = ((p.partition, p.end, p.cursor, p.lag, p.term, p.owner or "-") for p in found.partitions)

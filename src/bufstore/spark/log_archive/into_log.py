@@ -57,6 +57,8 @@ def wanted(
         return Wanted([], present=len(items))
     if row.broken_since is not None:
         return Wanted([], refused=len(items), reason=f"thread {thread_id!r} is in quarantine")
+    if row.waits_to and not held:
+        return Wanted([], refused=len(items), reason=f"entries of thread {thread_id!r} wait to be flushed: see status")
     if last and last not in ids:
         where = "the log" if held else "Postgres"
         return Wanted([], refused=len(items), reason=f"thread {thread_id!r} has gone on elsewhere: see {where}")
