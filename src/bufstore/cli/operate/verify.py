@@ -43,4 +43,4 @@ def _show(found: Verification) -> None:
     if found.ok:
         return
     rows = ((f.rule, f.partition, f.thread_id or "-", f.detail) for f in found.findings)
-    console.print(new_table(("rule", "partition", "thread", "what is there"), rows))
+    console.print(new_table(("rule", "partition", "thread", "found"), rows))

@@ -87,7 +87,7 @@ async def at_time(options: ReadOptions, log: LogState, time_ns: int) -> int:
 
 
 async def within_bytes(options: ReadOptions, log: LogState, start: int, end: int) -> int:
-    """How far one gets from `start` with so many bytes of bodies; at least over one message."""
+    """The position that `start` and so many bytes of bodies lead to; at least one message further."""
     assert options.max_bytes is not None
     reader, left, at = await reader_of(options), options.max_bytes, None
     filters = filters_of(log, options.threads, options.partitions)

@@ -87,7 +87,7 @@ class Holes:
         self.found: list[tuple[int, int]] = []
 
     def passed(self, positions: Sequence[int]) -> None:
-        """These came, in order; with the range's end as last one all of it was looked at."""
+        """These arrived, in order. If the last is the range's end, the whole range was read."""
         for position in positions:
             if position > self._at:
                 self.found.append((self._at, position))
