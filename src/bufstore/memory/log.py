@@ -150,14 +150,8 @@ class MemoryFeed:
     def crowded(self) -> bool:
         return 2 * len(self._held) >= self._messages_max
 
-    async def go_on(self, seq: int) -> None:
-        self._release(seq)
-
     async def ack(self, seq: int) -> None:
         self.acked = max(self.acked, min(seq, self._next - 1))
-        self._release(seq)
-
-    def _release(self, seq: int) -> None:
         while self._held and self._held[0] <= seq:
             self._held.popleft()
         self.wake()
