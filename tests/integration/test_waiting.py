@@ -91,9 +91,14 @@ async def test_the_log_forgets_a_thread_that_waits_and_nobody_else_does(deploy: 
             report = await other.verify()
             assert (report.ok, report.waiting, report.unflushed_entries) == (True, 4, 4), report.findings
             status = await asyncio.to_thread(bufstore_cli, "status", "--json", **where(deployment))
-            assert (status.json["waiting"], status.json["waiting_threads"]) == (4, 1)
-            assert status.json["waiting_reason"] == "another session holds its row"
-            assert status.json["waiting_since"] is not None
+            waiting = status.json["waiting"]
+            assert (waiting["entries"], waiting["threads"]) == (4, 1)
+            assert waiting["reason"] == "another session holds its row"
+            assert waiting["since"] is not None
+            assert not status.json["flushing"]
+            health = await other.health()
+            assert (health.can_write, health.can_read, health.flushing) == (True, True, False)
+            assert "4 of 1 threads" in health.flush_trouble
             told = await asyncio.to_thread(bufstore_cli, "status", **where(deployment))
             assert "waiting entries: 4 of 1 threads, since " in told.out
         await other.force_flush(thread_id, timeout_s=20)

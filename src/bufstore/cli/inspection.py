@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import datetime
 
 import msgspec
 
@@ -14,6 +13,7 @@ from bufstore.buffer.operate.audit import Verification
 from bufstore.buffer.operate.health import asked, behind, health_of, is_full
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.ports.ledger import Cursor
+from bufstore.buffer.ports.waiting import WaitingTotals
 from bufstore.buffer.target import check_same
 from bufstore.cli.connect import Endpoints
 from bufstore.config import BufferConfig
@@ -62,11 +62,8 @@ class BufferStatus(msgspec.Struct, kw_only=True):
     flush_trouble: str
     #: Largest lag of a partition.
     lag: int | None
-    #: Entries that wait in Postgres for their threads' turn, of how many threads, since when, and why most of them do.
-    waiting: int | None
-    waiting_threads: int | None
-    waiting_since: datetime | None
-    waiting_reason: str
+    #: What waits in Postgres for its threads' turn: entries, threads, bytes, since when, and why most of them do.
+    waiting: WaitingTotals | None
     #: Entries in quarantine.
     quarantined: int | None
     #: The live flushers.
@@ -107,7 +104,14 @@ class Inspection:
         flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
         fill, full_in_s = await FillForecast(lambda: look(self._log, self._shared, flushed)).measured()
         nats_trouble, full = await asked(is_full(self._log))
-        health = health_of(log=nats_trouble, store=trouble, flusher="", full=full or "", flushers=bool(members))
+        health = health_of(
+            log=nats_trouble,
+            store=trouble,
+            flusher="",
+            full=full or "",
+            flushers=bool(members),
+            waiting=waiting,
+        )
         owner = owners(members, subjects.partitions)
         partitions = [_partition(p, end, cursors, owner.get(p)) for p, end in enumerate(ends)]
         return BufferStatus(
@@ -125,10 +129,7 @@ class Inspection:
             flushing=health.flushing,
             flush_trouble=health.flush_trouble,
             lag=max(p.lag or 0 for p in partitions) if cursors is not None else None,
-            waiting=waiting.entries if waiting is not None else None,
-            waiting_threads=waiting.threads if waiting is not None else None,
-            waiting_since=waiting.since if waiting is not None else None,
-            waiting_reason=waiting.reason if waiting is not None else "",
+            waiting=waiting,
             quarantined=quarantined,
             members=members,
             partitions=partitions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import msgspec
@@ -109,7 +109,7 @@ class Committer:
             parked[:] = decision.parked
             settled.clear()
             settled.update(i.seq for t, items in threads.items() if t is None or t in watermarks for i in items)
-            decision.left = {t: threads[t][-1].seq for t in watermarks if self._is_queued(t)}
+            decision.left = {t: threads[t][-1].seq for t in self._queued(watermarks)}
             decision.cursors = [owned.cursor_after(settled) for owned in owned_partitions]
             return decision
 
@@ -183,9 +183,10 @@ class Committer:
         assert isinstance(item, Malformed)
         return next((p for p, s in self._window.items() if item.seq in s.pending), -1)
 
-    def _is_queued(self, thread_id: str) -> bool:
-        owned = self._owned.get(self._subjects.partition(thread_id))
-        return owned is not None and thread_id in owned.queues
+    def _queued(self, thread_ids: Iterable[str]) -> list[str]:
+        """The ones of these threads of which entries wait in the ledger."""
+        queues = [owned.queues for owned in self._owned.values() if owned.queues]
+        return [t for t in thread_ids if any(t in queue for queue in queues)] if queues else []
 
     def _leave_lost(self, threads: Threads) -> None:
         """Forget threads whose partitions were given up since gathering: they are no longer ours to flush."""

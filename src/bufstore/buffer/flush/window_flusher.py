@@ -82,7 +82,7 @@ class WindowFlusher:
 
     async def settle_pending(self) -> None:
         """Flush what has arrived, except of threads that have to wait. Raises Later when it cannot be flushed now."""
-        pending = self._gather(lambda thread_id: thread_id not in self.waiting and thread_id not in self.queues)
+        pending = self._gather(lambda thread_id: thread_id not in self.waiting)
         self.more = sum(map(len, pending.values())) >= self._room
         if pending:
             await self._settle(pending)
@@ -92,7 +92,7 @@ class WindowFlusher:
         due = self.waiting.due(self._loop.time())
         if not due:
             return
-        in_memory = self._gather({t for t in due if t not in self.queues}.__contains__)
+        in_memory = self._gather(set(due).__contains__)
         # Their partition was given up, or there was no space for them.
         gone = [t for t in due if t not in in_memory and t not in self.queues]
         if sum(map(len, in_memory.values())) < self._room:
@@ -188,13 +188,13 @@ class WindowFlusher:
         return text, bool(self._told)
 
     def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
-        """What to flush of what is in memory, by thread, bounded."""
+        """What to flush of what is in memory, by thread, bounded; but nothing behind entries that wait in the ledger."""
         room = self._room
         found: Threads = {}
         self._committer.begin_window()
         for owned in self._owned.values():
             for item in owned.pending.values():
-                if not wanted(item.thread_id):
+                if item.thread_id in owned.queues or not wanted(item.thread_id):
                     continue
                 if room <= 0:
                     return found
@@ -380,8 +380,9 @@ class WindowFlusher:
         decision = committed.decision
         left_out = committed.outcome.left_out
         settled = [t for t in threads if t is not None and t not in left_out]
-        self.waiting.discard([t for t in settled if t not in self.queues])
-        self.waiting.progress([t for t in settled if t in self.queues], self._loop.time())
+        queued = [t for t in settled if t in self.waiting and t in self.queues]
+        self.waiting.progress(queued, self._loop.time())
+        self.waiting.discard(set(settled).difference(queued))
         self._blame.settled(settled)
         self._quarantine_full = self._quarantine_full and not decision.parked
         self._state.transactions += 1

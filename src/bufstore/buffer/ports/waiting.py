@@ -45,6 +45,11 @@ class WaitingTotals(msgspec.Struct, frozen=True, kw_only=True):
     #: The commonest one.
     reason: str = ""
 
+    def __str__(self) -> str:
+        if not self.entries or self.since is None:
+            return "none"
+        return f"{self.entries} of {self.threads} threads, since {self.since:%Y-%m-%d %H:%M:%S %Z}: {self.reason}"
+
 
 class WaitingEntries(Protocol):
     """The entries that wait. Raises what the ledger raises that they belong to."""

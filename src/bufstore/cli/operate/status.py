@@ -48,9 +48,7 @@ def _show(found: BufferStatus) -> None:
         console.print(f"{what}: {trouble or 'ok'}", markup=False)
     console.print(f"Postgres: {found.postgres_trouble or 'ok'}", markup=False)
     console.print(f"flushers: {', '.join(found.members) or 'none alive'}", markup=False)
-    since = "" if found.waiting_since is None else f", since {found.waiting_since:%Y-%m-%d %H:%M:%S%z}"
-    why = f" of {found.waiting_threads} threads{since}: {found.waiting_reason}" if found.waiting else ""
-    console.print(f"waiting entries: {_shown(found.waiting)}{why}", markup=False)
+    console.print(f"waiting entries: {_shown(found.waiting)}", markup=False)
     console.print(f"quarantined entries: {_shown(found.quarantined)}", markup=False)
     numbers = ("partition", "end", "flushed to", "lag", "term")
     rows = ((p.partition, p.end, p.cursor, p.lag, p.term, p.owner or "-") for p in found.partitions)

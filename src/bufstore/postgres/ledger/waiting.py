@@ -17,7 +17,6 @@ from bufstore.buffer.ports.waiting import Queue, WaitingEntry, WaitingTotals
 from bufstore.jetstream.messages import HEADER_BYTES_MAX, StoredMessage
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import Pool
-from bufstore.postgres.ledger.applying import flush_errors
 
 #: No limit.
 _ALL = 1 << 62
@@ -73,8 +72,7 @@ class PostgresWaiting:
     async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         await self._setup()
         async with self._pool.lend(self._timeout_s) as connection:
-            with flush_errors():
-                return await self._run(connection, name, *parameters)
+            return await self._run(connection, name, *parameters)
 
 
 def _columns(waiting: Sequence[WaitingEntry]) -> tuple[arrays.Array, ...]:
