@@ -188,7 +188,7 @@ class WindowFlusher:
         return text, bool(self._told)
 
     def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
-        """What to flush of what is in memory, by thread, bounded; but nothing behind entries that wait in the ledger."""
+        """What to flush of what is in memory, by thread, bounded; nothing behind entries that wait in the ledger."""
         room = self._room
         found: Threads = {}
         self._committer.begin_window()
