@@ -58,6 +58,16 @@ class Subjects:
         return f"{self.prefix}.proof.0"
 
     @property
+    def groups(self) -> str:
+        """Where the groups of entries are written (`bufstore.buffer.groups`)."""
+        return f"{self.prefix}.groups.0"
+
+    @property
+    def parts(self) -> str:
+        """Where the parts of entries are written that are too large for one message."""
+        return f"{self.prefix}.parts.0"
+
+    @property
     def unused(self) -> str:
         """A subject of the stream on which nothing is ever written."""
         return f"{self.prefix}.unused.0"

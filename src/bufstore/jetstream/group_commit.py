@@ -78,7 +78,9 @@ class AppendUnit:
         raise NotImplementedError
 
 
-class _Awaited(AppendUnit):
+class Awaited(AppendUnit):
+    """A unit whose end is a future: see `GroupCommit.submit`."""
+
     __slots__ = ("stored",)
 
     def __init__(self, messages: Sequence[Outgoing]) -> None:
@@ -148,7 +150,7 @@ class GroupCommit:
         waiting = [*self._waiting, *self._large]
         self._waiting.clear()
         self._large.clear()
-        _end(waiting, Closed("the store was closed before the entry was sent"))
+        end_all(waiting, Closed("the store was closed before the entry was sent"))
 
     def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
         """Queue a unit. The future gives the sequence of its last message once it is durable.
@@ -156,14 +158,14 @@ class GroupCommit:
         It fails with Conflict, LogFull, LogUnavailable (nothing stored), or AppendUnknown. Cancelling the future
         takes the unit back if it was not sent yet.
         """
-        unit = _Awaited(messages)
+        unit = Awaited(messages)
         self.add(unit)
         return unit.stored
 
     def add(self, unit: AppendUnit) -> None:
         """Queue a unit, whose `ended` is called later: see `submit`."""
         if self._closed:
-            asyncio.get_running_loop().call_soon(_end, [unit], Closed("the store is closed"))
+            asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
         if _is_large(unit):
             self._large.append(unit)
@@ -255,14 +257,14 @@ class GroupCommit:
         try:
             await (self._store_one(group[0]) if large else self._store(group))
         except asyncio.CancelledError:
-            _end(group, AppendUnknown("the store was closed while the entry was on its way"))
+            end_all(group, AppendUnknown("the store was closed while the entry was on its way"))
             raise
         except Exception as e:
             # Never leave writers waiting until their deadlines.
             _log.exception(
                 "group commit failed; the outcome of its writes is unknown", extra={"action": "group_commit_error"}
             )
-            _end(group, AppendUnknown(f"unexpected {type(e).__name__}"))
+            end_all(group, AppendUnknown(f"unexpected {type(e).__name__}"))
         finally:
             self._go_on(group)
 
@@ -308,7 +310,7 @@ class GroupCommit:
                 await self._store_each(units)
                 return
             except (AppendUnknown, BufstoreError) as e:
-                _end(units, e)
+                end_all(units, e)
                 return
             self._shapes.took(len(messages), True, self._now() - began)
             self._last = len(messages)
@@ -318,7 +320,7 @@ class GroupCommit:
             seq -= len(messages)
             for unit in units:
                 seq += len(unit.messages)
-                _end_one(unit, seq)
+                end_one(unit, seq)
             return
 
     def _shape(self, units: list[AppendUnit], messages: int) -> tuple[bool, BegunBatch | None]:
@@ -343,7 +345,7 @@ class GroupCommit:
         single = [unit for unit in units if len(unit.messages) == 1]
 
         def ended(number: int, outcome: int | Exception) -> None:
-            _end_one(single[number], outcome)
+            end_one(single[number], outcome)
 
         self._last = len(units)
         if len(units) == 1:
@@ -357,7 +359,7 @@ class GroupCommit:
                 *(self._store_one(unit) for unit in units if len(unit.messages) > 1),
             )
         except BufstoreError as e:
-            _end(single, e)
+            end_all(single, e)
             return
         if len(single) == len(units):
             self._shapes.took(len(units), False, self._now() - began)
@@ -374,7 +376,7 @@ class GroupCommit:
             outcome = LogUnavailable(f"the server accepts no batch now: {e}")
         except (Conflict, AppendUnknown, BufstoreError) as e:
             outcome = e
-        _end_one(unit, outcome)
+        end_one(unit, outcome)
 
     async def _without_moved(self, units: list[AppendUnit]) -> list[AppendUnit]:
         """Fail the units whose subject is not where they expect it; the rest."""
@@ -383,7 +385,7 @@ class GroupCommit:
             found = await self._stream.last(list(expected), self._timeout_s)
         except BufstoreError:
             # Nothing is stored; let each writer look for itself.
-            _end(units, Conflict("a batch was rejected"))
+            end_all(units, Conflict("a batch was rejected"))
             return []
         moved = {s for s, seq in expected.items() if (found[s].seq if s in found else 0) != seq}
         if not moved:
@@ -393,7 +395,7 @@ class GroupCommit:
         rest = []
         for unit in units:
             if any(m.expected is not None and _about(m) in moved for m in unit.messages):
-                _end_one(unit, Conflict("another entry was stored first"))
+                end_one(unit, Conflict("another entry was stored first"))
             else:
                 rest.append(unit)
         return rest
@@ -410,12 +412,14 @@ def _about(message: Outgoing) -> str:
     return message.expected_of or message.subject
 
 
-def _end(units: Iterable[AppendUnit], error: Exception) -> None:
+def end_all(units: Iterable[AppendUnit], error: Exception) -> None:
+    """Tell all these units that they are not stored, or not known to be."""
     for unit in units:
-        _end_one(unit, error)
+        end_one(unit, error)
 
 
-def _end_one(unit: AppendUnit, outcome: int | Exception) -> None:
+def end_one(unit: AppendUnit, outcome: int | Exception) -> None:
+    """Tell a unit how it ended, unless it was told."""
     if unit.over:
         return
     unit.over = True

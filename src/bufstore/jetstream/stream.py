@@ -134,8 +134,7 @@ class NatsStream:
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
         if not self._leader_only:
-            request = {"seq": seq + 1, "next_by_subj": subject, "batch": limit or _MESSAGES_PER_GET}
-            return await self._get_all(request, timeout_s, limit)
+            return await self.read(subject, seq, timeout_s, limit)
         messages: list[StoredMessage] = []
         while not limit or len(messages) < limit:
             message = await self._leader_get({"seq": seq + 1, "next_by_subj": subject}, timeout_s)
@@ -144,6 +143,11 @@ class NatsStream:
             messages.append(message)
             seq = message.seq
         return messages
+
+    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """As `after`, but as any replica has them, which may lag."""
+        request = {"seq": seq + 1, "next_by_subj": subject, "batch": limit or _MESSAGES_PER_GET}
+        return await self._get_all(request, timeout_s, limit)
 
     async def identity(self, seq: int) -> StoredMessage | None:
         """The message at exactly this sequence, from the leader."""

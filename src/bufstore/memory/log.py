@@ -244,6 +244,10 @@ class MemoryLog:
         found = list((await self._turn()).after(subject, seq))
         return found[:limit] if limit else found
 
+    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """As `after`: there is one copy."""
+        return await self.after(subject, seq, timeout_s, limit)
+
     @property
     def generation_start(self) -> int:
         stream = self._stream

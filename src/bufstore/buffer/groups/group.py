@@ -1,0 +1,192 @@
+"""How a group is written to the log, and read back.
+
+A group is one message. Its header has what judging needs, so that it can be read without the body:
+``Bufstore-Entry: G1.<checksum>.<base64>`` with the group's random id, the group before it in the log (its id and its
+sequence), where the parts of its large entries begin (`bufstore.buffer.groups.oversize`), below which place the log may
+be purged by then, and per entry a record: a hash of the thread, the place of the thread's entry before it, the
+partition, and where the entry begins in the body. A group without entries tells only that.
+The body is the entries, each with the thread's id, the entry's own header and its payload. An entry's own header has a
+checksum of its own (`bufstore.buffer.entry`), so an entry that is damaged takes no other with it.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from binascii import a2b_base64, b2a_base64
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import NamedTuple
+
+import msgspec
+
+from bufstore.buffer.groups.oversize import first_part
+from bufstore.buffer.places import ENTRIES_MAX, place
+from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import StoredMessage
+
+VERSION = "G1"
+HASH_BYTES = 16
+_HEAD = struct.Struct(">QQQQQ")
+_RECORD = struct.Struct(f">{HASH_BYTES}sQIHxx")
+_LENGTHS = struct.Struct(">HH")
+#: In the length of an entry's own header: the payload stands elsewhere.
+_ELSEWHERE = 1 << 15
+#: What an entry costs beside its thread, its own header and its payload: its record in base64, and their lengths.
+ENTRY_BYTES = (_RECORD.size * 4 + 2) // 3 + _LENGTHS.size
+#: What the headers of the message have beside the records, at most.
+HEAD_BYTES_MAX = 256
+
+
+@lru_cache(maxsize=1 << 16)
+def hash_of(thread_id: str) -> bytes:
+    """What names the thread in headers. Cryptographic: nobody can make two threads of one hash."""
+    return blake2b(thread_id.encode(), digest_size=HASH_BYTES).digest()
+
+
+class NewEntry(NamedTuple):
+    """An entry that is to go into a group."""
+
+    thread_id: str
+    partition: int
+    #: The place of the thread's entry before this one, 0 for none; `in_group` for an entry of the same group.
+    prev: int
+    #: The entry's own header, if it has one, and its payload.
+    header: str | None
+    payload: bytes
+    #: Whether the payload only says where its parts stand in the log.
+    elsewhere: bool = False
+
+
+def in_group(number: int) -> int:
+    """What names the entry with this number as the one before, in the same group: its place is not known yet."""
+    return number + 1
+
+
+class Record(NamedTuple):
+    """What the header of a group says of one entry."""
+
+    hash: bytes
+    #: The place of the thread's entry before this one; 0 for none.
+    prev: int
+    begins: int
+    partition: int
+
+
+class Group(msgspec.Struct, frozen=True, gc=False):
+    """The header of a group, as it stands in the log."""
+
+    #: Its sequence in the stream.
+    seq: int
+    #: Random, 63 bit: tells this group, and this attempt to write it, from any other.
+    id: int
+    #: Id and sequence of the group before it; 0 for none.
+    before_id: int
+    before: int
+    #: The first sequence of the parts that its entries name; 0: they name none.
+    parts: int
+    #: Everything below this place may be purged: nothing may be built on it.
+    purged: int
+    records: Sequence[Record]
+
+    def places(self) -> Iterator[tuple[int, Record]]:
+        """The place of each entry, with its record."""
+        return zip(range(place(self.seq, 0), place(self.seq, 0) + len(self.records)), self.records, strict=True)
+
+
+class GroupEntry(NamedTuple):
+    """One entry of a group."""
+
+    thread_id: str
+    header: str | None
+    payload: bytes
+    elsewhere: bool
+
+
+class Draft:
+    """A group before it is sent: its entries, encoded once, whatever it comes to stand behind."""
+
+    def __init__(self, id_: int, entries: Sequence[NewEntry]) -> None:
+        """`entries`: at most `ENTRIES_MAX`."""
+        self.id = id_
+        self._parts = min((first_part(e.payload) for e in entries if e.elsewhere), default=0)
+        self.records: list[Record] = []
+        parts: list[bytes] = []
+        begins = 0
+        for entry in entries:
+            thread = entry.thread_id.encode()
+            head = entry.header.encode("ascii") if entry.header is not None else b""
+            self.records.append(Record(hash_of(entry.thread_id), entry.prev, begins, entry.partition))
+            parts += (
+                _LENGTHS.pack(len(thread), len(head) | (_ELSEWHERE if entry.elsewhere else 0)),
+                thread,
+                head,
+                entry.payload,
+            )
+            begins += _LENGTHS.size + len(thread) + len(head) + len(entry.payload)
+        self._packed = b"".join([_RECORD.pack(*record) for record in self.records])
+        self.body = b"".join(parts)
+
+    def stored(self, seq: int, before_id: int, before: int, purged: int) -> Group:
+        """The group once it has this sequence."""
+        return Group(seq, self.id, before_id, before, self._parts, purged, _placed(self.records, seq))
+
+    def header(self, before_id: int, before: int, purged: int) -> str:
+        """The header of the group when it is to stand behind this one. `purged`: see `Group`."""
+        text = b2a_base64(_HEAD.pack(self.id, before_id, before, self._parts, purged) + self._packed, newline=False)
+        return f"{VERSION}.{zlib.crc32(text):08x}.{text.decode('ascii')}"
+
+
+def decode_header(message: StoredMessage) -> Group:
+    """The header of a group.
+
+    Raises MalformedEntry, and nothing else, for anything that is not the header of a group.
+    """
+    if message.header is None:
+        raise MalformedEntry("no header")
+    version, _, rest = message.header.partition(".")
+    if version != VERSION:
+        raise MalformedEntry(f"group version {version[:20]!r}; this release reads version {VERSION}")
+    crc, _, text = rest.partition(".")
+    try:
+        if int(crc, 16) != zlib.crc32(text.encode()):
+            raise MalformedEntry("checksum mismatch")
+        data = a2b_base64(text, strict_mode=True)
+        id_, before_id, before, parts, purged = _HEAD.unpack_from(data)
+        records = [Record._make(found) for found in _RECORD.iter_unpack(memoryview(data)[_HEAD.size :])]
+    except (ValueError, struct.error) as e:
+        raise MalformedEntry(f"undecodable header: {type(e).__name__}") from e
+    if len(records) > ENTRIES_MAX:
+        raise MalformedEntry(f"a group of {len(records)} entries")
+    if max(before, parts) >= message.seq or purged > place(message.seq, 0):
+        raise MalformedEntry("a group before its predecessor")
+    return Group(message.seq, id_, before_id, before, parts, purged, _placed(records, message.seq))
+
+
+def _placed(records: Sequence[Record], seq: int) -> list[Record]:
+    """The records with the places of what stands before in the same group."""
+    return [r._replace(prev=place(seq, r.prev - 1)) if 0 < r.prev < ENTRIES_MAX else r for r in records]
+
+
+def body_of(group: Group, number: int, body: bytes) -> bytes:
+    """What the group's header says is the entry's part of the group's body."""
+    end = group.records[number + 1].begins if number + 1 < len(group.records) else len(body)
+    return body[group.records[number].begins : end]
+
+
+def decode_entry(group: Group, number: int, body: bytes) -> GroupEntry:
+    """One entry of a group, from the group's body. Raises MalformedEntry when it cannot be found there."""
+    record = group.records[number]
+    end = group.records[number + 1].begins if number + 1 < len(group.records) else len(body)
+    try:
+        threads, heads = _LENGTHS.unpack_from(body, record.begins)
+        elsewhere, heads = bool(heads & _ELSEWHERE), heads & ~_ELSEWHERE
+        at = record.begins + _LENGTHS.size
+        thread_id = body[at : at + threads].decode()
+        header = body[at + threads : at + threads + heads].decode("ascii")
+    except (ValueError, struct.error) as e:
+        raise MalformedEntry(f"undecodable entry: {type(e).__name__}") from e
+    if at + threads + heads > end or hash_of(thread_id) != record.hash:
+        raise MalformedEntry("an entry is not where the header of its group says")
+    return GroupEntry(thread_id, header or None, body[at + threads + heads : end], elsewhere)

@@ -1,0 +1,71 @@
+"""Entries that are too large for one message: their parts are stored first, and the group only names them.
+
+The parts stand on a subject of their own, without an expectation: they count for nothing until a group names them.
+A part stays in the log as long as a group that names it. A part whose group never came is purged with everything
+around it; until its group is stored it may be so only because it is younger than what is purged.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from bufstore.errors import MalformedEntry
+from bufstore.jetstream.messages import Outgoing, StoredMessage
+
+#: Bytes and checksum of the whole; behind it the sequence of each part.
+_WHOLE = struct.Struct(">QI")
+_SEQ = struct.Struct(">Q")
+
+
+def parts_of(subject: str, payload: bytes, bytes_max: int) -> list[Outgoing]:
+    """The messages that hold the payload, in order."""
+    return [Outgoing(subject, payload[i : i + bytes_max]) for i in range(0, len(payload), bytes_max)]
+
+
+def reference(payload: bytes, seqs: Sequence[int]) -> bytes:
+    """What the group holds instead of the payload, whose parts have these sequences."""
+    return _WHOLE.pack(len(payload), zlib.crc32(payload)) + b"".join(map(_SEQ.pack, seqs))
+
+
+def reference_bytes(size: int, bytes_max: int) -> int:
+    """How long the reference is to a payload of this size, in parts of so many bytes."""
+    return _WHOLE.size + -(-size // bytes_max) * _SEQ.size
+
+
+def first_part(reference_: bytes) -> int:
+    """The sequence of the first of the parts that are named."""
+    found: int = _SEQ.unpack_from(reference_, _WHOLE.size)[0]
+    return found
+
+
+def sequences(reference_: bytes) -> list[int]:
+    """The sequences of the parts that are named. Raises MalformedEntry."""
+    try:
+        return [seq for (seq,) in _SEQ.iter_unpack(reference_[_WHOLE.size :])]
+    except struct.error as e:
+        raise MalformedEntry("undecodable reference to the parts of a large entry") from e
+
+
+def whole(reference_: bytes, parts: Sequence[bytes]) -> bytes:
+    """The payload that is named, of its parts. Raises MalformedEntry when they are not what was stored."""
+    try:
+        size, crc = _WHOLE.unpack_from(reference_)
+    except struct.error as e:
+        raise MalformedEntry("undecodable reference to the parts of a large entry") from e
+    payload = b"".join(parts)
+    if len(payload) != size or zlib.crc32(payload) != crc:
+        raise MalformedEntry("the parts of a large entry are not what was stored")
+    return payload
+
+
+async def joined(reference_: bytes, read: Callable[[int], Awaitable[StoredMessage | None]]) -> bytes:
+    """The payload that is named. Raises MalformedEntry when a part is missing or is not what was stored."""
+    parts = []
+    for seq in sequences(reference_):
+        part = await read(seq)
+        if part is None:
+            raise MalformedEntry(f"part {seq} of a large entry is missing")
+        parts.append(part.body)
+    return whole(reference_, parts)

@@ -1,0 +1,451 @@
+"""The writer of groups: one group on its way, and it goes behind the last group that this process has seen.
+
+A group is stored only if nobody stored one since (the expected last sequence of the groups' subject). So its writer
+knew every entry before it, and what it checked against these still holds: the log contains only what counts. What
+comes while a group is on its way is the next one. A second group on its way would be wrong: sent behind one that loses,
+it could still be stored, although it was drafted on the loser.
+
+Another writer was first: the groups behind are read, the units whose threads they touch end with Conflict, the rest
+goes out again as it is. No answer: what stands behind the predecessor decides. Ours: stored. Another's: ours can never
+be. Nothing: the same bytes go out again with the same expectation, so at most one copy is stored. Until that is known,
+nothing else is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import msgspec
+from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
+
+from bufstore.buffer.groups.group import ENTRY_BYTES, HEAD_BYTES_MAX, Draft, NewEntry, hash_of, in_group
+from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.oversize import parts_of, reference, reference_bytes
+from bufstore.buffer.groups.written import Behind, Written
+from bufstore.buffer.places import ENTRIES_MAX, place
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import BufstoreError, Closed, LogUnavailable
+from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+
+_log = logging.getLogger(__name__)
+
+#: Larger groups gain nothing, and a reader of one entry reads its group.
+_BYTES_MAX = 256 << 10
+#: Others write too, if one of them was first within this time.
+_CONTENDED_S = 0.1
+#: Longest pause between two tries while the outcome of a group is not known.
+_PAUSE_MAX_S = 0.2
+
+
+class GroupStream(Protocol):
+    """The subject of the groups, as their writer needs it."""
+
+    @property
+    def message_bytes_max(self) -> int:
+        """The server's max_payload."""
+        ...
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        """See `bufstore.jetstream.messages.Stream`."""
+        ...
+
+
+class Queued(NamedTuple):
+    """A unit that waits, or is on its way."""
+
+    unit: AppendUnit
+    #: The last group that was seen when it came.
+    seen: int
+    #: What was known of threads when it came (`Heads.life`).
+    life: int
+    #: Its entries as they are written: of a large one only where its parts stand.
+    messages: Sequence[Outgoing]
+    #: Which of them only say that.
+    elsewhere: frozenset[int] = frozenset()
+    #: The time before the first of their parts was stored.
+    parts_at: float = float("inf")
+
+
+class Chosen(NamedTuple):
+    """Which units go out together."""
+
+    units: list[Queued]
+    #: Those that do not stand where they expect to.
+    moved: list[Queued]
+    entries: list[NewEntry]
+
+
+def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
+    """Decide which of these units can follow what was seen of the log, and as what entries."""
+    chosen, moved, entries = list[Queued](), list[Queued](), list[NewEntry]()
+    here: dict[str, int] = {}
+    for queued in units:
+        if not queued.messages:  # it only wants a group to be stored
+            chosen.append(queued)
+            continue
+        first = queued.messages[0]
+        thread_id = subjects.thread_id(first.subject)
+        hash_ = hash_of(thread_id)
+        before = here.get(thread_id)
+        known = before is None and queued.life == heads.life and heads.admits(hash_, first.expected or 0)
+        if first.expected is not None and not known:
+            moved.append(queued)
+            continue
+        chosen.append(queued)
+        partition = subjects.partition(thread_id)
+        prev = in_group(before) if before is not None else first.expected or heads.head(hash_)
+        for number, message in enumerate(queued.messages):
+            elsewhere = number in queued.elsewhere
+            entries.append(NewEntry(thread_id, partition, prev, message.header, message.body, elsewhere))
+            prev = in_group(len(entries) - 1)
+        here[thread_id] = len(entries) - 1
+    return Chosen(chosen, moved, entries)
+
+
+def size_of(message: Outgoing) -> int:
+    """What an entry takes of a group, at most: its subject is longer than its thread's id."""
+    return len(message.body) + len(message.subject) + len(message.header or "") + ENTRY_BYTES
+
+
+def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int] | None:
+    """Which of a unit's entries must go into parts so that the rest fits into one message; None: it cannot."""
+    size = sum(map(size_of, messages))
+    chosen = set[int]()
+    for number in sorted(range(len(messages)), key=lambda n: -len(messages[n].body)):
+        if size <= room:
+            break
+        size -= len(messages[number].body) - reference_bytes(len(messages[number].body), room)
+        chosen.add(number)
+    return frozenset(chosen) if size <= room and len(messages) <= ENTRIES_MAX else None
+
+
+def count_fitting(units: Iterable[Queued], message_bytes_max: int) -> int:
+    """How many of these units, at least one, make a group."""
+    room = min(_BYTES_MAX, message_bytes_max - HEAD_BYTES_MAX)
+    count = entries = size = 0
+    for queued in units:
+        entries += len(queued.messages)
+        size += sum(map(size_of, queued.messages))
+        if count and (entries > ENTRIES_MAX or size > room):
+            break
+        count += 1
+    return count
+
+
+class Sequencer:
+    """Writes units to the log, one group at a time."""
+
+    def __init__(
+        self,
+        stream: GroupStream,
+        subjects: Subjects,
+        heads: Heads,
+        see: Callable[[], Awaitable[None]],
+        behind: Callable[[int], Awaitable[Behind | None]],
+        stored: Callable[[Written], None],
+        *,
+        timeout_s: float,
+        parts_last_s: Callable[[], float],
+    ) -> None:
+        """`see`: sees everything that is in the log by now. `behind`: the same; what stands behind this sequence.
+
+        `stored`: told of each group that this process wrote. `timeout_s`: the longest wait for one answer.
+        `parts_last_s`: how long parts of large entries certainly stay in the log that no group names.
+        """
+        self._stream, self._subjects, self._heads = stream, subjects, heads
+        self._see, self._behind, self._stored = see, behind, stored
+        self._timeout_s, self._parts_last_s = timeout_s, parts_last_s
+        self._waiting: deque[Queued] = deque()
+        self._sending: list[Queued] = []
+        self._task: asyncio.Task[None] | None = None
+        #: Whether a look at the queue is due one turn of the loop later.
+        self._due = False
+        #: Units whose parts are being stored, one at a time.
+        self._large: list[Queued] = []
+        self._one_large = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        #: The server's max_payload, as it was last known.
+        self._bytes_max = _BYTES_MAX
+        #: Below this place the log may be purged.
+        self._purged = 0
+        #: How many groups were stored, and how often another writer was first.
+        self.groups = 0
+        self.refusals = 0
+        #: When another writer was first, the last time; and how long a group takes, lately.
+        self._refused_at = float("-inf")
+        self._round_s = 0.001
+
+    def start(self) -> None:
+        """Begin to send; needs a running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._look_at_limit()
+        self._look_soon()
+
+    async def aclose(self) -> None:
+        """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
+        self._closed = True
+        tasks = [*self._tasks, *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        waiting = [*self._waiting, *self._large]  # also of a task that was cancelled before it began
+        self._waiting.clear()
+        self._large.clear()
+        _end_all(waiting, Closed("the store was closed before the entry was sent"))
+
+    def submit(self, messages: Sequence[Outgoing]) -> asyncio.Future[int]:
+        """Queue a unit. The future gives the place of its last entry once it is durable.
+
+        It fails with Conflict, LogFull, LogUnavailable (nothing stored), or AppendUnknown. Cancelling the future
+        takes the unit back if it was not sent yet.
+        """
+        unit = Awaited(messages)
+        self.add(unit)
+        return unit.stored
+
+    async def fence(self, below: int) -> None:
+        """Have a group say that the log is purged below this place: every writer has to know it then.
+
+        Raises as `submit`.
+        """
+        self._purged = max(self._purged, below)
+        if self._heads.purged < below:
+            await self.submit([])
+
+    def add(self, unit: AppendUnit) -> None:
+        """Queue a unit, whose `ended` is called later: see `submit`."""
+        if self._closed:
+            asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
+            return
+        elsewhere = too_large(unit.messages, self._room)
+        if elsewhere is None:
+            refused = LogUnavailable(f"{len(unit.messages)} entries do not fit into one message of this server")
+            asyncio.get_running_loop().call_soon(end_all, [unit], refused)
+            return
+        queued = Queued(unit, self._heads.seen, self._heads.life, unit.messages)
+        if elsewhere:
+            self._store_parts(queued._replace(elsewhere=elsewhere))
+        else:
+            self._queue(queued)
+
+    def _queue(self, queued: Queued) -> None:
+        self._waiting.append(queued)
+        if self._task is None and not self._due:
+            self._look_soon()
+
+    def _look_at_limit(self) -> None:
+        with contextlib.suppress(LogUnavailable):  # not connected: the write will say so
+            self._bytes_max = self._stream.message_bytes_max
+
+    @property
+    def _room(self) -> int:
+        return self._bytes_max - HEAD_BYTES_MAX
+
+    @property
+    def oldest(self) -> int | None:
+        """What was seen of the log when the oldest unit came that is not stored; None if there is none."""
+        return min(
+            [q.seen for q in (*self._sending[:1], *itertools.islice(self._waiting, 1), *self._large)], default=None
+        )
+
+    def _look_soon(self) -> None:
+        """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
+        if self._loop is not None:
+            self._due = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._due = False
+        if self._task is None and self._waiting and not self._closed:
+            assert self._loop is not None
+            self._task = self._loop.create_task(self._work(), name="bufstore-groups")
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting:
+                await self._guarded(self._take())
+                await self._yield()
+        finally:
+            self._task = None
+            if self._waiting and not self._closed:
+                self._look_soon()
+
+    async def _yield(self) -> None:
+        """Let others go first for a moment if they wait too: who has just written knows the end of the log first."""
+        if asyncio.get_running_loop().time() - self._refused_at < _CONTENDED_S:
+            await asyncio.sleep(self._round_s)
+
+    def _take(self) -> list[Queued]:
+        waiting = self._waiting
+        self._look_at_limit()
+        count = count_fitting(waiting, self._bytes_max)
+        taken = [waiting.popleft() for _ in range(count)]
+        return [queued for queued in taken if not queued.unit.given_up]
+
+    # --- entries that are too large for a group --------------------------------------------------------------
+
+    def _store_parts(self, queued: Queued) -> None:
+        self._large.append(queued)
+        task = asyncio.get_running_loop().create_task(self._with_parts(queued), name="bufstore-parts")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _with_parts(self, queued: Queued) -> None:
+        """Store the parts of its large entries, then queue what names them."""
+        try:
+            messages = list(queued.messages)
+            async with self._one_large:
+                parts_at = asyncio.get_running_loop().time()
+                for number in queued.elsewhere:
+                    payload = messages[number].body
+                    seqs = []
+                    for part in parts_of(self._subjects.parts, payload, self._room):
+                        if queued.unit.given_up:
+                            return
+                        seqs.append(await self._stream.publish(part, self._timeout_s))
+                    messages[number] = msgspec.structs.replace(messages[number], body=reference(payload, seqs))
+        except asyncio.CancelledError:
+            end_one(queued.unit, Closed("the store was closed before the entry was sent"))
+            raise
+        except AppendUnknown as e:
+            # Parts count for nothing without a group.
+            end_one(queued.unit, LogUnavailable(f"a part of a large entry was not stored: {e}"))
+        except BufstoreError as e:
+            end_one(queued.unit, e)
+        else:
+            self._queue(queued._replace(messages=messages, parts_at=parts_at))
+        finally:
+            if queued in self._large:
+                self._large.remove(queued)
+
+    async def _guarded(self, units: list[Queued]) -> None:
+        self._sending = units
+        try:
+            await self._store(units)
+        except asyncio.CancelledError:
+            _end_all(units, AppendUnknown("the store was closed while the entry was on its way"))
+            raise
+        except BufstoreError as e:  # the log could not be looked at, and nothing was sent
+            _end_all(units, e)
+        except Exception as e:
+            # Never leave writers waiting until their deadlines.
+            _log.exception(
+                "a group could not be written; the outcome of its writes is unknown",
+                extra={"action": "group_commit_error"},
+            )
+            _end_all(units, AppendUnknown(f"unexpected {type(e).__name__}"))
+        finally:
+            self._sending = []
+
+    async def _store(self, units: list[Queued]) -> None:
+        if not self._heads.life:
+            await self._see()
+        chosen = self._choose(units)
+        draft: Draft | None = None
+        drafted: list[NewEntry] = []
+        while True:
+            if chosen.moved:
+                _end_all(chosen.moved, Conflict("another entry was stored first"))
+            if not chosen.units:
+                return
+            if draft is None or drafted != chosen.entries:
+                draft, drafted = Draft(_new_id(), chosen.entries), chosen.entries
+            before, before_id = self._heads.seen, self._heads.seen_id
+            sent_at = asyncio.get_running_loop().time()
+            outcome = await self._send(draft, before, before_id, min(q.parts_at for q in chosen.units))
+            if isinstance(outcome, Written):
+                break
+            if not isinstance(outcome, Conflict):
+                _end_all(chosen.units, outcome)
+                return
+            self.refusals += 1
+            self._refused_at = asyncio.get_running_loop().time()
+            chosen = self._choose(chosen.units)
+        # The first line that matters, the publish ack: only now is the group on the log's disk, and only now do its
+        # writers return. Returning earlier would acknowledge what a crash can still lose.
+        self.groups += 1
+        now = asyncio.get_running_loop().time()
+        self._round_s += (now - sent_at - self._round_s) / 8
+        self._heads.observe(outcome.group)
+        self._stored(outcome)
+        number = -1
+        for queued in chosen.units:
+            number += len(queued.messages)
+            end_one(queued.unit, place(outcome.group.seq, max(number, 0)))
+
+    def _choose(self, units: Sequence[Queued]) -> Chosen:
+        """`choose`, without those whose parts may be gone by now."""
+        late = [queued for queued in units if self._too_late(queued.parts_at)]
+        if late:
+            _end_all(late, LogUnavailable("the parts of a large entry were stored too long ago"))
+        return choose([queued for queued in units if queued not in late], self._heads, self._subjects)
+
+    def _too_late(self, parts_at: float) -> bool:
+        return asyncio.get_running_loop().time() - parts_at > self._parts_last_s()
+
+    async def _send(self, draft: Draft, before: int, before_id: int, parts_at: float) -> Written | Exception:
+        """Store the group behind this one. `parts_at`: when the first part that it names was stored.
+
+        Returns Conflict when another group stands there, which has been seen then; another error when nothing is
+        stored, or AppendUnknown.
+        """
+        purged = max(self._purged, self._heads.purged)
+        header = draft.header(before_id, before, purged)
+        message = Outgoing(self._subjects.groups, draft.body, header, before)
+        unanswered = False
+
+        def written(seq: int) -> Written:
+            stored = StoredMessage(message.subject, seq, header, draft.body)
+            return Written(draft.stored(seq, before_id, before, purged), stored)
+
+        async def once() -> Written | Exception | None:
+            """None: look again."""
+            nonlocal unanswered
+            try:
+                return written(await self._stream.publish(message, self._timeout_s))
+            except Conflict:
+                pass  # maybe with the first copy of ours
+            except AppendUnknown:
+                unanswered = True
+            except BufstoreError as e:
+                if not unanswered:
+                    return e
+            try:
+                found = await self._behind(before)
+            except (BufstoreError, AppendUnknown) as e:
+                _log.info("the outcome of a group stays unknown: %s", e, extra={"action": "append_unknown"})
+                return None
+            if found is None:
+                return AppendUnknown("its parts may be gone") if self._too_late(parts_at) else None
+            if found.id == draft.id:
+                return written(found.seq)
+            if found.before != before:
+                return AppendUnknown("what stood behind the group before it is purged")
+            return Conflict("another group was stored first")
+
+        pause = wait_random_exponential(multiplier=0.005, max=_PAUSE_MAX_S)
+        outcome: Written | Exception | None = await AsyncRetrying(wait=pause, retry=retry_if_result(_is_none))(once)
+        assert outcome is not None
+        return outcome
+
+
+def _end_all(units: Iterable[Queued], error: Exception) -> None:
+    end_all([queued.unit for queued in units], error)
+
+
+def _is_none(outcome: object) -> bool:
+    return outcome is None
+
+
+def _new_id() -> int:
+    return int.from_bytes(os.urandom(8)) >> 1 or 1

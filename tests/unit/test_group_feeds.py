@@ -1,0 +1,299 @@
+"""The feeds of partitions that one process gets from the one feed of groups (`bufstore.buffer.groups.feeds`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
+from bufstore.buffer.places import first_place, place
+from bufstore.errors import Closed, LogUnavailable
+from bufstore.jetstream.messages import StoredMessage
+from unit.fake_log import run
+
+
+class Source:
+    """A feed of groups as a server gives it, `ahead` of them unacknowledged. A group is a string of partitions."""
+
+    def __init__(self, server: Server, start: int, wake: Callable[[], None]) -> None:
+        self.lost: str | None = None
+        start = max(start, 1)
+        self.start, self.acked = start, start - 1
+        self._server, self._next, self._wake = server, start, wake
+
+    def take(self) -> list[StoredMessage]:
+        found = [m for m in self._server.messages if self._next <= m.seq <= self.acked + self._server.ahead]
+        if found:
+            self._next = found[-1].seq + 1
+        return found if self.lost is None else []
+
+    @property
+    def crowded(self) -> bool:
+        return self._next - self.acked > self._server.ahead // 2
+
+    async def ack(self, seq: int) -> None:
+        self.acked = max(self.acked, seq)
+        self._wake()
+
+    async def close(self) -> None:
+        self.lost = self.lost or "closed"
+        self._server.open_sources -= 1
+
+    def arrived(self) -> None:
+        self._wake()
+
+    def lose(self) -> None:
+        self.lost = "the connection was lost"
+        self._wake()
+
+
+class Server:
+    def __init__(self, groups: Sequence[str] = (), ahead: int = 100) -> None:
+        self.ahead = ahead
+        self.messages: list[StoredMessage] = []
+        self.sources: list[Source] = []
+        self.open_sources = 0
+        self.fails: Exception | None = None
+        self.feeds = Feeds(self.follow, self.split)
+        for group in groups:
+            self.write(group)
+
+    def write(self, partitions: str) -> None:
+        self.messages.append(StoredMessage("groups", len(self.messages) + 1, None, partitions.encode()))
+        for source in self.sources:
+            source.arrived()
+
+    async def follow(self, seq: int, wake: Callable[[], None]) -> Source:
+        await asyncio.sleep(0)
+        if self.fails is not None:
+            raise self.fails
+        self.sources.append(Source(self, seq, wake))
+        self.open_sources += 1
+        return self.sources[-1]
+
+    async def split(self, message: StoredMessage) -> list[tuple[int, StoredMessage]]:
+        await asyncio.sleep(0)
+        return [
+            (int(p), StoredMessage(f"s.{p}.t", place(message.seq, n), None, b""))
+            for n, p in enumerate(message.body.decode())
+        ]
+
+    def expected(self, partition: int, start: int) -> list[int]:
+        places = [place(m.seq, n) for m in self.messages for n, p in enumerate(m.body.decode()) if int(p) == partition]
+        return [at for at in places if at >= start]
+
+    async def open(self, partition: int, start: int = 0) -> PartitionFeed:
+        return await self.feeds.open(partition, start, lambda: None)
+
+
+async def settled() -> None:
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+def taken(feed: PartitionFeed) -> list[int]:
+    return [m.seq for m in feed.take()]
+
+
+def test_each_partition_gets_its_own_entries_in_order() -> None:
+    async def main() -> None:
+        server = Server(["0110", "1", "002"])
+        feeds = [await server.open(p) for p in (0, 1, 2)]
+        await settled()
+        assert [taken(feed) for feed in feeds] == [server.expected(p, 0) for p in (0, 1, 2)]
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
+def test_a_partition_that_is_added_behind_what_was_delivered_misses_nothing() -> None:
+    """Postgres went back: a partition is taken again from an older cursor while others go on."""
+
+    async def main() -> None:
+        server = Server(["01"] * 10)
+        one = await server.open(1)
+        await settled()
+        assert taken(one) == server.expected(1, 0)
+        await one.ack(place(9, 1))
+        late = await server.open(0, first_place(4))
+        await settled()
+        assert taken(late) == server.expected(0, first_place(4))
+        assert taken(one) == []  # nothing comes twice
+        server.write("10")
+        await settled()
+        assert taken(one) == [place(11, 0)]
+        assert taken(late) == [place(11, 1)]
+        await server.feeds.aclose()
+
+    run(main())
+
+
+def test_partitions_that_are_opened_together_follow_the_groups_few_times() -> None:
+    async def main() -> None:
+        server = Server(["0123456789"] * 20)
+        feeds = await asyncio.gather(*(server.open(p, first_place(p)) for p in range(10)))
+        await settled()
+        for p, feed in enumerate(feeds):
+            assert taken(feed) == server.expected(p, first_place(p))
+        assert len(server.sources) <= 2
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
+def test_when_the_groups_cannot_be_followed_again_the_others_are_told() -> None:
+    async def main() -> None:
+        server = Server(["01"] * 10)
+        woken = asyncio.Event()
+        one = await server.feeds.open(1, 0, woken.set)
+        await settled()
+        taken(one)
+        woken.clear()
+        server.fails = LogUnavailable("away")
+        with pytest.raises(LogUnavailable):
+            await server.open(0, 0)
+        assert one.lost is not None
+        assert woken.is_set()
+        server.fails = None
+        await one.close()
+        again = await server.open(1, place(3, 1))
+        await settled()
+        assert taken(again) == server.expected(1, place(3, 1))
+        await server.feeds.aclose()
+
+    run(main())
+
+
+def test_who_opens_while_all_is_closed_gets_nothing_and_leaves_nothing() -> None:
+    async def main() -> None:
+        server = Server(["0"])
+        opening = asyncio.create_task(server.open(0))
+        await asyncio.sleep(0)
+        await server.feeds.aclose()
+        await asyncio.gather(opening, return_exceptions=True)
+        with pytest.raises(Closed):
+            await server.open(1)
+        assert server.open_sources == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_opening_may_be_cancelled_at_any_moment(turns: int) -> None:
+    async def main() -> None:
+        server = Server(["01"] * 5)
+        one = await server.open(1)
+        await settled()
+        taken(one)
+        opening = asyncio.create_task(server.open(0))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        server.write("1")
+        await settled()
+        # It goes on, or it is told.
+        assert taken(one) == [place(6, 0)] or one.lost is not None
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
+def test_groups_are_acknowledged_as_far_as_every_partition_in_them_has_passed_them() -> None:
+    async def main() -> None:
+        server = Server(["01", "0", "1", "2"])
+        zero, one = await server.open(0), await server.open(1)
+        await settled()
+        await one.ack(place(3, 0))
+        source = server.sources[-1]
+        assert source.acked == 0
+        await zero.ack(place(1, 0))
+        assert source.acked == 1
+        await zero.ack(place(2, 0))
+        assert source.acked == 4  # nobody here follows partition 2
+        await server.feeds.aclose()
+
+    run(main())
+
+
+def test_a_partition_that_does_not_acknowledge_bounds_what_is_delivered() -> None:
+    async def main() -> None:
+        server = Server(["01"] * 50, ahead=8)
+        zero, one = await server.open(0), await server.open(1)
+        for _ in range(20):
+            await settled()
+            if arrived := taken(one):
+                await one.ack(arrived[-1])
+        assert len(taken(zero)) == 8
+        assert zero.crowded
+        await zero.close()  # and when it goes, the other gets the rest
+        for _ in range(20):
+            await settled()
+            if arrived := taken(one):
+                await one.ack(arrived[-1])
+        assert one.delivered == place(50, 1)
+        await server.feeds.aclose()
+
+    run(main())
+
+
+def test_a_feed_that_is_lost_stays_lost_and_another_takes_its_place() -> None:
+    async def main() -> None:
+        server = Server(["01"] * 3)
+        zero, one = await server.open(0), await server.open(1)
+        await settled()
+        assert len(taken(zero)) == 3
+        server.sources[-1].lose()
+        await settled()
+        assert zero.lost == "the connection was lost"
+        again = await server.open(0, place(2, 0))
+        server.write("01")
+        await settled()
+        assert taken(again) == server.expected(0, place(2, 0))
+        assert zero.lost == "the connection was lost"
+        assert taken(zero) == []
+        # The other had not looked yet: it goes on where it was.
+        assert one.lost is not None or taken(one) == server.expected(1, 0)
+        await server.feeds.aclose()
+
+    run(main())
+
+
+def test_the_cursor_of_an_idle_partition_does_not_make_the_groups_come_again_from_long_ago() -> None:
+    async def main() -> None:
+        server = Server(["0", *["1"] * 20])
+        zero, one = await server.open(0), await server.open(1)
+        await settled()
+        taken(zero)
+        await one.ack(taken(one)[-1])
+        through = zero.through
+        assert through is not None and through.seq == place(21, 0)
+        await zero.ack(through.seq)
+        await server.open(2, 0)
+        assert server.sources[-1].start == 1
+        server.sources[-1].lose()
+        await settled()
+        await server.open(2, first_place(20))
+        assert server.sources[-1].start == 20
+        await server.feeds.aclose()
+
+    run(main())
+
+
+def test_through_is_not_told_while_an_entry_of_the_partition_waits_to_be_taken() -> None:
+    async def main() -> None:
+        server = Server(["01"])
+        zero: Any = await server.open(0)
+        await settled()
+        assert zero.through is None
+        taken(zero)
+        assert zero.through.seq == place(1, 1)
+        await server.feeds.aclose()
+
+    run(main())

@@ -1,0 +1,540 @@
+"""The writer of groups against a stream that does everything wrong that a network and a server can do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.buffer.groups.group import Group, decode_entry, decode_header, hash_of
+from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.groups.sequencer import Queued, Sequencer, choose, count_fitting
+from bufstore.buffer.groups.tail import Tail
+from bufstore.buffer.groups.written import Written
+from bufstore.buffer.places import ENTRIES_MAX, place
+from bufstore.buffer.subjects import Subjects
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import Closed, LogFull, LogUnavailable
+from bufstore.jetstream.group_commit import AppendUnit
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.memory.log import MemoryLog, MemoryStream
+from thorough import examples
+from unit.fake_log import run
+
+CONFIG = BufferConfig(log=LogConfig(partitions=3, max_bytes=1 << 30))
+SUBJECTS = Subjects(CONFIG.log.subject, 3)
+FAULTS = ("", "", "", "lost", "stored", "late", "doubled", "unavailable", "full", "slow", "junk", "away")
+_TIMEOUT_S = 2.0
+_PARTS_LAST_S = 60.0
+
+
+class World:
+    """One stream, and several processes that write to it."""
+
+    def __init__(self, chance: random.Random, faults: Sequence[str] = ()) -> None:
+        self.chance, self.faults = chance, faults
+        self.stream = MemoryStream(CONFIG.log)
+        self.away_until = 0.0
+        self.late: list[asyncio.TimerHandle] = []
+        self.seen: Counter[str] = Counter()
+
+    def groups(self) -> list[tuple[Group, StoredMessage]]:
+        """All groups in the stream."""
+        return [
+            (decode_header(m), m) for m in self.stream.messages if m.subject == SUBJECTS.groups and m.body != b"junk"
+        ]
+
+    def entries(self) -> list[tuple[int, str, bytes, int]]:
+        """Place, thread, payload and link of all entries in the stream."""
+        return [
+            (at, (e := decode_entry(group, n, m.body)).thread_id, self._whole(e), r.prev)
+            for group, m in self.groups()
+            for n, (at, r) in enumerate(group.places())
+        ]
+
+    def _whole(self, entry: Any) -> bytes:
+        if not entry.elsewhere:
+            return bytes(entry.payload)
+        of = {m.seq: m for m in self.stream.messages}
+
+        async def read(seq: int) -> StoredMessage | None:
+            return of.get(seq)
+
+        work = joined(entry.payload, read)
+        try:
+            work.send(None)
+        except StopIteration as e:
+            return bytes(e.value)
+        raise AssertionError
+
+    def purge_late(self) -> None:
+        for handle in self.late:
+            handle.cancel()
+
+
+class Faulty(MemoryLog):
+    """One process's way to the stream."""
+
+    def __init__(self, world: World, message_bytes_max: int) -> None:
+        super().__init__({CONFIG.log.stream: world.stream}, CONFIG, message_bytes_max)
+        self.world = world
+        self.lose_groups = False
+
+    async def _turn(self) -> MemoryStream:
+        world = self.world
+        for _ in range(world.chance.choice((0, 0, 1, 3))):
+            await asyncio.sleep(0)
+        if asyncio.get_running_loop().time() < world.away_until:
+            await asyncio.sleep(world.chance.choice((0, 0.3)))
+            raise LogUnavailable("away")
+        return await super()._turn()
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        world, loop = self.world, asyncio.get_running_loop()
+        size = len(message.body) + len(message.header or "")
+        assert size + 100 <= self.message_bytes_max, "the server would close the connection"
+        fault = world.chance.choice(world.faults) if world.faults else ""
+        if self.lose_groups and message.subject == SUBJECTS.groups:
+            fault = "lost"
+        world.seen[fault] += 1
+        stream = await self._turn()
+        match fault:
+            case "unavailable":
+                raise LogUnavailable("no leader")
+            case "full":
+                raise LogFull("full")
+            case "lost":
+                await asyncio.sleep(timeout_s)
+                raise AppendUnknown("no answer")
+            case "stored":
+                with contextlib.suppress(Conflict):
+                    stream.store([message])
+                raise AppendUnknown("no answer")
+            case "late" | "doubled":
+                delay = world.chance.choice((0.0, 0.01, 0.1, 3, 20))
+                world.late.append(loop.call_later(delay, self._arrive, message))
+                if fault == "late":
+                    raise AppendUnknown("no answer")
+            case "slow":
+                await asyncio.sleep(1)
+            case "junk":
+                stream.store([Outgoing(SUBJECTS.groups, b"junk", world.chance.choice((None, "G1.0.x")))])
+            case "away":
+                world.away_until = loop.time() + world.chance.choice((0.1, 3))
+        seq = stream.store([message])
+        for _ in range(world.chance.choice((0, 0, 2))):
+            await asyncio.sleep(0)
+        return seq
+
+    def _arrive(self, message: Outgoing) -> None:
+        try:
+            self.world.stream.store([message])
+            self.world.seen["landed late"] += 1
+        except Conflict:
+            pass
+
+
+class Unit(AppendUnit):
+    """A unit that counts its ends."""
+
+    def __init__(self, messages: list[Outgoing], payloads: list[bytes]) -> None:
+        super().__init__(messages)
+        self.payloads = payloads
+        self.ends: list[int | Exception] = []
+        self.done = asyncio.Event()
+        self.gone = False
+
+    @property
+    def given_up(self) -> bool:
+        return self.gone
+
+    def ended(self, outcome: int | Exception) -> None:
+        self.ends.append(outcome)
+        self.done.set()
+
+
+class Process:
+    """A writer of groups, as `GroupLog` makes it."""
+
+    def __init__(self, world: World, message_bytes_max: int = 4096) -> None:
+        self.world = world
+        self.log = Faulty(world, message_bytes_max)
+        self.heads = Heads()
+        self.tail = Tail(self.log, SUBJECTS.groups, self.heads, self._nothing, self._nothing, lambda: None, 5.0)
+        self.sequencer = Sequencer(
+            self.log,
+            SUBJECTS,
+            self.heads,
+            self.tail.see_all,
+            self.tail.first_behind,
+            self._stored,
+            timeout_s=_TIMEOUT_S,
+            parts_last_s=lambda: _PARTS_LAST_S,
+        )
+        self.units: list[Unit] = []
+        self.written: list[Written] = []
+
+    async def _nothing(self) -> int:
+        return 0
+
+    def _stored(self, written: Written) -> None:
+        self.written.append(written)
+        self.tail.note(written)
+
+    def unit(self, thread_id: str, expected: int | None, count: int = 1, size: int = 10) -> Unit:
+        number = sum(map(len, (u.payloads for u in self.units)))
+        payloads = [f"{id(self)}.{number + n}.".encode().ljust(size, b"x") for n in range(count)]
+        subject = SUBJECTS.of(thread_id)
+        messages = [Outgoing(subject, p, "1.h", expected if not n else None) for n, p in enumerate(payloads)]
+        unit = Unit(messages, payloads)
+        self.units.append(unit)
+        return unit
+
+    def add(self, *arguments: Any, **options: Any) -> Unit:
+        unit = self.unit(*arguments, **options)
+        self.sequencer.add(unit)
+        return unit
+
+    async def write(self, thread_id: str, chance: random.Random, **options: Any) -> None:
+        """Write as a lane does: look the thread up, expect what was found."""
+        for _ in range(3):
+            try:
+                await self.tail.see_all()
+                break
+            except LogUnavailable:
+                await asyncio.sleep(0.2)
+        else:
+            return
+        expected = self.heads.head(hash_of(thread_id))
+        if chance.random() < 0.1:
+            expected = chance.choice((0, place(1, 0), expected + 1))
+        unit = self.add(thread_id, None if chance.random() < 0.1 else expected, **options)
+        if chance.random() < 0.1:
+            await asyncio.sleep(chance.choice((0, 0.01)))
+            unit.gone = True
+            return
+        await unit.done.wait()
+
+
+def check(world: World, processes: Sequence[Process]) -> None:
+    """Every unit ended once, and as it was told."""
+    entries = world.entries()
+    at_of: dict[bytes, list[int]] = {}
+    for at, _, payload, _ in entries:
+        at_of.setdefault(payload, []).append(at)
+    for process in processes:
+        for unit in process.units:
+            found = [at for payload in unit.payloads for at in at_of.get(payload, [])]
+            if unit.gone and not unit.ends:
+                assert not found
+                continue
+            (end,) = unit.ends
+            if isinstance(end, int):
+                assert found == list(range(end - len(unit.payloads) + 1, end + 1))
+            elif isinstance(end, AppendUnknown):
+                assert len(found) in (0, len(unit.payloads))
+            else:
+                assert isinstance(end, (Conflict, LogFull, LogUnavailable, Closed)), end
+                assert found == [], end
+    last: dict[str, int] = {}
+    for at, thread_id, _, prev in entries:
+        assert prev == last.get(thread_id, 0), "the links of a thread form one chain"
+        last[thread_id] = at
+    before, before_id = 0, 0
+    for message in world.stream.messages:
+        if message.subject == SUBJECTS.groups:
+            if message.body == b"junk":
+                before, before_id = message.seq, 0
+                continue
+            group = decode_header(message)
+            assert (group.before, group.before_id) == (before, before_id)
+            before, before_id = group.seq, group.id
+
+
+async def settle(world: World, processes: Sequence[Process]) -> None:
+    """All is well again, and everything has an end."""
+    world.faults = ()
+    async with asyncio.timeout(60):
+        for process in processes:
+            for unit in process.units:
+                if not unit.gone:
+                    await unit.done.wait()
+    await asyncio.sleep(30)  # what is late arrives
+    for process in processes:
+        await process.tail.see_all()
+    assert len({(p.heads.seen, p.heads.seen_id) for p in processes}) == 1
+    for process in processes:
+        for thread_id in ("a", "b", "c", "d"):
+            truth = max((at for at, t, _, _ in world.entries() if t == thread_id), default=0)
+            assert process.heads.head(hash_of(thread_id)) == truth
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
+@examples(150)
+def test_every_unit_ends_once_and_as_it_was_told(seed: int, count: int) -> None:
+    async def main() -> None:
+        chance = random.Random(seed)
+        world = World(chance, FAULTS)
+        processes = [Process(world) for _ in range(count)]
+        for process in processes:
+            process.sequencer.start()
+
+        async def writer(process: Process) -> None:
+            for _ in range(chance.choice((1, 3, 6))):
+                size = chance.choice((1, 1, 1, 500, 9000))
+                units = chance.choice((1, 1, 2, 5))
+                await process.write(chance.choice("abcd"), chance, count=units, size=size)
+                await asyncio.sleep(chance.choice((0, 0, 0.01, 1)))
+
+        tasks = [asyncio.create_task(writer(p)) for p in processes for _ in range(chance.choice((1, 3)))]
+        async with asyncio.timeout(600):
+            for task in tasks:
+                await asyncio.wait([task], timeout=100)
+                world.faults = () if not task.done() else world.faults
+            await asyncio.gather(*tasks)
+        await settle(world, processes)
+        check(world, processes)
+        for process in processes:
+            await process.sequencer.aclose()
+        world.purge_late()
+
+    random.seed(seed)
+    run(main())
+
+
+@given(st.integers(0, 2**32), st.integers(0, 60))
+@examples(100)
+def test_closing_at_any_moment_ends_everything_once_and_leaves_nothing(seed: int, turns: int) -> None:
+    async def main() -> None:
+        chance = random.Random(seed)
+        world = World(chance, FAULTS)
+        process = Process(world)
+        process.sequencer.start()
+        for number in range(chance.choice((1, 4))):
+            process.add("abcd"[number], 0, count=chance.choice((1, 3)), size=chance.choice((1, 9000)))
+        for _ in range(turns):
+            await asyncio.sleep(0 if chance.random() < 0.9 else 0.5)
+        await process.sequencer.aclose()
+        late = process.add("a", 0)
+        await asyncio.sleep(0)
+        (end,) = late.ends
+        assert isinstance(end, Closed)
+        world.faults = ()
+        await asyncio.sleep(30)
+        assert all(len(unit.ends) == 1 for unit in process.units)
+        check(world, [process])
+        world.purge_late()
+
+    random.seed(seed)
+    run(main())
+
+
+async def started(world: World, count: int = 1, **options: Any) -> list[Process]:
+    processes = [Process(world, **options) for _ in range(count)]
+    for process in processes:
+        await process.tail.see_all()
+        process.sequencer.start()
+    return processes
+
+
+def test_what_was_overtaken_ends_with_conflict_and_the_rest_of_its_group_is_stored() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        one, two = await started(world, 2)
+        await asyncio.wait_for(one.add("a", 0).done.wait(), 5)
+        units = [two.add("a", 0), two.add("b", 0)]
+        for unit in units:
+            await asyncio.wait_for(unit.done.wait(), 5)
+        assert isinstance(units[0].ends[0], Conflict)
+        assert units[1].ends == [place(2, 0)]
+        assert two.sequencer.refusals == 1
+        check(world, [one, two])
+        for process in (one, two):
+            await process.sequencer.aclose()
+
+    run(main())
+
+
+def test_what_expects_nothing_goes_behind_whatever_came_meanwhile() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        one, two = await started(world, 2)
+        await two.tail.see_all()
+        await asyncio.wait_for(one.add("a", None).done.wait(), 5)
+        unit = two.add("a", None)
+        await asyncio.wait_for(unit.done.wait(), 5)
+        assert unit.ends == [place(2, 0)]
+        check(world, [one, two])  # the link goes to the other's entry
+        for process in (one, two):
+            await process.sequencer.aclose()
+
+    run(main())
+
+
+def test_nothing_else_is_sent_while_a_group_has_no_answer() -> None:
+    async def main() -> None:
+        world = World(random.Random(1), ["lost"])
+        (one,) = await started(world)
+        first = one.add("a", 0)
+        await asyncio.sleep(0.5)
+        second = one.add("b", 0)
+        await asyncio.sleep(5)
+        assert not second.done.is_set()
+        world.faults = ()
+        await asyncio.wait_for(second.done.wait(), 10)
+        assert (first.ends, second.ends) == ([place(1, 0)], [place(2, 0)])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_a_unit_that_is_given_up_before_it_is_sent_is_not_stored() -> None:
+    async def main() -> None:
+        world = World(random.Random(1), ["slow"])
+        (one,) = await started(world)
+        first = one.add("a", 0)
+        await asyncio.sleep(0.1)
+        future = one.sequencer.submit([Outgoing(SUBJECTS.of("b"), b"never", "1.h", 0)])
+        future.cancel()
+        await asyncio.wait_for(first.done.wait(), 10)
+        await asyncio.sleep(5)
+        assert b"never" not in [payload for _, _, payload, _ in world.entries()]
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_large_units_fit_into_messages() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world, message_bytes_max=8192)
+        units = [
+            one.add("a", 0, count=40, size=1000),
+            one.add("b" * 600, 0, count=4, size=1),
+            one.add("c", 0, size=9**5),
+        ]
+        none = one.add("d" * 600, 0, count=30, size=1)
+        for unit in units:
+            await asyncio.wait_for(unit.done.wait(), 10)
+            assert isinstance(unit.ends[0], int)
+        assert isinstance(none.ends[0], LogUnavailable)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_a_unit_of_too_many_entries_is_refused() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world, message_bytes_max=1 << 20)
+        most, more = one.add("a", 0, count=ENTRIES_MAX), one.add("b", 0, count=ENTRIES_MAX + 1)
+        for unit in (most, more):
+            await asyncio.wait_for(unit.done.wait(), 10)
+        assert most.ends == [place(1, ENTRIES_MAX - 1)]
+        assert isinstance(more.ends[0], LogUnavailable)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_a_group_does_not_go_out_when_its_parts_may_be_purged() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        first = one.add("a", 0, size=9000)
+        one.log.lose_groups = True
+        await asyncio.sleep(2 * _PARTS_LAST_S)
+        assert isinstance(first.ends[0], (AppendUnknown, LogUnavailable))
+        one.log.lose_groups = False
+        second = one.add("b", 0)
+        await asyncio.wait_for(second.done.wait(), 10)
+        check(world, [one])
+        assert len(world.groups()) == 1
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_what_is_purged_is_told_to_every_writer() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        one, two = await started(world, 2)
+        first = one.add("a", 0)
+        await asyncio.wait_for(first.done.wait(), 5)
+        await two.tail.see_all()
+        two.heads.forget(place(9, 0))
+        assert two.heads.admits(hash_of("a"), place(1, 0))
+        await one.sequencer.fence(place(1, 1))
+        count = len(world.groups())
+        await one.sequencer.fence(place(1, 1))  # once is enough
+        assert len(world.groups()) == count
+        unit = two.add("a", place(1, 0))
+        await asyncio.wait_for(unit.done.wait(), 5)
+        assert isinstance(unit.ends[0], Conflict)
+        for process in (one, two):
+            await process.sequencer.aclose()
+
+    run(main())
+
+
+def test_what_was_looked_up_before_all_began_anew_is_looked_up_again() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        first = one.add("a", 0)
+        await asyncio.wait_for(first.done.wait(), 5)
+        queued = Queued(one.unit("b", 0), one.heads.seen, one.heads.life, [Outgoing(SUBJECTS.of("b"), b"", "1.h", 0)])
+        assert choose([queued], one.heads, SUBJECTS).units == [queued]
+        one.heads.start(0, one.heads.seen, one.heads.seen_id)
+        assert choose([queued], one.heads, SUBJECTS).moved == [queued]
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_of_two_units_of_a_thread_that_expect_the_same_one_is_chosen() -> None:
+    heads = Heads()
+    heads.start(0, 0, 0)
+    units = [Queued(AppendUnit([]), 0, 1, [Outgoing(SUBJECTS.of("a"), b"", "1.h", 0)]) for _ in range(2)]
+    chosen = choose(units, heads, SUBJECTS)
+    assert (chosen.units, chosen.moved) == (units[:1], units[1:])
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.integers(0, 3000)), min_size=1, max_size=40), st.integers(9000, 300000)
+)
+def test_as_many_units_go_together_as_fit(sizes: list[tuple[int, int]], room: int) -> None:
+    units = [
+        Queued(AppendUnit([]), 0, 1, [Outgoing(SUBJECTS.of("a"), b"x" * size, "1.h")] * count) for count, size in sizes
+    ]
+    count = count_fitting(units, room)
+    assert 1 <= count <= len(units)
+    taken = [m for unit in units[:count] for m in unit.messages]
+    if count > 1:
+        assert len(taken) <= ENTRIES_MAX
+        assert sum(len(m.body) for m in taken) < room
+
+
+@pytest.mark.parametrize("error", [LogFull("full"), LogUnavailable("no leader")])
+def test_what_is_refused_is_told_to_all_of_the_group(error: Exception) -> None:
+    async def main() -> None:
+        world = World(random.Random(1), ["full" if isinstance(error, LogFull) else "unavailable"])
+        (one,) = await started(world)
+        units = [one.add("a", 0), one.add("b", 0)]
+        for unit in units:
+            await asyncio.wait_for(unit.done.wait(), 5)
+        assert all(isinstance(unit.ends[0], type(error)) for unit in units)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
