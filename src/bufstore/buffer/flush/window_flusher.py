@@ -129,13 +129,19 @@ class WindowFlusher:
     async def _try(
         self, thread_ids: Sequence[str | None], in_memory: Threads, *, first_only: bool = False, probe: int = 0
     ) -> None:
-        """Flush what is in memory of these threads, and of those that wait in the ledger what is first there."""
+        """Flush what is in memory of these threads, and of those that wait in the ledger what is first there.
+
+        Of a thread that has failed, only one entry is read: most likely it fails again.
+        """
         most = 1 if first_only else self._room
         found: Threads = {t: in_memory[t][:most] for t in thread_ids if t in in_memory}
         queued = [t for t in thread_ids if t is not None and t not in in_memory]
+        failed = [t for t in queued if first_only or self.waiting.tries(t)]
+        going_on = [t for t in queued if not (first_only or self.waiting.tries(t))]
         try:
-            if queued:
-                found.update(await self.queues.read(queued, len(queued) if first_only else self._room))
+            for part, entries in ((failed, len(failed)), (going_on, self._room)):
+                if part:
+                    found.update(await self.queues.read(part, entries))
         except (BufstoreError, FlushFailed) as e:
             self._state.report(e, stopped=False)
             raise Later from e
