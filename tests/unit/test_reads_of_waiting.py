@@ -12,7 +12,7 @@ from bufstore.buffer.ports.ledger import Decision
 from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.errors import FlushTimeout, ReadNotFresh, ThreadQuarantined
 from bufstore.jetstream.messages import StoredMessage
-from bufstore.threads.model import decode_message
+from bufstore.threads.model import Run, decode_message
 from bufstore.types import Consistency
 from unit.test_appender import Instance, World, test
 from unit.write_world import SUBJECTS
@@ -48,6 +48,20 @@ def test_a_read_joins_the_row_what_waits_and_the_tail(flushed: bool, tail: bool)
         await world.flush()
         assert await shown(two) == written
         assert world.ledger.waiting.entries == {}
+
+    test(main)
+
+
+def test_what_waits_is_joined_with_content_that_came_past_the_buffer() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await world.store.checkpoint("t", ["before"], Run(run_id="r", thread_id="t"))
+        await one.append(["waits"])
+        await world.make_wait_and_purge()
+        assert await shown(Instance(world)) == ["before", "waits"]
+        await Instance(world).append(["tail"])
+        await world.flush()
+        assert await world.messages() == ["before", "waits", "tail"]
+        assert world.ledger.parked.entries == {}
 
     test(main)
 
