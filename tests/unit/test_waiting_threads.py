@@ -270,6 +270,34 @@ def test_while_all_are_refused_only_those_are_read_again_that_are_tried(monkeypa
     world(main, monkeypatch)
 
 
+def test_however_many_wait_a_flush_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(it: World) -> None:
+        threads = [t for t in (f"b{n}" for n in range(2000)) if SUBJECTS.partition(t) == PARTITION][:200]
+        refusal: FlushFailed | None = FlushFailed("not now", Verdict.ISOLATE)
+        failing(it, lambda c: refusal if c.thread_id in threads else None)
+        await it.start()
+        for n in range(2):
+            for thread_id in threads:
+                await it.writer.append([n], thread_id)
+        await it.waiting(400)
+        await it.stop()
+        refusal, most, flush = None, 0, it.ledger.flush
+
+        async def counted(held: Any, thread_ids: Any, *args: Any, **options: Any) -> Any:
+            nonlocal most
+            most = max(most, len(thread_ids))
+            return await flush(held, thread_ids, *args, **options)
+
+        it.ledger.flush = counted  # type: ignore[method-assign]
+        await it.start()
+        assert await it.flushed(*threads)
+        assert 10 < most <= 50
+        assert [await it.stored(t) for t in threads] == [[0, 1]] * 200
+        assert not it.ledger.parked.entries
+
+    world(main, monkeypatch, flush_max_entries=50)
+
+
 def test_a_postgres_that_went_back_has_cursor_and_waiting_entries_of_one_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -231,7 +231,7 @@ class Flusher:
     def _due_in(self) -> float:
         """Seconds until the window must be flushed; short enough to notice lost feeds."""
         now = self._loop.time()
-        waiting_due = self._window_flusher.waiting.soonest(now + 1.0) - now
+        waiting_due = self._window_flusher.waiting.soonest(now) - now
         count = self._window_flusher.ready()
         if not count:
             return 0 if self._stopping.is_set() else min(max(waiting_due, 0), 1.0)

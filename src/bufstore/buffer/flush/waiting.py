@@ -29,6 +29,8 @@ class Waiting:
 
     def __init__(self) -> None:
         self._waits: dict[str | None, _Wait] = {}
+        #: Nobody is due earlier.
+        self._not_before = float("-inf")
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -72,6 +74,7 @@ class Waiting:
         pause = min(2 * old.pause if old else _FIRST_S, longest_s)
         since, tries = (old.since, old.tries) if old else (now, 0)
         self._waits[thread_id] = _Wait(since, now + pause, pause, tries + 1, reason, cause, alone)
+        self._not_before = min(self._not_before, now + pause)
 
     def postpone(self, cause: str, besides: Collection[str | None], now: float, until: float) -> None:
         """Let all but some of the due threads with this cause wait until then, without counting a try."""
@@ -81,6 +84,7 @@ class Waiting:
 
     def hurry(self, cause: str, now: float) -> None:
         """Make the threads with this cause due."""
+        self._not_before = min(self._not_before, now)
         for wait in self._waits.values():
             if wait.cause == cause:
                 wait.until = now
@@ -93,6 +97,7 @@ class Waiting:
 
     def progress(self, thread_ids: Iterable[str | None], now: float) -> None:
         """Make these threads due: a part of what waits of them was settled. Their next failure is the first one."""
+        self._not_before = min(self._not_before, now)
         for thread_id in thread_ids:
             old = self._waits.pop(thread_id)
             self._waits[thread_id] = _Wait(now, now, _FIRST_S / 2, 0, old.reason, old.cause, alone=False)
@@ -101,9 +106,11 @@ class Waiting:
         """The threads whose time is over, in the order in which they were told to wait."""
         return [t for t, wait in self._waits.items() if wait.until <= now]
 
-    def soonest(self, otherwise: float) -> float:
-        """When the next one is due."""
-        return min((w.until for w in self._waits.values()), default=otherwise)
+    def soonest(self, now: float) -> float:
+        """When to look who is due: not later than the first one is. Often asked, and very many may wait."""
+        if self._not_before <= now:
+            self._not_before = min((w.until for w in self._waits.values()), default=float("inf"))
+        return self._not_before
 
     def causes(self) -> Counter[str]:
         """How many wait for what."""

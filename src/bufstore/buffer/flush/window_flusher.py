@@ -139,9 +139,10 @@ class WindowFlusher:
         failed = [t for t in queued if first_only or self.waiting.tries(t)]
         going_on = [t for t in queued if not (first_only or self.waiting.tries(t))]
         try:
-            for part, entries in ((failed, len(failed)), (going_on, self._room)):
-                if part:
-                    found.update(await self.queues.read(part, entries))
+            for part, most in ((failed, len(failed)), (going_on, self._room)):
+                room = min(most, self._room - sum(map(len, found.values())))
+                if part and room > 0:
+                    found.update(await self.queues.read(part[:room], room))
         except (BufstoreError, FlushFailed) as e:
             self._state.report(e, stopped=False)
             raise Later from e
