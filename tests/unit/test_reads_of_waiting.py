@@ -23,6 +23,15 @@ async def shown(one: Instance, level: Consistency = Consistency.READ_YOUR_WRITES
     return [decode_message(m) for m in state.messages]
 
 
+async def behind_what_waits(world: World, one: Instance) -> Instance:
+    """Another process, when of thread "t" the row has "a", "b" waits, and the log has nothing."""
+    await one.checkpoint(["a"])
+    await world.flush_and_purge()
+    await one.append(["b"])
+    await world.make_wait_and_purge()
+    return Instance(world)
+
+
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed-before", "new"])
 @pytest.mark.parametrize("tail", [True, False], ids=["tail", "no-tail"])
 def test_a_read_joins_the_row_what_waits_and_the_tail(flushed: bool, tail: bool) -> None:
@@ -69,11 +78,7 @@ def test_what_waits_is_joined_with_content_that_came_past_the_buffer() -> None:
 @pytest.mark.parametrize("when", ["first", "of_thread", "second"])
 def test_nothing_is_missed_while_it_moves_into_the_row(when: str) -> None:
     async def main(world: World, one: Instance) -> None:
-        await one.checkpoint(["a"])
-        await world.flush_and_purge()
-        await one.append(["b"])
-        await world.make_wait_and_purge()
-        two = Instance(world)
+        two = await behind_what_waits(world, one)
         load, of_thread = world.store.load_checkpoint, world.ledger.waiting.of_thread
         looks = 0
 
@@ -101,11 +106,7 @@ def test_nothing_is_missed_while_it_moves_into_the_row(when: str) -> None:
 @pytest.mark.parametrize("how", ["append", "checkpoint", "keyed"])
 def test_a_writer_builds_on_what_waits(how: str) -> None:
     async def main(world: World, one: Instance) -> None:
-        await one.checkpoint(["a"])
-        await world.flush_and_purge()
-        await one.append(["b"])
-        await world.make_wait_and_purge()
-        two = Instance(world)
+        two = await behind_what_waits(world, one)
         expected = ["a", "b", "c"]
         match how:
             case "append":
