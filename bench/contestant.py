@@ -45,6 +45,8 @@ class Place:
     pids: Mapping[str, Sequence[int]] = field(default_factory=dict)
     #: How many servers hold what is written to NATS.
     replicas: int = 1
+    #: What a log may grow to, so that no row ends because its log is full. The server reserves it on its disk.
+    log_bytes: int = 8 << 30
 
 
 class Contestant:

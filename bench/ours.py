@@ -15,8 +15,6 @@ from bench.contestant import PAYLOAD, Contestant, Place, text
 from bench.workload import texts
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Run
 
-#: So that no row ends because its log is full; the server reserves it, it need not be written.
-_LOG_BYTES = 8 << 30
 _LOOK_S = 0.02
 
 
@@ -32,7 +30,7 @@ class Ours(Contestant):
                 bucket=bucket or f"hot-{place.name}",
                 subject=place.name,
                 replicas=place.replicas,
-                max_bytes=_LOG_BYTES,
+                max_bytes=place.log_bytes,
             ),
             **{"append_timeout_s": 30.0, "flusher": False} | options,
         )

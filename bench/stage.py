@@ -46,7 +46,14 @@ class Stage:
     def place(self, *, lazy: bool = False, name: str | None = None) -> Place:
         """A name of its own on the servers (`lazy`: on the NATS server that syncs when it likes)."""
         nats = self.servers.lazy_nats if lazy else self.servers.nats
-        return Place(nats, self.servers.dsn, name or f"b{next(self._numbers)}", self.servers.pids(lazy=lazy))
+        return Place(
+            nats,
+            self.servers.dsn,
+            name or f"b{next(self._numbers)}",
+            self.servers.pids(lazy=lazy),
+            # A row that writes little reserves little: a dozen logs at once must find room on a disk that is half full.
+            log_bytes=self.count(Place.log_bytes, 256 << 20),
+        )
 
     def workers(self, place: Place | None = None, **kinds: Kind) -> AbstractContextManager[dict[str, Worker]]:
         """Contestants, open, each in a process of its own."""

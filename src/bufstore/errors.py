@@ -257,7 +257,7 @@ class ReadNotFresh(BufstoreError):
 class FlushTimeout(BufstoreError):
     """The flush did not reach its target before the deadline.
 
-    Nothing is lost: the entries stay in the log. See ``statistics()`` and ``health()`` for why the flusher lags.
+    Nothing is lost: the entries stay in the log, or wait in Postgres. See ``statistics()`` and ``health()`` for why.
     """
 
     def __init__(

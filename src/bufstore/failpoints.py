@@ -53,6 +53,14 @@ class Failpoint(StrEnum):
     #: The first half of a window that had to be split is committed. The other half must not be passed by.
     FLUSH_HALF_SETTLED = "flush-half-settled"
 
+    # Threads that wait.
+    #: In a transaction: entries wait in the ledger, the cursor has not passed them. Else they would wait twice.
+    QUEUE_WRITTEN = "queue-written"
+    #: The cursor has passed entries that wait. The next owner must find them, and put later ones behind them.
+    QUEUE_COMMITTED = "queue-committed"
+    #: In a flush transaction: what waited is applied and does not wait any more, the watermark does not say so yet.
+    QUEUE_LEFT = "queue-left"
+
     # Taking partitions, giving them up.
     #: A member's lease is stored, the others have not been told. Its partitions wait until it runs out.
     LEASE_RENEWED = "lease-renewed"

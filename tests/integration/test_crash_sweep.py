@@ -21,6 +21,8 @@ _POINTS = (
     Failpoint.PUBLISH_ACKED,
     Failpoint.FLUSH_APPLIED,
     Failpoint.FLUSH_COMMITTED,
+    Failpoint.QUEUE_COMMITTED,
+    Failpoint.QUEUE_LEFT,
     Failpoint.TAKE_RAISED,
     Failpoint.LINEAGE_EDITED,
     Failpoint.EPOCH_SET,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from bufstore import LogUnavailable, OutcomeUnknown
 from bufstore.buffer.flush import idle, retention
 from bufstore.buffer.places import group_of
 from command_line import bufstore_cli, where
@@ -133,21 +135,28 @@ async def test_a_busy_system_shows_nothing_wrong(deploy: Callable[..., Deploymen
         threads = [fresh() for _ in range(200)]
         stop = asyncio.Event()
 
+        # A write gives up after half a second and takes the connection with it: on a slow disk that may happen here.
         async def write(store: Any) -> None:
             while not stop.is_set():
                 thread_id = chance.choice(threads)
-                await store.checkpoint(thread_id, [said(i) for i in range(chance.randint(1, 9))], run_of(thread_id))
+                with contextlib.suppress(LogUnavailable, OutcomeUnknown):
+                    await store.checkpoint(thread_id, [said(i) for i in range(chance.randint(1, 9))], run_of(thread_id))
 
-        writing = [asyncio.create_task(write(s)) for s in (one, two) for _ in range(8)]
-        began = asyncio.get_running_loop().time()
-        looks = 0
-        while asyncio.get_running_loop().time() - began < 4:
-            report = await one.verify()
-            assert report.ok, report.findings
-            looks += 1
-        stop.set()
-        await asyncio.gather(*writing)
-        assert looks > 1
+        async def look() -> None:
+            began = asyncio.get_running_loop().time()
+            looks = 0
+            while looks < 2 or asyncio.get_running_loop().time() - began < 4:
+                with contextlib.suppress(LogUnavailable):
+                    report = await one.verify()
+                    assert report.ok, report.findings
+                    looks += 1
+            stop.set()
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            for store in (one, two):
+                for _ in range(8):
+                    tasks.create_task(write(store))
+            tasks.create_task(look())
 
         async def quiet() -> bool:
             return (await one.verify()).unflushed_entries == 0

@@ -224,7 +224,8 @@ class Postgres:
     def _tables(self) -> list[dict[Any, Any]]:
         s, ledger = self.store, self.ledger
         tables = [s._threads, s._messages, s._runs, s._states, s._changed, s._created]
-        return [*tables, ledger._rows, ledger._cursors, ledger.parked.entries, ledger.parked.given_up]
+        parked, waiting = ledger.parked, ledger.waiting
+        return [*tables, ledger._rows, ledger._cursors, parked.entries, parked.given_up, waiting.entries]
 
 
 class BuryingLedger(MemoryLedger):
@@ -282,6 +283,10 @@ class LedgerView:
     @property
     def parked(self) -> Any:
         return LedgerView(self._database, self._database.ledger.parked)
+
+    @property
+    def waiting(self) -> Any:
+        return LedgerView(self._database, self._database.ledger.waiting)
 
     async def open(self) -> None:
         """The database need not be up."""

@@ -19,8 +19,8 @@ from store_model.steps import Steps
 WEIGHTS = {
     "write": 30, "burst": 2, "retry": 5, "read": 25, "read_list": 6, "flush": 4, "wait": 10, "crash": 4, "restart": 2,
     "log_faults": 6, "come_late": 1, "be_overtaken": 1, "store_faults": 5, "store_outage": 2, "log_outage": 2,
-    "lose_feed": 3, "pause": 3,
-    "other_owner": 3, "lose_hot_state": 1, "fail_over": 2, "repair": 1, "garbage": 1, "poison": 3, "quarantine": 6,
+    "hold_row": 3, "lose_feed": 3, "pause": 3, "other_owner": 3, "lose_hot_state": 1, "fail_over": 2, "repair": 1,
+    "garbage": 1, "poison": 3, "quarantine": 6,
 }  # fmt: skip
 #: A world without poison is the stricter one: nothing may ever be parked in it.
 POISON = ("garbage", "poison", "quarantine")

@@ -144,6 +144,20 @@ class Steps(Reads, Poison):
         self.fault("store faults")
         await self.write(chance)
 
+    async def hold_row(self, chance: random.Random) -> None:
+        """Somebody holds a thread's row, maybe for so long that the log forgets what waits."""
+        thread_id = chance.choice(THREADS)
+        locked, seconds = self.world.postgres.ledger.locked, chance.choice((0.3, 3, 30, 100))
+        if thread_id in locked:
+            locked.discard(thread_id)
+            return
+        locked.add(thread_id)
+        self.world.loop.call_later(seconds, locked.discard, thread_id)
+        self.fault("row held", seconds + 15)
+        for _ in range(chance.choice((1, 2, 3))):
+            await self._make(chance, self._call(chance, thread_id))
+            await asyncio.sleep(chance.choice((0, 1)))
+
     async def store_outage(self, chance: random.Random) -> None:
         """Postgres is away for a while."""
         seconds = chance.choice((0.5, 3, 20))
@@ -193,6 +207,7 @@ class Steps(Reads, Poison):
             return  # a repair finds what was given up in the log, and puts it into quarantine again
         self.fault("repair", 40)
         world.weather.calm()
+        world.postgres.ledger.locked.clear()
         for instance in world.instances:
             await instance.stop()
         self.witness.audit()

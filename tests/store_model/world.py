@@ -209,6 +209,7 @@ class World:
             self._rows[thread_id] = watermark
         for thread_id in THREADS:
             self.check_flushed(thread_id)
+            self._check_passed(thread_id)
 
     def check_flushed(self, thread_id: str) -> None:
         """What Postgres holds of the thread is what the story says at its watermark."""
@@ -223,6 +224,21 @@ class World:
         expected = (point.seq, point.applied_id, len(point.seen.messages), point.broken)
         if shown != expected:
             raise Violation(f"{thread_id}: the row is {shown}, the story says {expected}")
+
+    def _check_passed(self, thread_id: str) -> None:
+        """What the cursor has passed of the thread is flushed or waits, as it was written."""
+        ledger, flushed = self.postgres.ledger, self.flushed(thread_id)
+        waiting = {seq: entry.item for (t, seq), (entry, _) in ledger.waiting.entries.items() if t == thread_id}
+        cursor = ledger._cursors.get(SUBJECTS.partition(thread_id))
+        story = self.archive.story(thread_id)
+        if any(seq <= flushed for seq in waiting):
+            raise Violation(f"{thread_id} is flushed up to {flushed}, and yet {sorted(waiting)} wait")
+        passed = max(cursor.seq if cursor is not None else 0, *waiting, 0)
+        if flushed or not any(e.buried for e in story.events):
+            expected = {i.seq: i for i in story.items if flushed < i.seq <= passed}
+            if waiting != expected:
+                raise Violation(f"{thread_id}: {sorted(waiting)} wait, {sorted(expected)} are passed and not flushed")
+        self.counts["moments at which entries waited"] += bool(waiting)
 
     def _on_burial(self, thread_id: str, seq: int) -> None:
         self.weather.seen["buried"] += 1
@@ -270,6 +286,7 @@ class World:
     async def heal(self) -> None:
         """All is well again: everything must be flushed, and everything right."""
         self.weather.calm()
+        self.postgres.ledger.locked.clear()
         await asyncio.sleep(max(0.0, self.weather.late_until - self.loop.time()) + 1)
         self.weather.rough(15)
         await self.start()

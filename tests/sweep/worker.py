@@ -1,8 +1,8 @@
 """A process with everything on its hands, that kills itself at one failpoint: `python -m sweep.worker OPTIONS`.
 
-One life: two instances on one log; threads that both append to, threads whose entries the store refuses and that are
-replayed or discarded, families that are deleted; then all is flushed and closed. What the life before it left without
-an outcome is repeated with its key first, as an application would do it.
+One life: two instances on one log; threads that both append to, one that has to wait, threads whose entries the store
+refuses and that are replayed or discarded, families that are deleted; then all is flushed and closed. What the life
+before it left without an outcome is repeated with its key first, as an application would do it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _THREADS = 10
 _APPENDS = 12
 #: Threads that are written while what is refused is flushed: more than are refused in all lives.
 _OTHERS = 10
+#: A thread that has to wait.
+_HELD = f"{SHARED}-held"
 #: Retrying these with the same key is safe.
 _TRANSIENT = (OutcomeUnknown, LogUnavailable, LogFull, StoreUnavailable, ReadNotFresh)
 
@@ -49,8 +51,12 @@ class Refusing(PostgresThreadStore):
     """Refuses messages with a mark, as a table's constraint would, until it is mended."""
 
     mended = False
+    #: Whether a thread must wait; of all instances.
+    holding = False
 
     async def apply(self, connection: Any, batch: Any) -> None:
+        if Refusing.holding and any(c.thread_id == _HELD for c in batch):
+            await connection.execute("DO $$ BEGIN RAISE EXCEPTION 'not now'; END $$")
         if not self.mended and any(b"poison" in m for c in batch for m in c.messages):
             await connection.execute("SELECT 1/0")
         await super().apply(connection, batch)
@@ -104,6 +110,7 @@ class Life:
                 group.create_task(self._talk(n))
             group.create_task(self._poison(inner[0], first))
             group.create_task(self._family())
+            group.create_task(self._wait_for_turn())
             group.create_task(self._close(second))
         if self._options["purging"]:
             await asyncio.sleep(3.0)
@@ -178,6 +185,15 @@ class Life:
     async def _append_poison(self, thread_id: str) -> None:
         for what in ("poison", "behind", "last"):
             await self._append(thread_id, f"{thread_id}.{what}")
+
+    async def _wait_for_turn(self) -> None:
+        """The store refuses a thread for so long that it waits in the ledger, and then takes it."""
+        Refusing.holding = True
+        for i in range(_APPENDS):
+            await self._append(_HELD, f"{self._process}.held.{i}")
+            await asyncio.sleep(0.15)
+        Refusing.holding = False
+        await self._patiently(lambda: self._stores[0].force_flush(_HELD, timeout_s=20))
 
     async def _family(self) -> None:
         """Parent, two children and a grandchild are deleted together; then the parent's name is used anew."""

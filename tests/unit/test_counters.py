@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bufstore import BufferedThreadStore, ConfigDrift, Consistency, MemoryThreadStore, ThreadQuarantined
+from bufstore import BufferedThreadStore, ConfigDrift, Consistency, FlushTimeout, MemoryThreadStore, ThreadQuarantined
 from bufstore.buffer.operate.repair import Repair
 from bufstore.buffer.operate.replay import Outcome
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.memory import MemoryNats
+from helpers import eventually
 from unit.counters import CounterStore, adding, setting
 
 CONFIG = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=0.01)
@@ -85,6 +86,48 @@ async def test_a_store_that_went_back_is_repaired_from_the_log() -> None:
         await mended.appender.append("a", adding(1))
         await mended.force_flush_all()
         assert went_back.values == {"a": 2}
+    finally:
+        await mended.aclose()
+
+
+async def test_what_waits_is_read_and_a_repair_keeps_its_place() -> None:
+    """The log loses its end while a counter waits, and with it what the log had of another."""
+    store, nats = CounterStore(), MemoryNats()
+    it = await store.buffer(nats, CONFIG).open()
+    for key in ("a", "b"):
+        await it.appender.append(key, setting(1))
+    await it.force_flush_all()
+    store.ledger.locked.add("a")
+    for _ in range(3):
+        await it.appender.append("a", adding(10))
+
+    async def all_wait() -> bool:
+        return len(await store.ledger.waiting.of_thread("a")) == 3
+
+    await eventually(all_wait)
+    assert (await it.reads.thread("a", Consistency.READ_YOUR_WRITES)).value == 31
+    assert (await it.verify()).waiting == 3
+    with pytest.raises(FlushTimeout):
+        await it.force_flush("a", timeout_s=0.1)
+    await it.flusher.aclose()  # type: ignore[union-attr]
+    await it.appender.append("a", adding(100))
+    await it.aclose()
+    store.ledger.locked.clear()
+    went_back = store.buffer(nats, BufferConfig(log=CONFIG.log, flusher=False))
+    async with went_back.connected():
+        await went_back.log.epoch()
+        look = await Repair(went_back.parts, "to see what it does").look()
+        assert store.values == {"a": 1, "b": 1}
+        done = await Repair(went_back.parts, "to see what it does").carry_out()
+    assert (look.applied, look.parked) == (done.applied, done.parked) == (1, 0)
+    assert store.values == {"a": 131, "b": 1}
+    assert store.ledger.waiting.entries == {}
+    mended = await store.buffer(nats, CONFIG).open()
+    try:
+        await mended.appender.append("a", adding(1))
+        await mended.force_flush_all()
+        assert store.values["a"] == 132
+        assert (await mended.verify()).ok
     finally:
         await mended.aclose()
 

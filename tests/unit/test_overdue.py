@@ -11,7 +11,7 @@ import pytest
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.ports.ledger import FlushFailed
 from bufstore.jetstream.messages import StoredMessage
-from unit.test_flusher import SUBJECTS, Bench, FeedLog, FeedServer, bench, failing
+from unit.test_flusher import SUBJECTS, Bench, FeedLog, FeedServer, bench
 
 PARTITION = SUBJECTS.partition("t")
 
@@ -129,18 +129,21 @@ def test_who_is_flushed_at_once_costs_the_log_no_question(monkeypatch: pytest.Mo
 
 def test_a_feed_that_has_no_room_is_not_taken_for_one_that_lags(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(it: World) -> None:
-        refused: list[FlushFailed | None] = [FlushFailed("the database is away", Verdict.RETRY)]
-        failing(it, lambda _: refused[0])
         await it.start()
         await asyncio.sleep(1)
+        flush = it.ledger.flush
+
+        async def away(*_: Any, **__: Any) -> Any:
+            raise FlushFailed("the database is away", Verdict.RETRY)
+
+        it.ledger.flush = away  # type: ignore[method-assign]
         feed = it.log.feeds[PARTITION]
         feed._feed._messages_max = 4
-        monkeypatch.setattr("bufstore.buffer.flush.recaller.Recaller.look", lambda _: None)
         for n in range(8):
             await it.writer.append([n])
         assert not await it.ask_until_flushed(30.0)
         assert it.log.looks > 0
-        refused[0] = None
+        it.ledger.flush = flush  # type: ignore[method-assign]
         assert await it.ask_until_flushed(30.0)
         assert it.log.made == 1
         assert it.log.feeds[PARTITION] is feed

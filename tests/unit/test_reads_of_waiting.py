@@ -12,7 +12,7 @@ from bufstore.buffer.ports.ledger import Decision
 from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.errors import FlushTimeout, ReadNotFresh, ThreadQuarantined
 from bufstore.jetstream.messages import StoredMessage
-from bufstore.threads.model import decode_message
+from bufstore.threads.model import Run, decode_message
 from bufstore.types import Consistency
 from unit.test_appender import Instance, World, test
 from unit.write_world import SUBJECTS
@@ -21,6 +21,15 @@ from unit.write_world import SUBJECTS
 async def shown(one: Instance, level: Consistency = Consistency.READ_YOUR_WRITES, at_least: int = 0) -> list[Any]:
     state = await one.reads.thread("t", level, at_least)
     return [decode_message(m) for m in state.messages]
+
+
+async def behind_what_waits(world: World, one: Instance) -> Instance:
+    """Another process, when of thread "t" the row has "a", "b" waits, and the log has nothing."""
+    await one.checkpoint(["a"])
+    await world.flush_and_purge()
+    await one.append(["b"])
+    await world.make_wait_and_purge()
+    return Instance(world)
 
 
 @pytest.mark.parametrize("flushed", [True, False], ids=["flushed-before", "new"])
@@ -52,14 +61,24 @@ def test_a_read_joins_the_row_what_waits_and_the_tail(flushed: bool, tail: bool)
     test(main)
 
 
+def test_what_waits_is_joined_with_content_that_came_past_the_buffer() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await world.store.checkpoint("t", ["before"], Run(run_id="r", thread_id="t"))
+        await one.append(["waits"])
+        await world.make_wait_and_purge()
+        assert await shown(Instance(world)) == ["before", "waits"]
+        await Instance(world).append(["tail"])
+        await world.flush()
+        assert await world.messages() == ["before", "waits", "tail"]
+        assert world.ledger.parked.entries == {}
+
+    test(main)
+
+
 @pytest.mark.parametrize("when", ["first", "of_thread", "second"])
 def test_nothing_is_missed_while_it_moves_into_the_row(when: str) -> None:
     async def main(world: World, one: Instance) -> None:
-        await one.checkpoint(["a"])
-        await world.flush_and_purge()
-        await one.append(["b"])
-        await world.make_wait_and_purge()
-        two = Instance(world)
+        two = await behind_what_waits(world, one)
         load, of_thread = world.store.load_checkpoint, world.ledger.waiting.of_thread
         looks = 0
 
@@ -87,11 +106,7 @@ def test_nothing_is_missed_while_it_moves_into_the_row(when: str) -> None:
 @pytest.mark.parametrize("how", ["append", "checkpoint", "keyed"])
 def test_a_writer_builds_on_what_waits(how: str) -> None:
     async def main(world: World, one: Instance) -> None:
-        await one.checkpoint(["a"])
-        await world.flush_and_purge()
-        await one.append(["b"])
-        await world.make_wait_and_purge()
-        two = Instance(world)
+        two = await behind_what_waits(world, one)
         expected = ["a", "b", "c"]
         match how:
             case "append":

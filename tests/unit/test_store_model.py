@@ -65,6 +65,7 @@ class Store(RuleBasedStateMachine):
                 "log_faults",
                 "store_faults",
                 "store_outage",
+                "hold_row",
                 "log_outage",
                 "lose_feed",
                 "come_late",

@@ -172,7 +172,8 @@ class Buffer(Generic[C, S, M]):
     async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
         """Return once everything of the thread that is acknowledged now is in the store, whoever flushes it.
 
-        Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable.
+        Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable; StoreUnavailable when only
+        Postgres can tell what waits of the thread.
         """
         await self.reads.force_flush(thread_id, timeout_s or self.config.flush_timeout_s)
 

@@ -13,6 +13,7 @@ from bufstore.buffer.operate.audit import Verification
 from bufstore.buffer.operate.health import asked, health_of, is_full
 from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.ports.ledger import Cursor
+from bufstore.buffer.ports.waiting import WaitingTotals
 from bufstore.buffer.target import check_same
 from bufstore.cli.connect import Endpoints
 from bufstore.config import BufferConfig
@@ -61,12 +62,11 @@ class BufferStatus(msgspec.Struct, kw_only=True):
     flush_trouble: str
     #: Entries in the log that no cursor has passed, of all partitions.
     lag: int | None
-    #: Entries that wait in Postgres, and why most of them do: their threads cannot be written at the moment.
-    waiting: int | None
-    waiting_reason: str
     #: How large the last groups of entries are, on average; None: there are none.
     group_entries: float | None
     group_bytes: float | None
+    #: What waits in Postgres for its threads' turn: entries, threads, bytes, since when, and why most of them do.
+    waiting: WaitingTotals | None
     #: Entries in quarantine.
     quarantined: int | None
     #: The live flushers.
@@ -107,7 +107,14 @@ class Inspection:
         flushed = {p: cursor.seq for p, cursor in (cursors or {}).items()}
         fill, full_in_s = await FillForecast(lambda: look(self._log, self._shared, flushed)).measured()
         nats_trouble, full = await asked(is_full(self._log))
-        health = health_of(log=nats_trouble, store=trouble, flusher="", full=full or "", flushers=bool(members))
+        health = health_of(
+            log=nats_trouble,
+            store=trouble,
+            flusher="",
+            full=full or "",
+            flushers=bool(members),
+            waiting=waiting,
+        )
         owner = owners(members, subjects.partitions)
         above = fill.held.above
         partitions = [_partition(p, end, cursors, above[p], owner.get(p)) for p, end in enumerate(ends)]
@@ -127,8 +134,7 @@ class Inspection:
             flushing=health.flushing,
             flush_trouble=health.flush_trouble,
             lag=sum(p.lag or 0 for p in partitions) if cursors is not None else None,
-            waiting=waiting.entries if waiting is not None else None,
-            waiting_reason=waiting.reason if waiting is not None else "",
+            waiting=waiting,
             group_entries=round(sizes.entries / sizes.groups, 1) if sizes.groups else None,
             group_bytes=round(sizes.bytes / sizes.groups, 1) if sizes.groups else None,
             quarantined=quarantined,

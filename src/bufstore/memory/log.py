@@ -156,14 +156,8 @@ class MemoryFeed:
     def crowded(self) -> bool:
         return 2 * len(self._held) >= self._messages_max
 
-    async def go_on(self, seq: int) -> None:
-        self._release(seq)
-
     async def ack(self, seq: int) -> None:
         self.acked = max(self.acked, min(seq, self._next - 1))
-        self._release(seq)
-
-    def _release(self, seq: int) -> None:
         while self._held and self._held[0] <= seq:
             self._held.popleft()
         self.wake()
@@ -255,6 +249,10 @@ class MemoryLog:
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
         found = list((await self._turn()).after(subject, seq))
         return found[:limit] if limit else found
+
+    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """As `after`: there is one copy."""
+        return await self.after(subject, seq, timeout_s, limit)
 
     @property
     def generation_start(self) -> int:
@@ -369,10 +367,6 @@ class MemoryLog:
     async def fresh_end(self, subject: str, timeout_s: float) -> int:
         """One server leads always."""
         return 0
-
-    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """As `after`."""
-        return await self.after(subject, seq, timeout_s, limit)
 
     async def latest(self, subject: str, timeout_s: float) -> int:
         found = (await self.last([subject], timeout_s)).get(subject)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 
-from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.entry import Item, StoredEntry
 from bufstore.buffer.ports.waiting import Queue, WaitingEntry, WaitingTotals
 
 
@@ -49,10 +49,8 @@ class MemoryWaiting:
             for t, found in by_thread.items()
         ]
 
-    async def first(
-        self, thread_ids: Sequence[str], entries: int, bytes_: int
-    ) -> dict[str, list[StoredEntry | Malformed]]:
-        found: dict[str, list[StoredEntry | Malformed]] = {}
+    async def first(self, thread_ids: Sequence[str], entries: int, bytes_: int) -> dict[str, list[Item]]:
+        found: dict[str, list[Item]] = {}
         size = 0
         for thread_id in thread_ids:
             for entry in self._of(thread_id)[:entries]:
@@ -62,7 +60,7 @@ class MemoryWaiting:
                 found.setdefault(thread_id, []).append(entry.item)
         return found
 
-    async def of_thread(self, thread_id: str) -> list[StoredEntry | Malformed]:
+    async def of_thread(self, thread_id: str) -> list[Item]:
         return [entry.item for entry in self._of(thread_id)]
 
     async def threads(self, after: str, limit: int) -> list[str]:

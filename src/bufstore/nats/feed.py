@@ -4,9 +4,6 @@ The feed promises an unbroken sequence: the cursor will say "everything up to he
 lost on the way must not pass unnoticed. Each delivery carries the consumer's own dense counter, and each idle
 heartbeat its last value: a jump means a lost message, silence a lost connection. Then the feed is *lost*, and its
 owner takes the partition again from the cursor. Nothing is ever asked for twice, and nothing is repaired here.
-
-The server delivers only so far ahead of the ack floor. Where that is not enough (`NatsFeed.go_on`), the feed goes on
-with a second consumer that acknowledges nothing: the floor of the first stays at or below the cursor.
 """
 
 from __future__ import annotations
@@ -62,21 +59,6 @@ def consumer_config(name: str, filter_subject: str, start: int, pending_max: int
     }
 
 
-def ahead_config(name: str, filter_subject: str, start: int) -> dict[str, Any]:
-    """The consumer that goes on where the first one may not. It goes with its owner, or the server it is on."""
-    return {
-        "name": name,
-        "deliver_policy": "by_start_sequence",
-        "opt_start_seq": start,
-        "ack_policy": "none",
-        "filter_subject": filter_subject,
-        "inactive_threshold": _INACTIVE_S * 1_000_000_000,
-        "mem_storage": True,
-        "num_replicas": 1,
-        "replay_policy": "instant",
-    }
-
-
 class NatsFeed:
     """See `bufstore.buffer.ports.log.Feed`."""
 
@@ -97,9 +79,6 @@ class NatsFeed:
         self._api = api
         self._stream_name = stream_name
         self._name: str = config["name"]
-        self._filter: str = config["filter_subject"]
-        #: Whether the consumer is the second one: see the module's text.
-        self._ahead = False
         self._wake = wake
         self._messages_max: int = config["max_ack_pending"]
         self._bytes_max = bytes_max
@@ -142,77 +121,36 @@ class NatsFeed:
     def crowded(self) -> bool:
         return 2 * len(self._held) >= self._messages_max or 2 * self._held_bytes >= self._bytes_max
 
-    async def go_on(self, seq: int) -> None:
-        if self._lost is not None or self._client is None:
-            return
-        if not self._ahead:
-            await self._go_ahead(self._client)
-        self._release(seq)
-        await self._pull()
-
-    async def _go_ahead(self, client: ListeningClient) -> None:
-        """Have another consumer deliver from here on."""
-        owner, partition, term = self._name.rsplit("-", 2)
-        name = f"{owner}-ahead-{partition}-{term}"
-        config = ahead_config(name, self._filter, self._last_seq + 1)
-        try:
-            await self._stream.api(
-                f"CONSUMER.CREATE.{self._stream_name}.{name}.{self._filter}",
-                {"stream_name": self._stream_name, "config": config, "action": "create"},
-            )
-            inbox = client.new_inbox()
-            subscription = await client.listen(inbox, self._on_message)
-        except nats.errors.Error as e:
-            raise LogUnavailable(f"cannot follow the partition: {type(e).__name__}") from None
-        if self._lost is not None:  # closed meanwhile: nobody would end this consumer
-            await self._end(subscription, name)
-            return
-        # What the first one has delivered meanwhile comes again, and is known by its position.
-        before, before_name = self._subscription, self._name
-        self._subscription, self._inbox, self._name, self._ahead = subscription, inbox, name, True
-        self._counter = self._outstanding = 0
-        if before is not None:
-            await self._end(before, before_name)
-
     async def ack(self, seq: int) -> None:
-        reply = self._release(seq)
-        if reply is None or self._client is None:
-            return
-        if not self._ahead:
-            try:
-                # The third line that matters, the ack: only after the commit. Acking first would let the log forget
-                # what a crash between the two keeps out of Postgres. Losing an ack is harmless.
-                await self._client.publish(reply, b"+ACK")
-            except nats.errors.Error:
-                return
-        await self._pull()
-
-    def _release(self, seq: int) -> str | None:
-        """Release what stands up to there. Returns how to acknowledge the last of it."""
         reply = None
         while self._held and self._held[0][0] <= seq:
             _, reply, size = self._held.popleft()
             self._held_bytes -= size
-        return reply
+        if reply is None or self._client is None:
+            return
+        try:
+            # The third line that matters, the ack: only after the commit. Acking first would let the log forget
+            # what a crash between the two keeps out of Postgres. Losing an ack is harmless.
+            await self._client.publish(reply, b"+ACK")
+        except nats.errors.Error:
+            return
+        await self._pull()
 
     async def more(self) -> None:
         await self._pull(beyond=True)
 
     async def close(self) -> None:
         self._lost = self._lost or "closed"
-        if self._subscription is not None and self._client is not None and self._client.is_connected:
-            await self._end(self._subscription, self._name)
-        else:
+        if self._subscription is None or self._client is None or not self._client.is_connected:
             self._leave(self._name)
-
-    async def _end(self, subscription: Subscription, name: str) -> None:
+            return
         try:
-            await subscription.unsubscribe()
-            await self._stream.api(f"CONSUMER.DELETE.{self._stream_name}.{name}", timeout_s=1.0)
+            await self._subscription.unsubscribe()
+            await self._stream.api(f"CONSUMER.DELETE.{self._stream_name}.{self._name}", timeout_s=1.0)
         except (nats.errors.Error, BufstoreError) as e:
             _log.debug("closing a feed: %s", e, extra={"action": "feed_close"})
             if not isinstance(e, ConsumerMissing):
-                self._leave(name)
+                self._leave(self._name)
 
     async def _pull(self, *, beyond: bool = False) -> None:
         """Keep one request open while there is space for its messages, or although there is none."""

@@ -2,7 +2,7 @@
 
 In goes ``spark.read.format("threadlog")``, out comes a small table.
 
-They need these columns, which are worth naming as option ``columns`` (what is not asked for is not decoded):
+They need these columns. Name them in the option ``columns``: the source decodes only what is asked for.
 position, stored_at, thread_id, kind, messages, run_id, run, bytes.
 """
 
@@ -55,7 +55,7 @@ def hot_threads(entries: DataFrame, limit: int = 20) -> DataFrame:
 
 
 def coalescing(entries: DataFrame, window_s: float = 0.5) -> DataFrame:
-    """Per hour: how many entries a flush with this window folds into one change: what Postgres is spared."""
+    """Per hour: how many entries a flush with this window folds into one change, which is what Postgres saves."""
     from pyspark.sql import functions as F
 
     window = (F.unix_micros("stored_at") / F.lit(window_s * 1e6)).cast("long")
@@ -76,7 +76,8 @@ def lag(entries: DataFrame, flushed: DataFrame, by: LagBy = "partition") -> Data
     """What Postgres does not have yet, per partition, agent, thread or hour: entries, and the age of the oldest in s.
 
     `flushed`: partition, position (``SELECT partition, cursor_seq AS position FROM bufstore.buffer_partitions``).
-    Needs the column partition of the entries, too. `agent_id` is null for what is no checkpoint.
+    What waits in `buffer_waiting` is not counted. Needs the column partition of the entries, too. `agent_id` is null
+    for what is no checkpoint.
     """
     from pyspark.sql import functions as F
 

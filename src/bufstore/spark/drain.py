@@ -1,9 +1,9 @@
 """Drains a huge backlog: the executors of a Spark job are flushers until what is in the log now is in Postgres.
 
-A flusher takes whole partitions, and a thread never leaves its partition; so nothing needs to be shuffled, and what a
-flusher promises (watermarks, cursors, quarantine, fencing) holds as it is: beside the app's flushers, which hand over
-a fair share of the partitions, beside another drain, and after a crash, which costs no more than a lease. Why not a
-merge of Spark's own: docs/adr/0016.
+A flusher takes whole partitions, and a thread never leaves its partition; so nothing needs to be shuffled, and the
+promises of a flusher (watermarks, cursors, quarantine, fencing) hold as they are: beside the app's flushers, which hand
+over a fair share of the partitions, beside another drain, and after a crash, which costs no more than a lease. Why
+Spark does not merge the entries itself: docs/adr/0016.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def bulk_drain(
 
 async def _watch(store: BufferedThreadStore, on_lag: Callable[[int], None]) -> None:
     while True:
-        with suppress(BufstoreError):  # it is only shown
+        with suppress(BufstoreError):  # the figure is only shown
             on_lag(sum((await store.lag()).values()))
         await asyncio.sleep(_LOOK_S)
 

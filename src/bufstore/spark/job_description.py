@@ -1,4 +1,4 @@
-"""What jobs tell Spark of themselves."""
+"""How jobs describe themselves to Spark."""
 
 from __future__ import annotations
 

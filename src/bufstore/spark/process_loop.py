@@ -1,8 +1,8 @@
 """One event loop for all that a process does, in a thread of its own, and what is opened on it.
 
-In a driver: a notebook's own loop runs already. In a Python worker of Spark it is kept between tasks: Spark ends its
-workers when they are idle, without a word. So what a task writes is durable before it ends, and what was opened is no
-loss.
+A driver needs it because a notebook's own loop is already running. A Python worker of Spark keeps it between tasks:
+Spark ends idle workers without notice. So what a task writes is durable before the task ends, and nothing is lost with
+what was opened.
 """
 
 from __future__ import annotations

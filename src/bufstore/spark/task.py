@@ -12,7 +12,7 @@ import msgspec
 if TYPE_CHECKING:
     import pyarrow
 
-#: Python's own 700 lets a third of a task's time go into looking through rows on their way, which are no garbage.
+#: With Python's own 700, a third of a task's time goes into collections that look through rows still in use.
 _OBJECTS_BETWEEN_COLLECTIONS = 20_000
 #: Reasons that a report has room for.
 _SHOWN = 10

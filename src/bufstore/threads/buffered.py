@@ -333,7 +333,8 @@ class BufferedThreadStore(EditedStore):
     async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
         """Return once everything of the thread that is acknowledged now is in the store, whoever flushes it.
 
-        Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable.
+        Raises FlushTimeout after `timeout_s` (default ``flush_timeout_s``), LogUnavailable; StoreUnavailable when only
+        Postgres can tell what waits of the thread.
         """
         check_id(thread_id, "thread_id")
         await self.buffer.force_flush(thread_id, timeout_s=timeout_s)

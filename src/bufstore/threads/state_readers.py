@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from bufstore.buffer.chain import Watermark
+import msgspec
+
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.errors import ReadNotFresh
 from bufstore.threads.model import encode_messages, encode_run, encode_value
@@ -32,8 +33,10 @@ class ComparingReader:
             if after == watermark:
                 if found is None:
                     return ThreadState(watermark=watermark)
+                if not watermark.flushed_seq:
+                    watermark = msgspec.structs.replace(watermark, version=len(found.messages))
                 return ThreadState(
-                    watermark=watermark if watermark.flushed_seq else Watermark(version=len(found.messages)),
+                    watermark=watermark,
                     thread=found.thread,
                     messages=encode_messages(found.messages),
                     latest_run=encode_run(found.latest_run) if found.latest_run is not None else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,9 +16,10 @@ import msgspec
 from bufstore.buffer.chain import Parked, Watermark
 from bufstore.buffer.entry import Item, Malformed, StoredEntry, assemble
 from bufstore.buffer.flush.deciding import Threads, decide_thread, payload_bytes
-from bufstore.buffer.flush.owned_partition import OwnedPartition
+from bufstore.buffer.flush.owned_partition import OwnedPartition, size_of
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Decision, FlushFailed, QuarantineBusy, QuarantineFull
+from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
 
@@ -108,6 +109,7 @@ class Committer:
             parked[:] = decision.parked
             settled.clear()
             settled.update(i.seq for t, items in threads.items() if t is None or t in watermarks for i in items)
+            decision.left = {t: threads[t][-1].seq for t in self._queued(watermarks)}
             decision.cursors = [owned.cursor_after(settled) for owned in owned_partitions]
             return decision
 
@@ -117,7 +119,9 @@ class Committer:
                 return None
             seqs = {item.seq for items in threads.values() for item in items}
             owned_partitions[:] = [
-                owned for _, owned in sorted(self._owned.items()) if not seqs.isdisjoint(owned.pending)
+                owned
+                for _, owned in sorted(self._owned.items())
+                if not (seqs.isdisjoint(owned.pending) and seqs.isdisjoint(owned.recalled))
             ]
             try:
                 names = sorted(t for t in threads if t is not None)
@@ -143,6 +147,22 @@ class Committer:
         )
         return Committed(owned_partitions, len(settled), decision, outcome)
 
+    async def queue(self, waiting: Sequence[WaitingEntry]) -> None:
+        """Have these entries wait in the ledger, in one transaction that lets the cursors pass them.
+
+        Raises what `Ledger.flush` raises.
+        """
+        passed = {entry.item.seq for entry in waiting}
+        concerned = [owned for _, owned in sorted(self._owned.items()) if not passed.isdisjoint(owned.pending)]
+        decision = Decision(waiting=waiting, cursors=[owned.cursor_after(passed) for owned in concerned])
+        held = [owned.cursor for owned in concerned]
+        await self._ledger.flush(held, [], lambda _: decision, size=sum(size_of(entry.item) for entry in waiting))
+        reach(Failpoint.QUEUE_COMMITTED)
+        now = asyncio.get_running_loop().time()
+        for owned, cursor in zip(concerned, decision.cursors, strict=True):
+            owned.queue([entry for entry in waiting if entry.partition == cursor.partition], cursor, now)
+        await self.acknowledge(Committed(concerned, 0, decision, WindowOutcome()))
+
     async def acknowledge(self, committed: Committed) -> None:
         """Report the commit to everybody who waits for it or built on what it parked, and to JetStream."""
         decision = committed.decision
@@ -162,6 +182,11 @@ class Committer:
         item = items[0]
         assert isinstance(item, Malformed)
         return next((p for p, s in self._window.items() if item.seq in s.pending), -1)
+
+    def _queued(self, thread_ids: Iterable[str]) -> list[str]:
+        """The ones of these threads of which entries wait in the ledger."""
+        queues = [owned.queues for owned in self._owned.values() if owned.queues]
+        return [t for t in thread_ids if any(t in queue for queue in queues)] if queues else []
 
     def _leave_lost(self, threads: Threads) -> None:
         """Forget threads whose partitions were given up since gathering: they are no longer ours to flush."""

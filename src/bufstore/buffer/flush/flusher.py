@@ -12,8 +12,9 @@ applied, the domain coalesces it, watermarks and cursors move, commit. Then come
 later the purge.
 
 Failure model. A transient error is retried from memory. When an error blames an entry, the batch is split by
-partition, by thread, by entry; so a locked row delays only its own thread, and poison is parked alone. An error that
-only an operator can remove is retried slowly and reported. The loops restart themselves after an unforeseen error.
+partition, by thread, by entry; so a locked row delays only its own thread, and poison is parked alone. A thread that
+waits for long waits in the ledger, and the cursor passes it. An error that only an operator can remove is retried
+slowly and reported. The loops restart themselves after an unforeseen error.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.buffer.flush.idle import IdleCursors
 from bufstore.buffer.flush.lease import Lease
 from bufstore.buffer.flush.overdue import Overdue
-from bufstore.buffer.flush.recaller import Recaller
 from bufstore.buffer.flush.retention import Retention
 from bufstore.buffer.flush.takeover import Takeover
 from bufstore.buffer.flush.window_flusher import Later, WindowFlusher
@@ -63,7 +63,6 @@ class Flusher:
         self._takeover = Takeover(parts, member, prepare, self._wake.set, self.state)
         self._owned = self._takeover.owned_partitions
         self._window_flusher = WindowFlusher(parts, self._takeover, self.state)
-        self._recaller = Recaller(parts, self._owned, self._window_flusher, self._wake.set)
         self._overdue = Overdue(log, subjects, self._owned, self._wake.set)
         self._log = log
         self._lease = Lease(
@@ -108,7 +107,6 @@ class Flusher:
         for task in late:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._recaller.aclose()
         await self._takeover.aclose()
         reach(Failpoint.CLOSE_GIVEN_UP)
         with contextlib.suppress(BufstoreError, AppendUnknown):
@@ -201,12 +199,12 @@ class Flusher:
             self._wake.clear()
             if not self._stopping.is_set():
                 self._takeover.give_up()
+            self._window_flusher.queues.adopt(self._loop.time())
             for owned in list(self._owned.values()):
                 if owned.collect():
                     await owned.feed.more()
             await self._idle.advance()
             self._overdue.judge()
-            self._recaller.look()
             self.state.pending = sum(owned.unsettled for owned in self._owned.values())
             if not self.state.pending:
                 self._clear_trouble()
@@ -225,6 +223,7 @@ class Flusher:
             self._asked_at = float("-inf")
         await self._window_flusher.settle_pending()
         await self._window_flusher.settle_waiting()
+        await self._window_flusher.queue_waiting()
         self._clear_trouble()
 
     def _clear_trouble(self) -> None:
@@ -235,7 +234,7 @@ class Flusher:
     def _due_in(self) -> float:
         """Seconds until the window must be flushed; short enough to notice lost feeds."""
         now = self._loop.time()
-        waiting_due = self._window_flusher.waiting.soonest(now + 1.0) - now
+        waiting_due = self._window_flusher.waiting.soonest(now) - now
         count = self._window_flusher.ready()
         if not count:
             return 0 if self._stopping.is_set() else min(max(waiting_due, 0), 1.0)

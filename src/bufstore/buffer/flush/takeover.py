@@ -226,7 +226,7 @@ class Takeover:
             async with self._at_once:
                 await self._follow(cursor)
             self._untakeable.pop(cursor.partition, None)
-        except (BufstoreError, AppendUnknown) as e:
+        except (BufstoreError, FlushFailed, AppendUnknown) as e:
             self._state.report(e, stopped=isinstance(e, LogRolledBack))
             self._untakeable[cursor.partition] = self._loop.time() + _TAKE_RETRY_S
         except Exception as e:
@@ -245,8 +245,10 @@ class Takeover:
         if trouble is not None:
             self._log.refuse(trouble)
             raise LogRolledBack(trouble)
+        # From the term on nobody but us changes what waits.
+        queues = await self._ledger.waiting.queues(cursor.partition)
         feed = await self._log.feed(cursor.partition, cursor.term, cursor.seq + 1, self._wake)
-        owned = self.owned_partitions[cursor.partition] = OwnedPartition(cursor, feed, self._subjects)
+        owned = self.owned_partitions[cursor.partition] = OwnedPartition(cursor, feed, self._subjects, queues)
         if cursor.seq:
             # Committed by now, whenever that was: retention counts from here.
             owned.passed.note(self._loop.time(), cursor.seq)

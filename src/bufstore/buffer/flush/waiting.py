@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 #: A thread that fails waits this long, then twice as long each time, up to the maximum.
@@ -14,6 +14,7 @@ _REASONS_SHOWN = 3
 
 @dataclass
 class _Wait:
+    since: float
     until: float
     pause: float
     tries: int
@@ -28,8 +29,8 @@ class Waiting:
 
     def __init__(self) -> None:
         self._waits: dict[str | None, _Wait] = {}
-        #: Threads whose entries are not in memory: their time is not over before the entries are back.
-        self.absent: set[str | None] = set()
+        #: Nobody is due earlier.
+        self._not_before = float("-inf")
 
     def __len__(self) -> int:
         return len(self._waits)
@@ -42,9 +43,17 @@ class Waiting:
         wait = self._waits.get(thread_id)
         return wait.tries if wait is not None else 0
 
+    def since(self, thread_id: str | None) -> float:
+        """Since when the thread waits."""
+        return self._waits[thread_id].since
+
     def cause(self, thread_id: str | None) -> str:
         """What the thread waits for, as given to `add`."""
         return self._waits[thread_id].cause
+
+    def reason(self, thread_id: str | None) -> str:
+        """The same in words, about this thread."""
+        return self._waits[thread_id].reason
 
     def alone(self, thread_id: str | None) -> bool:
         """Whether to try the thread in a transaction of its own."""
@@ -63,7 +72,9 @@ class Waiting:
         """Wait, each time longer, and behind those that wait already."""
         old = self._waits.pop(thread_id, None)
         pause = min(2 * old.pause if old else _FIRST_S, longest_s)
-        self._waits[thread_id] = _Wait(now + pause, pause, old.tries + 1 if old else 1, reason, cause, alone)
+        since, tries = (old.since, old.tries) if old else (now, 0)
+        self._waits[thread_id] = _Wait(since, now + pause, pause, tries + 1, reason, cause, alone)
+        self._not_before = min(self._not_before, now + pause)
 
     def postpone(self, cause: str, besides: Collection[str | None], now: float, until: float) -> None:
         """Let all but some of the due threads with this cause wait until then, without counting a try."""
@@ -73,6 +84,7 @@ class Waiting:
 
     def hurry(self, cause: str, now: float) -> None:
         """Make the threads with this cause due."""
+        self._not_before = min(self._not_before, now)
         for wait in self._waits.values():
             if wait.cause == cause:
                 wait.until = now
@@ -83,21 +95,22 @@ class Waiting:
             for thread_id in list(thread_ids):
                 self._waits.pop(thread_id, None)
 
+    def progress(self, thread_ids: Iterable[str | None], now: float) -> None:
+        """Make these threads due: a part of what waits of them was settled. Their next failure is the first one."""
+        self._not_before = min(self._not_before, now)
+        for thread_id in thread_ids:
+            old = self._waits.pop(thread_id)
+            self._waits[thread_id] = _Wait(now, now, _FIRST_S / 2, 0, old.reason, old.cause, alone=False)
+
     def due(self, now: float) -> list[str | None]:
         """The threads whose time is over, in the order in which they were told to wait."""
-        return [t for t, wait in self._waits.items() if wait.until <= now and t not in self.absent]
+        return [t for t, wait in self._waits.items() if wait.until <= now]
 
-    def until(self, thread_id: str | None) -> float:
-        """Until when it has to wait; 0 if it does not."""
-        wait = self._waits.get(thread_id)
-        return wait.until if wait is not None else 0.0
-
-    def __iter__(self) -> Iterator[str | None]:
-        return iter(self._waits)
-
-    def soonest(self, otherwise: float) -> float:
-        """When the next one is due."""
-        return min((w.until for t, w in self._waits.items() if t not in self.absent), default=otherwise)
+    def soonest(self, now: float) -> float:
+        """When to look who is due: not later than the first one is. Often asked, and very many may wait."""
+        if self._not_before <= now:
+            self._not_before = min((w.until for w in self._waits.values()), default=float("inf"))
+        return self._not_before
 
     def causes(self) -> Counter[str]:
         """How many wait for what."""

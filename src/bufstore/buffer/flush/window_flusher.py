@@ -1,7 +1,8 @@
 """Flushes a window in one transaction; when it cannot be committed whole, commits all that can be.
 
 This module decides which threads are tried together, which wait, and which entry is to blame; `committer` runs the
-transaction (`bufstore.buffer.flush.committer`).
+transaction (`bufstore.buffer.flush.committer`), and `queues` keeps what waits for long
+(`bufstore.buffer.flush.queues`).
 
 A transient error is tried again from memory. When an error concerns some threads, these are found: a locked row delays
 its own thread only, poison is parked alone, and the others are committed. `bufstore.buffer.flush.verdict` says what an
@@ -20,6 +21,7 @@ from bufstore.buffer.flush.blame import THREADS_MIN, Blame
 from bufstore.buffer.flush.committer import Committed, Committer, NoRoom, WindowOutcome
 from bufstore.buffer.flush.deciding import Threads, by_partition, halves, is_one_entry
 from bufstore.buffer.flush.flusher_state import FlusherState
+from bufstore.buffer.flush.queues import Queues
 from bufstore.buffer.flush.takeover import Takeover
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.flush.waiting import Waiting
@@ -38,7 +40,7 @@ _log = logging.getLogger(__name__)
 _SUSPECT_TRIES = 10
 #: How many threads are tried at a time, and how often, when a refusal concerns everybody, or when threads wait for
 #: locks of the store's own tables (each such lock is waited for in turn); the others' turn comes later.
-TRIED_AT_ONCE = 8
+_TRIED_AT_ONCE = 8
 _OTHERS_S = 8.0
 _EVERYBODYS_MAX_S = 2.0
 #: An entry that takes too long alone delays everybody while it is tried.
@@ -63,12 +65,13 @@ class WindowFlusher:
         self._state = state
         self._loop = asyncio.get_running_loop()
         self.waiting = Waiting()
+        self.queues = Queues(parts, takeover.owned_partitions, self.waiting)
         self._blame = Blame()
         #: What is wrong for everybody, as far as was said; and which causes are locks of the store's own tables.
         self._told: set[str] = set()
         self._locks: set[str] = set()
-        #: Causes that were no more when some threads were tried.
-        self._passing: set[str] = set()
+        #: When a cause that concerns everybody is tried again.
+        self._next_try: dict[str, float] = {}
         #: A window that could not be committed is tried again with half as many entries.
         self._room = parts.config.flush_max_entries
         #: Whether the last window left something out for lack of space.
@@ -85,62 +88,120 @@ class WindowFlusher:
             await self._settle(pending)
 
     async def settle_waiting(self) -> None:
-        """Try the waiting threads together; a thread that fails again waits again, longer."""
-        now = self._loop.time()
-        due = self.waiting.due(now)
+        """Try the waiting threads whose turn it is together; a thread that fails again waits again, longer."""
+        due = self.waiting.due(self._loop.time())
         if not due:
             return
-        found = self._gather(set(due).__contains__)
-        gone = [t for t in due if t not in found]  # their partition was given up, or there was no space for them
-        if sum(map(len, found.values())) < self._room:
+        in_memory = self._gather(set(due).__contains__)
+        # Their partition was given up, or there was no space for them.
+        gone = [t for t in due if t not in in_memory and t not in self.queues]
+        if sum(map(len, in_memory.values())) < self._room:
             self.waiting.discard(gone)
             self._blame.settled(gone)
-        waiting = [t for t in due if t in found]
-        for thread_id in [t for t in waiting if self.waiting.alone(t)]:
-            waiting.remove(thread_id)
-            await self._settle({thread_id: found[thread_id][:1]})
-        for cause in {self.waiting.cause(t) for t in waiting}:
-            if self._is_everybodys(cause) or cause in self._locks:
-                concerned = [t for t in waiting if self.waiting.cause(t) == cause]
-                waiting = [t for t in waiting if self.waiting.cause(t) != cause]
-                await self._try_some(cause, concerned, found)
-        if waiting:
-            await self._settle({t: found[t] for t in waiting})
+        waiting = [t for t in due if t in in_memory or t in self.queues]
+        try:
+            for thread_id in [t for t in waiting if self.waiting.alone(t)]:
+                waiting.remove(thread_id)
+                await self._try([thread_id], in_memory, first_only=True)
+            for cause in {self.waiting.cause(t) for t in waiting}:
+                if self._is_everybodys(cause) or cause in self._locks:
+                    concerned = [t for t in waiting if self.waiting.cause(t) == cause]
+                    waiting = [t for t in waiting if self.waiting.cause(t) != cause]
+                    await self._try_some(cause, concerned, in_memory)
+            await self._try(waiting, in_memory)
+        finally:
+            self.queues.let_go()
 
-    async def _try_some(self, cause: str, concerned: Sequence[str | None], found: Threads) -> None:
+    async def _try_some(self, cause: str, concerned: Sequence[str | None], in_memory: Threads) -> None:
         """Whether it has passed: of some threads, the first entry."""
-        tried, now = concerned[:TRIED_AT_ONCE], self._loop.time()
-        self.waiting.postpone(cause, tried, now, now + _OTHERS_S)
-        await self._settle({t: found[t][:1] for t in tried}, probe=_REFUSED_MAX)
-        if all(t in self.waiting for t in tried):
-            self._passing.discard(cause)
-        else:
-            self._passing.add(cause)
+        now = self._loop.time()
+        # What concerns everybody is tried now and then, however many threads there are to try it with.
+        tried = concerned[:_TRIED_AT_ONCE] if now >= self._next_try.get(cause, 0.0) else []
+        others_at = now + _OTHERS_S
+        if self._is_everybodys(cause):
+            others_at = self._next_try[cause] = now + _EVERYBODYS_MAX_S if tried else self._next_try[cause]
+        self.waiting.postpone(cause, tried, now, others_at)
+        await self._try(tried, in_memory, first_only=True, probe=_REFUSED_MAX)
+        if any(self.waiting.tries(t) == 0 for t in tried):
+            self._next_try.pop(cause, None)
             self.waiting.hurry(cause, self._loop.time())
 
-    def tries_some(self, cause: str) -> bool:
-        """Whether only some threads with this cause are tried at a time, and it did not pass for them."""
-        return cause not in self._passing and (self._is_everybodys(cause) or cause in self._locks)
+    async def _try(
+        self, thread_ids: Sequence[str | None], in_memory: Threads, *, first_only: bool = False, probe: int = 0
+    ) -> None:
+        """Flush what is in memory of these threads, and of those that wait in the ledger what is first there.
+
+        Of a thread that has failed, only one entry is read: most likely it fails again.
+        """
+        most = 1 if first_only else self._room
+        found: Threads = {t: in_memory[t][:most] for t in thread_ids if t in in_memory}
+        queued = [t for t in thread_ids if t is not None and t not in in_memory]
+        failed = [t for t in queued if first_only or self.waiting.tries(t)]
+        going_on = [t for t in queued if not (first_only or self.waiting.tries(t))]
+        try:
+            for part, most in ((failed, len(failed)), (going_on, self._room)):
+                room = min(most, self._room - sum(map(len, found.values())))
+                if part and room > 0:
+                    found.update(await self.queues.read(part[:room], room))
+        except (BufstoreError, FlushFailed) as e:
+            self._state.report(e, stopped=False)
+            raise Later from e
+        if found:
+            await self._settle(found, probe=probe)
+
+    async def queue_waiting(self) -> None:
+        """Have what arrives of threads that wait for long wait in the ledger. Raises Later when it cannot now."""
+        waiting = self.queues.next_in(self._room, self._loop.time())
+        if not waiting:
+            return
+        try:
+            await self._committer.queue(waiting)
+        except NotOwner as e:
+            self._fenced(e)
+            raise Later from e
+        except (BufstoreError, AppendUnknown) as e:
+            self._state.report(e, stopped=isinstance(e, StoreMisconfigured))
+            raise Later from e
+        except FlushFailed as e:
+            if not e.verdict.of_statement:
+                self._room = max(1, len(waiting) // 2)
+                self._state.report(e, stopped=e.verdict.needs_operator)
+                raise Later from e
+            # Nobody else is to wait for it: the cursor stays, as if the space were used up.
+            self.queues.not_before = self._loop.time() + _OTHERS_S
+            _log.error(
+                "entries that wait cannot be written into the ledger, they stay in the log: %s",
+                e,
+                extra={"action": "queue_failed"},
+            )
 
     def ready(self) -> int:
-        """How many entries can be flushed now: all but those of waiting threads."""
+        """How many entries can be flushed now, or can pass into the ledger."""
         if not self.waiting:
             return sum(len(owned.pending) for owned in self._owned.values())
-        return sum(i.thread_id not in self.waiting for owned in self._owned.values() for i in owned.pending.values())
+        now = self._loop.time()
+        return sum(
+            i.thread_id not in self.waiting or self.queues.takes(owned, i.thread_id, now)
+            for owned in self._owned.values()
+            for i in owned.pending.values()
+        )
 
     def trouble(self) -> tuple[str, bool]:
         """Which threads are not flushed, and why; whether an operator must act."""
         self._told = {cause for cause in self._told & self.waiting.causes().keys() if self._is_everybodys(cause)}
-        return self.waiting.trouble(), bool(self._told)
+        text = self.waiting.trouble()
+        if full := self.queues.full():
+            text += f"; so much waits that partitions {full} stop"
+        return text, bool(self._told)
 
     def _gather(self, wanted: Callable[[str | None], bool]) -> Threads:
-        """What to flush, by thread, bounded."""
+        """What to flush of what is in memory, by thread, bounded; nothing behind entries that wait in the ledger."""
         room = self._room
         found: Threads = {}
         self._committer.begin_window()
         for owned in self._owned.values():
             for item in owned.pending.values():
-                if not wanted(item.thread_id):
+                if item.thread_id in owned.queues or not wanted(item.thread_id):
                     continue
                 if room <= 0:
                     return found
@@ -154,8 +215,7 @@ class WindowFlusher:
         try:
             outcome = await self._attempt(threads, probe=probe)
         except NotOwner as e:
-            if e.partition in self._owned:
-                self._takeover.drop(self._owned[e.partition], f"another owner took it ({e})")
+            self._fenced(e)
             raise Later from e
         except (StoreUnavailable, StoreMisconfigured) as e:
             self._less(threads)
@@ -195,6 +255,10 @@ class WindowFlusher:
         if outcome.untried and not any(self._is_everybodys(e.cause) for e in outcome.refused.values()):
             self.more = True
 
+    def _fenced(self, error: NotOwner) -> None:
+        if error.partition in self._owned:
+            self._takeover.drop(self._owned[error.partition], f"another owner took it ({error})")
+
     def _less(self, threads: Threads) -> None:
         """Try less next time: it may have been too much for the time."""
         self._room = max(1, min(self._room, sum(map(len, threads.values()))) // 2)
@@ -202,7 +266,7 @@ class WindowFlusher:
     async def _is_of_one(self, threads: Threads, cause: str) -> bool:
         """Whether one entry ends the session or gets no answer, while Postgres is there for everything else."""
         # When so many threads have the same error, it is not their fault.
-        few = not threads.keys().isdisjoint(self.waiting) or self.waiting.causes()[cause] < TRIED_AT_ONCE
+        few = any(t in self.waiting for t in threads) or self.waiting.causes()[cause] < _TRIED_AT_ONCE
         if not few or not is_one_entry(threads):
             return False
         with contextlib.suppress(BufstoreError, FlushFailed):
@@ -266,7 +330,7 @@ class WindowFlusher:
         owned = self._owned.get(self._committer.partition_of(thread_id, items))
         if owned is None or thread_id in self.waiting:
             return False
-        return not any(item.seq in owned.pending for item in items)
+        return not any(item.seq in owned.pending or item.seq in owned.recalled for item in items)
 
     def _is_poison(self, thread_id: str, error: FlushFailed) -> bool:
         if error.verdict is Verdict.SUSPECT:
@@ -285,11 +349,11 @@ class WindowFlusher:
         everybodys = self._is_everybodys(error.cause)
         if everybodys and error.cause not in self._told and error.verdict is not Verdict.LOCKED:
             self._told.add(error.cause)
-            text = "the store refuses many threads for one reason; nothing is parked, entries wait in the log: %s"
+            text = "the store refuses many threads for one reason; nothing is parked, their entries wait: %s"
             _log.error(text, error, extra={"action": "refused_to_all"})
         elif not everybodys and not self.waiting.tries(thread_id):
             _log.warning(
-                "thread %r waits, its entries stay in the log: %s", thread_id, error, extra={"action": "thread_waits"}
+                "thread %r waits, nothing of it is lost: %s", thread_id, error, extra={"action": "thread_waits"}
             )
         longest = {"longest_s": longest_s or _EVERYBODYS_MAX_S} if longest_s or everybodys else {}
         self.waiting.add(thread_id, str(error), self._loop.time(), cause=error.cause, alone=alone, **longest)
@@ -323,7 +387,9 @@ class WindowFlusher:
         decision = committed.decision
         left_out = committed.outcome.left_out
         settled = [t for t in threads if t is not None and t not in left_out]
-        self.waiting.discard(settled)
+        queued = [t for t in settled if t in self.waiting and t in self.queues]
+        self.waiting.progress(queued, self._loop.time())
+        self.waiting.discard(set(settled).difference(queued))
         self._blame.settled(settled)
         self._quarantine_full = self._quarantine_full and not decision.parked
         self._state.transactions += 1

@@ -96,9 +96,6 @@ class PartitionFeed:
     def crowded(self) -> bool:
         return self._source.crowded
 
-    async def go_on(self, seq: int) -> None:
-        await self.ack(seq)
-
     async def ack(self, seq: int) -> None:
         # The cursor of an idle partition goes to an entry of another: there is nothing to deliver up to there.
         self.acked = max(self.acked, seq)

@@ -34,9 +34,11 @@ class Verification(msgspec.Struct, frozen=True, kw_only=True):
     partitions: int
     #: Threads that the log shows.
     threads: int
-    #: Threads with entries that are not flushed yet, and how many entries those are.
+    #: Threads with entries that are not flushed yet, and how many entries those are, with those that wait.
     unflushed_threads: int
     unflushed_entries: int
+    #: Entries that wait in the ledger for their threads' turn.
+    waiting: int
     #: Entries in quarantine.
     quarantined: int
     #: The live flushers.
@@ -59,11 +61,13 @@ class ThreadFacts(msgspec.Struct, frozen=True, kw_only=True):
     watermark: Watermark
     #: Up to where entries were discarded from quarantine.
     given_up: int
-    #: Its last entry in the log; if nothing of it stands above the log's floor: one that may not be the last.
-    last: StoredMessage
+    #: Its last entry in the log. If nothing of it stands above the log's floor: one that may not be the last, or None.
+    last: StoredMessage | None
     above_floor: bool
-    #: Its entries above the watermark.
+    #: Its entries above the watermark that the log has, or a later part of them.
     tail: Sequence[Item]
+    #: Those that wait in the ledger, read before the watermark.
+    waiting: Sequence[Item] = ()
     #: Which of the positions asked for are in quarantine.
     parked: Collection[int]
     #: The partition's cursor, read before all this.
@@ -76,15 +80,23 @@ def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
     """The rules that the thread violates, each with what is there instead."""
     watermark, last = facts.watermark, facts.last
     found = []
-    if watermark.flushed_seq > last.seq:
+    if last is not None and watermark.flushed_seq > last.seq:
         found.append(("watermark <= log", f"flushed up to {watermark.flushed_seq}, the log's last entry is {last.seq}"))
-    if watermark.flushed_seq == last.seq and not _explained(facts):
+    if last is not None and watermark.flushed_seq == last.seq and not _explained(facts, last):
         found.append(("watermark applied", f"the entry at the watermark {last.seq} is neither applied nor parked"))
-    # What waits in the ledger was passed by the cursor.
-    skipped = [item.seq for item in facts.tail if watermark.waits_to < item.seq <= facts.cursor]
+    waiting = {item.seq: item for item in facts.waiting}
+    skipped = [item.seq for item in facts.tail if item.seq <= facts.cursor and item.seq not in waiting]
     if skipped:
         found.append(("cursor flushed", f"entry {skipped[0]} is not flushed, the cursor stands at {facts.cursor}"))
-    torn = None if facts.given_up or watermark.broken_since is not None else _torn(watermark, facts.tail)
+    if 0 < watermark.waits_to <= watermark.flushed_seq:
+        found.append(
+            ("waiting > watermark", f"entry {watermark.waits_to} waits, flushed up to {watermark.flushed_seq}")
+        )
+    changed = [item.seq for item in facts.tail if _id(waiting.get(item.seq, item)) != _id(item)]
+    if changed:
+        found.append(("waiting entry", f"the log and the ledger, where it waits, have different entries {changed[0]}"))
+    unflushed = [*facts.waiting, *facts.tail]
+    torn = None if facts.given_up or watermark.broken_since is not None else _torn(watermark, unflushed)
     if torn is not None:
         found.append(("chain", f"entry {torn} does not build on what is before it"))
     if facts.versions is not None:
@@ -95,9 +107,9 @@ def thread_findings(facts: ThreadFacts) -> list[tuple[str, str]]:
     return found
 
 
-def _explained(facts: ThreadFacts) -> bool:
+def _explained(facts: ThreadFacts, last: StoredMessage) -> bool:
     """Whether the watermark's last entry took effect, or there is a known reason why it did not."""
-    watermark, last = facts.watermark, facts.last
+    watermark = facts.watermark
     if watermark.broken_since is not None or last.seq in facts.parked or last.seq <= facts.given_up:
         return True
     try:
@@ -105,6 +117,10 @@ def _explained(facts: ThreadFacts) -> bool:
     except MalformedEntry:
         return False
     return entry.id == watermark.applied_id or entry.base is not Base.CHAINED  # the latter: it came too late
+
+
+def _id(item: Item) -> int:
+    return 0 if isinstance(item, Malformed) else item.entry.id
 
 
 def _torn(watermark: Watermark, tail: Sequence[Item]) -> int | None:

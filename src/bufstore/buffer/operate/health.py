@@ -14,6 +14,7 @@ from bufstore.buffer.operate.log_fill import FillForecast
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.ports.shared_state import Session
+from bufstore.buffer.ports.waiting import WaitingTotals
 from bufstore.errors import BufstoreError, LogRolledBack
 from bufstore.jetstream.messages import AppendUnknown
 
@@ -82,8 +83,19 @@ class Health:
         return not (self.log or self.store or self.flusher or self.write_trouble or self.flush_trouble)
 
 
-def health_of(*, log: str, store: str, flusher: str, full: str = "", flushers: bool = True) -> Health:
-    """What follows from what is wrong with the parts. `full`: of the log; `flushers`: whether any is alive."""
+def health_of(
+    *,
+    log: str,
+    store: str,
+    flusher: str,
+    full: str = "",
+    flushers: bool = True,
+    waiting: WaitingTotals | None = None,
+) -> Health:
+    """What follows from what is wrong with the parts. `full`: of the log; `flushers`: whether any is alive.
+
+    `waiting`: what waits in the ledger.
+    """
     read = ""
     if log:
         read = f"NATS: {log}; what is flushed can be read with Consistency.EVENTUAL"
@@ -94,6 +106,8 @@ def health_of(*, log: str, store: str, flusher: str, full: str = "", flushers: b
         flush = f"NATS: {log}" if log else f"Postgres: {store}"
     elif not flushers:
         flush = "no flusher is alive: what is acknowledged waits in the log"
+    elif not flush and waiting is not None and waiting.entries:
+        flush = f"entries wait: {waiting}"
     return Health(
         log=log,
         store=store,
@@ -144,8 +158,10 @@ class Vitals:
 
         Asks NATS (on a replicated log, its leader for a proof that it leads) and Postgres, for two seconds at most.
         """
-        (log, full), (store, _), (_, members) = await asyncio.gather(
-            asked(is_full(self._session.log)), asked(self._ledger.cursors()), asked(self._session.shared.members())
+        (log, full), (store, waiting), (_, members) = await asyncio.gather(
+            asked(is_full(self._session.log)),
+            asked(self._waiting()),
+            asked(self._session.shared.members()),
         )
         if self._session.log.refused is not None:
             log = str(LogRolledBack(self._session.log.refused))
@@ -157,7 +173,13 @@ class Vitals:
             flusher=self._flusher.state.trouble if self._flusher is not None else "",
             full=full or "",
             flushers=self._flusher is not None or bool(members),
+            waiting=waiting,
         )
+
+    async def _waiting(self) -> WaitingTotals:
+        """What waits, if Postgres answers what a flusher asks it."""
+        await self._ledger.cursors()
+        return await self._ledger.waiting.totals()
 
     async def lag(self) -> dict[int, int]:
         """Per partition, how far (in log positions) its cursor is behind its last entry. Raises Unavailable errors."""

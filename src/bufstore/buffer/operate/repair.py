@@ -3,8 +3,8 @@
 Theory of operation. However they came apart (the log lost its end, is gone, or is an older copy; Postgres is an older
 copy, or went back further than the log reaches), there is one way on. The stream is taken out of service. Its entries
 that Postgres lacks are applied if they fit and parked if not (`bufstore.buffer.operate.salvage`), in one transaction
-per thread. Then the epoch in Postgres goes up and the stream is removed: the next start creates the new generation,
-whose positions are above everything that any process or watermark remembers.
+per thread, behind what waits of it. Then the epoch in Postgres goes up and the stream is removed: the next start
+creates the new generation, whose positions are above everything that any process or watermark remembers.
 
 Rule: nothing of the stream is removed before all of it is in Postgres. Every step may be repeated, so an interrupted
 repair is begun anew.
@@ -17,9 +17,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 
 import msgspec
 
-from bufstore.buffer.chain import Parked, Plan, Watermark
+from bufstore.buffer.chain import Parked, Plan, Watermark, plan
 from bufstore.buffer.domain import Inapplicable
 from bufstore.buffer.entry import Item, Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.operate.salvage import known_up_to, plan_salvage
@@ -58,6 +59,8 @@ class Repaired(msgspec.Struct, frozen=True, kw_only=True):
 
 #: What is done with a thread's entries (None: entries of no thread); those at some positions are in quarantine.
 _Settle = Callable[[str | None, Sequence[Item], int, set[int]], Awaitable[None]]
+#: What takes effect on a watermark, and what is parked; given ids that the store refuses.
+_Planning = Callable[[Watermark, Sequence[Item], set[int]], Plan]
 
 
 class Repair:
@@ -152,10 +155,10 @@ class Repair:
         threads = {thread_id: s for s in found if (thread_id := self._thread_of(s)) is not None}
         self._threads += len(threads)
         for some in _chunks(list(threads)):
-            watermarks = await self._ledger.watermarks(some)
+            watermarks = await self._watermarks(some)
             for thread_id in some:
                 partition, messages = found.pop(threads[thread_id])
-                watermark = watermarks[thread_id][0] if thread_id in watermarks else Watermark()
+                watermark = watermarks.get(thread_id, Watermark())
                 if entry_id(messages[-1]) == watermark.applied_id:
                     continue  # all of it is in Postgres
                 items = assemble(messages, thread_id)
@@ -187,11 +190,27 @@ class Repair:
     async def _raise(self, known: list[int], entries: Sequence[tuple[int, str, StoredMessage]]) -> None:
         """Raise what is known of each partition to the last of these entries that Postgres has certainly applied."""
         if entries:
-            watermarks = await self._ledger.watermarks(sorted({thread_id for _, thread_id, _ in entries}))
+            watermarks = await self._watermarks(sorted({thread_id for _, thread_id, _ in entries}))
             for partition, thread_id, message in entries:
                 if thread_id in watermarks:
-                    up_to = known_up_to(watermarks[thread_id][0], assemble([message], thread_id))
+                    up_to = known_up_to(watermarks[thread_id], assemble([message], thread_id))
                     known[partition] = max(known[partition], up_to)
+
+    async def _watermarks(self, threads: Sequence[str]) -> dict[str, Watermark]:
+        """The threads' watermarks once what waits of them is flushed; threads that Postgres does not know are left out.
+
+        What waits is safe in Postgres, too.
+        """
+        return {
+            thread_id: await self._with_waiting(thread_id) if row.waits_to else row
+            for thread_id, (row, _) in (await self._ledger.watermarks(threads)).items()
+        }
+
+    async def _with_waiting(self, thread_id: str) -> Watermark:
+        items = await self._ledger.waiting.of_thread(thread_id)
+        row = await self._ledger.watermark(thread_id)
+        todo, _ = decide_thread(thread_id, row, items, {}, self._coalesce, complete=True)
+        return todo.watermark
 
     def _thread_of(self, subject: str) -> str | None:
         try:
@@ -213,26 +232,41 @@ class Repair:
     # --- one thread -------------------------------------------------------------------------------------------
 
     async def _only_plan(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
-        watermark = await self._ledger.watermark(thread_id) if thread_id is not None else Watermark()
+        watermark = await self._with_waiting(thread_id) if thread_id is not None else Watermark()
         self._count(plan_salvage(watermark, items, common=common, settled=settled))
 
     async def _settle(self, thread_id: str | None, items: Sequence[Item], common: int, settled: set[int]) -> None:
-        """Apply and park in one transaction; if the store refuses something, entry by entry."""
+        """Apply and park what waits, then these items."""
+        waiting = await self._ledger.waiting.of_thread(thread_id) if thread_id is not None else []
+        if waiting:
+            await self._settled(waiting)
+            await self._in_parts(thread_id, waiting, _plan_waiting, leave=True)
+
+        def salvaging(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
+            return plan_salvage(watermark, items, common=common, settled=settled, poison=poison)
+
+        await self._in_parts(thread_id, items, salvaging, leave=False)
+
+    async def _in_parts(
+        self, thread_id: str | None, items: Sequence[Item], planning: _Planning, *, leave: bool
+    ) -> None:
+        """In one transaction; if the store refuses something, entry by entry. `leave`: they wait no more then."""
         try:
-            await self._commit(thread_id, items, common, settled, poison={})
+            await self._commit(thread_id, items, planning, leave=leave, poison={})
         except _Refused:
             for item in items:
                 try:
-                    await self._commit(thread_id, [item], common, settled, poison={})
+                    await self._commit(thread_id, [item], planning, leave=leave, poison={})
                 except _Refused as e:
-                    await self._commit(thread_id, [item], common, settled, poison={_id_of(item): str(e)})
+                    await self._commit(thread_id, [item], planning, leave=leave, poison={_id_of(item): str(e)})
 
     async def _commit(
         self,
         thread_id: str | None,
         items: Sequence[Item],
-        common: int,
-        settled: set[int],
+        planning: _Planning,
+        *,
+        leave: bool,
         poison: dict[int | None, str],
     ) -> None:
         found: list[Plan] = []
@@ -242,14 +276,15 @@ class Repair:
             need_all(names, watermarks)
             watermark = watermarks[thread_id] if thread_id is not None else Watermark()
             ids = {id_ for id_ in poison if id_ is not None}
-            planned = plan_salvage(watermark, items, common=common, settled=settled, poison=ids)
+            planned = planning(watermark, items, ids)
             found[:] = [planned]
             parked = [_with_cause(p, poison) for p in planned.park]
             if thread_id is None:
                 return Decision(parked=parked)
             batch = [self._coalesce(thread_id, watermark.version, planned.apply)] if planned.apply else []
             after = msgspec.structs.replace(planned.watermark, gone=batch[0].gone) if batch else planned.watermark
-            return Decision(batch=batch, watermarks={thread_id: after}, parked=parked)
+            left = {thread_id: items[-1].seq} if leave else {}
+            return Decision(batch=batch, watermarks={thread_id: after}, parked=parked, left=left)
 
         try:
             await self._ledger.flush([], names, decide)
@@ -261,11 +296,17 @@ class Repair:
             if e.verdict.needs_operator:
                 raise StoreMisconfigured(str(e)) from e
             raise StoreUnavailable(str(e)) from e
-        self._count(found[0])
+        if not leave:
+            self._count(found[0])
 
     def _count(self, found: Plan) -> None:
         self._applied += len(found.apply)
         self._parked += len(found.park)
+
+
+def _plan_waiting(watermark: Watermark, items: Sequence[Item], poison: set[int]) -> Plan:
+    """What waits is flushed as ever."""
+    return plan(watermark, items, complete=True, poison=poison)
 
 
 class _Refused(Exception):

@@ -1,7 +1,8 @@
 """The self-check: log, shared state and Postgres against each other, on a live system, in bounded memory.
 
 Whatever moves during a look is looked at again; only what stays wrong is a finding. Within one look, values that only
-grow are read in an order in which being late does no harm: the cursor before the watermarks, these before the log.
+grow are read in an order in which being late does no harm: the cursor before what waits, this before the watermarks,
+these before the log.
 """
 
 from __future__ import annotations
@@ -48,11 +49,13 @@ class Verifier:
         began = loop.time()
         await asyncio.gather(*(self._partition(p) for p in range(self._subjects.partitions)))
         await self._threads_of_log()
+        await self._threads_that_wait()
         return Verification(
             partitions=self._subjects.partitions,
             threads=self._threads,
             unflushed_threads=self._unflushed_threads,
             unflushed_entries=self._unflushed_entries,
+            waiting=(await self._ledger.waiting.totals()).entries,
             quarantined=await self._ledger.quarantined(),
             members=sorted(await self._shared.members()),
             wrong=self._wrong,
@@ -113,7 +116,7 @@ class Verifier:
             for thread_id in seen:
                 expected.pop(thread_id, None)
             for f in await self._facts(seen):
-                if f.above_floor or f.watermark.flushed_seq <= f.last.seq:
+                if f.above_floor or f.last is None or f.watermark.flushed_seq <= f.last.seq:
                     await self._judge(f)
                 elif len(expected) < _EXPECTED_MAX:
                     expected[f.thread_id] = f.watermark.flushed_seq
@@ -140,6 +143,22 @@ class Verifier:
         if seen:
             yield seen
 
+    async def _threads_that_wait(self) -> None:
+        """Those of which the log has nothing any more; the others were looked at."""
+        after = ""
+        while found := await self._ledger.waiting.threads(after, _CHUNK):
+            after = found[-1]
+            last = await self._log.last([self._subjects.of(t) for t in found], _TIMEOUT_S)
+            for thread_id in found:
+                if self._subjects.of(thread_id) not in last and not await self._stands(thread_id):
+                    for f in await self._facts({thread_id: None}):
+                        await self._judge(f)
+
+    async def _stands(self, thread_id: str) -> bool:
+        """Whether the last entry that waits of the thread is in the log; True if nothing waits any more."""
+        items = await self._ledger.waiting.of_thread(thread_id)
+        return not items or await self._log.identity(items[-1].seq) is not None
+
     def _thread_of(self, subject: str) -> str | None:
         try:
             return self._subjects.thread_id(subject)
@@ -148,8 +167,9 @@ class Verifier:
 
     async def _judge(self, f: ThreadFacts) -> None:
         self._threads += 1
-        self._unflushed_threads += bool(f.tail)
-        self._unflushed_entries += len(f.tail)
+        unflushed = {item.seq for item in (*f.waiting, *f.tail) if item.seq > f.watermark.flushed_seq}
+        self._unflushed_threads += bool(unflushed)
+        self._unflushed_entries += len(unflushed)
         if not thread_findings(f):
             return
 
@@ -175,31 +195,36 @@ class Verifier:
         self._threads += 1
         self._find(self._subjects.partition(thread_id), await _lasting(look), thread_id)
 
-    async def _facts(self, seen: Mapping[str, StoredMessage]) -> list[ThreadFacts]:
-        """What can be known of these threads. `seen`: for those of which nothing stands above the floor."""
+    async def _facts(self, seen: Mapping[str, StoredMessage | None]) -> list[ThreadFacts]:
+        """What can be known of these threads. `seen`: an entry for those of which nothing stands above the floor."""
         if not seen:
             return []
         cursors = await self._ledger.cursors()
         watermarks = await self._ledger.watermarks(list(seen))
+        waiting = {t: await self._ledger.waiting.of_thread(t) for t, (w, _) in watermarks.items() if w.waits_to}
+        if waiting:
+            watermarks = await self._ledger.watermarks(list(seen))
         versions = await self._versions(list(seen)) if self._versions is not None else {}
         last = await self._log.last([self._subjects.of(t) for t in seen], _TIMEOUT_S)
-        parked = await self._ledger.parked.present([m.seq for m in (*last.values(), *seen.values())])
+        parked = await self._ledger.parked.present([m.seq for m in (*last.values(), *seen.values()) if m is not None])
         facts = []
-        for thread_id, message in seen.items():
-            known = last.get(message.subject)
+        for thread_id, at in seen.items():
+            known = last.get(self._subjects.of(thread_id))
+            message = known or at
             watermark, given_up = watermarks.get(thread_id, (Watermark(), 0))
-            tail = [message] if known is None and message.seq > watermark.flushed_seq else []
+            tail = [at] if known is None and at is not None and at.seq > watermark.flushed_seq else []
             if known is not None and known.seq > watermark.flushed_seq:
-                tail = await self._log.after(message.subject, watermark.flushed_seq, _TIMEOUT_S)
+                tail = await self._log.after(known.subject, watermark.flushed_seq, _TIMEOUT_S)
             partition = self._subjects.partition(thread_id)
             facts.append(
                 ThreadFacts(
                     thread_id=thread_id,
                     watermark=watermark,
                     given_up=given_up,
-                    last=known or message,
+                    last=message,
                     above_floor=known is not None,
                     tail=assemble(tail, thread_id),
+                    waiting=waiting.get(thread_id, ()),
                     parked=parked,
                     cursor=cursors.get(partition, Cursor(partition, 0, 0, 0)).seq,
                     versions=versions.get(thread_id),

@@ -76,14 +76,7 @@ class Feed(Protocol):
 
     @property
     def crowded(self) -> bool:
-        """Whether half of the messages that may be unacknowledged are: see `go_on`."""
-        ...
-
-    async def go_on(self, seq: int) -> None:
-        """Go on delivering although messages up to this sequence are not acknowledged: they are not kept in memory.
-
-        Raises LogUnavailable, ConfigError; then nothing has changed.
-        """
+        """Whether half of the messages that may be unacknowledged are: it may soon deliver no more."""
         ...
 
     async def ack(self, seq: int) -> None:

@@ -13,13 +13,13 @@ from typing import Protocol
 
 import msgspec
 
-from bufstore.buffer.entry import Malformed, StoredEntry
+from bufstore.buffer.entry import Item
 
 
 class WaitingEntry(msgspec.Struct, frozen=True):
     """An entry that waits, and why. Its thread is known."""
 
-    item: StoredEntry | Malformed
+    item: Item
     partition: int
     reason: str
 
@@ -45,6 +45,11 @@ class WaitingTotals(msgspec.Struct, frozen=True, kw_only=True):
     #: The commonest one.
     reason: str = ""
 
+    def __str__(self) -> str:
+        if not self.entries or self.since is None:
+            return "none"
+        return f"{self.entries} of {self.threads} threads, since {self.since:%Y-%m-%d %H:%M:%S %Z}: {self.reason}"
+
 
 class WaitingEntries(Protocol):
     """The entries that wait. Raises what the ledger raises that they belong to."""
@@ -53,9 +58,7 @@ class WaitingEntries(Protocol):
         """The threads of which entries wait in a partition, by the position of the first."""
         ...
 
-    async def first(
-        self, thread_ids: Sequence[str], entries: int, bytes_: int
-    ) -> dict[str, list[StoredEntry | Malformed]]:
+    async def first(self, thread_ids: Sequence[str], entries: int, bytes_: int) -> dict[str, list[Item]]:
         """The first entries of these threads, each in order.
 
         Of each thread at most so many, and of all together at most so many bytes or one entry; so of some threads there
@@ -63,7 +66,7 @@ class WaitingEntries(Protocol):
         """
         ...
 
-    async def of_thread(self, thread_id: str) -> list[StoredEntry | Malformed]:
+    async def of_thread(self, thread_id: str) -> list[Item]:
         """All that waits of a thread, in order."""
         ...
 

@@ -102,11 +102,19 @@ class Reads(Generic[S]):
                 last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
         except TimeoutError:
             raise LogUnavailable("the log did not say in time what must be flushed") from None
-        # What has left the log is flushed, or waits in the ledger.
-        last = last or (await self._ledger.watermark(thread_id)).waits_to
+        last = last or await self._waits_to(thread_id, timeout_s)
         if last:
             await self._waiter.thread(thread_id, last, timeout_s)
         return last
+
+    async def _waits_to(self, thread_id: str, timeout_s: float) -> int:
+        """Up to which position entries wait of a thread that has left the log; 0: all of it is flushed."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return (await self._ledger.watermark(thread_id)).waits_to
+        except TimeoutError:
+            reason = "Postgres did not say in time whether entries of the thread wait"
+            raise FlushTimeout(thread_id, target=0, flushed=0, reason=reason) from None
 
     async def force_flush_all(self, timeout_s: float) -> None:
         """Wait until everything that is acknowledged now is flushed."""

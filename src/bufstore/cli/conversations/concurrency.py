@@ -63,7 +63,7 @@ async def each(items: AsyncIterable[T], work: Callable[[T], Awaitable[None]], *,
 async def read_ahead(
     items: Iterable[T], memory: MemoryBudget, size: Callable[[T], int], most: int
 ) -> AsyncIterator[Sequence[T]]:
-    """Iterate in a thread, because reading may block; yield what comes within a moment, `most` items at a time.
+    """Iterate in a thread, because reading may block; yield what arrives within a moment, `most` items at a time.
 
     Each item takes its `size` of the memory, which the caller gives back when it is done with the item.
     """

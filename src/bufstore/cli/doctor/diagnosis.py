@@ -21,7 +21,7 @@ class Level(enum.Enum):
 
 
 class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """One check, and what it found."""
 
     #: "NATS" or "Postgres", and what of it.
     part: str
@@ -29,7 +29,7 @@ class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     #: What is so.
     found: str
-    #: What to do about it; empty when nothing is to be done.
+    #: What to do about it; empty when there is nothing to do.
     advice: str = ""
 
 

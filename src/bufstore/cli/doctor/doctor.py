@@ -37,7 +37,7 @@ _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow",
     type=click.Choice([role.value for role in Role]),
     default=Role.OPERATOR.value,
     show_default=True,
-    help="What the NATS user is to be permitted (`bufstore permissions`).",
+    help="The role whose permissions the NATS user needs (`bufstore permissions`).",
 )
 @connects()
 def doctor(options: Options, role: str, nats_sys: str | None, nats_monitor: str | None) -> None:

@@ -21,7 +21,7 @@ class Journal:
         self._seqs = array("q")
 
     def begin(self, thread_id: str) -> bool:
-        """Note the thread; false if it is there already."""
+        """Note the thread; false if it was noted before."""
         known = len(self._places)
         return self._places.setdefault(_hash(thread_id), known) == known and self._grow()
 

@@ -35,7 +35,7 @@ class LogSettings(msgspec.Struct, kw_only=True):
     database: str | None
     failover_window_s: float
     archive: bool
-    #: What they are to become, while that is changed.
+    #: The values that they change to, while a change is under way.
     next_failover_window_s: float | None
     next_archive: bool | None
 
@@ -106,8 +106,9 @@ def settle(options: Options) -> None:
 def adopt(options: Options, store: str, **windows: Any) -> None:
     """Make a log of an earlier release say that it is flushed into this Postgres and schema.
 
-    An app that opens it does that by itself; it is only needed where none can. One that says another place is refused.
-    What it does not say of its windows and bucket either it says from now on, so give those of the app's LogConfig.
+    An app that opens the log does this itself; the command is for logs that no app can open. A log that names another
+    database is refused. If the log does not say its windows and bucket either, it says them from now on: give those of
+    the app's LogConfig.
     """
     wanted = {name: value for name, value in windows.items() if value is not None}
     _answer(options, lambda target: _adopt(target, Kind(DOMAIN, store), wanted))

@@ -44,7 +44,7 @@ class ShownEntry(msgspec.Struct, kw_only=True):
     prev_id: int | None = None
     cause: str
     parked_at: datetime
-    #: Of the entry: how many messages of its predecessor stay, and what comes behind them; None: undecodable.
+    #: Of the entry: how many messages of its predecessor stay, and which follow them; None: undecodable.
     keeps: int | None = None
     messages: list[Any] | None = None
     run: Any = None
@@ -83,7 +83,7 @@ def quarantine() -> None:
 @quarantine.command("list")
 @click.option("--thread", metavar="THREAD", help="Only entries of this thread.")
 @click.option("--after", type=int, default=0, metavar="ID", help="Only entries behind this one: the next page.")
-@click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="At most so many.")
+@click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="How many entries at most.")
 @connects()
 def list_(options: Options, thread: str | None, after: int, limit: int) -> None:
     """Show what waits, oldest first."""

@@ -31,7 +31,7 @@ class SetupReport(msgspec.Struct, kw_only=True):
     migrated: Mapping[str, Sequence[int]]
     #: Roles that may use the tables now.
     granted: Sequence[str]
-    #: Whether the stream was made now. None: not looked at.
+    #: Whether the stream was made now. None: it was not checked.
     log_made: bool | None
     log: str
 

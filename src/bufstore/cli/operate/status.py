@@ -15,7 +15,7 @@ from bufstore.cli.running import EXIT_UNUSABLE
 @click.command()
 @connects()
 def status(options: Options) -> None:
-    """Show how far the log is flushed, how full it is, the live flushers, and what waits in quarantine.
+    """Show how far the log is flushed, how full it is, the live flushers, what waits, and what is in quarantine.
 
     It only looks: it flushes nothing, and is not one of the flushers. Lag is counted in entries of the log that
     the cursor of their partition has not passed. Exit code 2 when there is no log, or NATS or Postgres does not
@@ -48,9 +48,8 @@ def _show(found: BufferStatus) -> None:
         console.print(f"{what}: {trouble or 'ok'}", markup=False)
     console.print(f"Postgres: {found.postgres_trouble or 'ok'}", markup=False)
     console.print(f"flushers: {', '.join(found.members) or 'none alive'}", markup=False)
+    console.print(f"waiting entries: {_shown(found.waiting)}", markup=False)
     console.print(f"quarantined entries: {_shown(found.quarantined)}", markup=False)
-    why = f" ({found.waiting_reason})" if found.waiting_reason else ""
-    console.print(f"entries that wait in Postgres: {_shown(found.waiting)}{why}", markup=False)
     if found.group_entries is not None and found.group_bytes is not None:
         console.print(
             f"the last groups: {found.group_entries:g} entries, {decimal(int(found.group_bytes))} each", markup=False

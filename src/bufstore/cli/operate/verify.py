@@ -35,11 +35,12 @@ def _show(found: Verification) -> None:
     console = Console(highlight=False)
     console.print(
         f"{found.threads} threads in {found.partitions} partitions, {found.unflushed_entries} entries of "
-        f"{found.unflushed_threads} threads not flushed yet, {found.quarantined} in quarantine, "
+        f"{found.unflushed_threads} threads not flushed yet ({found.waiting} of them wait for their turn), "
+        f"{found.quarantined} in quarantine, "
         f"{len(found.members)} flushers alive ({found.seconds:.2f} s)"
     )
     console.print("all is as it should be" if found.ok else f"{found.wrong} rules do not hold:")
     if found.ok:
         return
     rows = ((f.rule, f.partition, f.thread_id or "-", f.detail) for f in found.findings)
-    console.print(new_table(("rule", "partition", "thread", "what is there"), rows))
+    console.print(new_table(("rule", "partition", "thread", "found"), rows))

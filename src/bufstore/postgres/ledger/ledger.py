@@ -172,6 +172,10 @@ class PostgresLedger:
                         await apply_batch(self._target, connection, decision.batch)
                     reach(Failpoint.FLUSH_APPLIED)
                     await self._waiting.write(connection, decision.waiting, decision.left)
+                    if decision.waiting:
+                        reach(Failpoint.QUEUE_WRITTEN)
+                    if decision.left:
+                        reach(Failpoint.QUEUE_LEFT)
                     await self._advance(connection, decision)
                     reach(Failpoint.FLUSH_ADVANCED)
         return Flushed(decision, set(threads) - rows.keys(), refused, untried)

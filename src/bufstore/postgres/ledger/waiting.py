@@ -12,12 +12,11 @@ from typing import Any, LiteralString
 import msgspec
 from psycopg import AsyncConnection
 
-from bufstore.buffer.entry import Assembler, Malformed, StoredEntry, encode
+from bufstore.buffer.entry import Assembler, Item, Malformed, StoredEntry, encode
 from bufstore.buffer.ports.waiting import Queue, WaitingEntry, WaitingTotals
 from bufstore.jetstream.messages import HEADER_BYTES_MAX, StoredMessage
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import Pool
-from bufstore.postgres.ledger.applying import flush_errors
 
 #: No limit.
 _ALL = 1 << 62
@@ -40,15 +39,13 @@ class PostgresWaiting:
     async def queues(self, partition: int) -> list[Queue]:
         return [Queue(t, count, int(size), reason) for t, count, size, reason in await self._fetch("queues", partition)]
 
-    async def first(
-        self, thread_ids: Sequence[str], entries: int, bytes_: int
-    ) -> dict[str, list[StoredEntry | Malformed]]:
-        found: dict[str, list[StoredEntry | Malformed]] = {}
+    async def first(self, thread_ids: Sequence[str], entries: int, bytes_: int) -> dict[str, list[Item]]:
+        found: dict[str, list[Item]] = {}
         for thread_id, seq, blob in await self._fetch("first_waiting", arrays.texts(thread_ids), entries, bytes_):
             found.setdefault(thread_id, []).append(_item(thread_id, seq, blob))
         return found
 
-    async def of_thread(self, thread_id: str) -> list[StoredEntry | Malformed]:
+    async def of_thread(self, thread_id: str) -> list[Item]:
         return (await self.first([thread_id], _ALL, _ALL)).get(thread_id, [])
 
     async def threads(self, after: str, limit: int) -> list[str]:
@@ -75,8 +72,7 @@ class PostgresWaiting:
     async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         await self._setup()
         async with self._pool.lend(self._timeout_s) as connection:
-            with flush_errors():
-                return await self._run(connection, name, *parameters)
+            return await self._run(connection, name, *parameters)
 
 
 def _columns(waiting: Sequence[WaitingEntry]) -> tuple[arrays.Array, ...]:
@@ -91,7 +87,7 @@ def _columns(waiting: Sequence[WaitingEntry]) -> tuple[arrays.Array, ...]:
     )
 
 
-def _messages(item: StoredEntry | Malformed) -> tuple[StoredMessage, ...]:
+def _messages(item: Item) -> tuple[StoredMessage, ...]:
     if isinstance(item, Malformed):
         return item.messages
     # One message, however many it had: nothing limits its size here.
@@ -99,7 +95,7 @@ def _messages(item: StoredEntry | Malformed) -> tuple[StoredMessage, ...]:
     return (StoredMessage("", item.seq, header, body),)
 
 
-def _item(thread_id: str, seq: int, blob: bytes) -> StoredEntry | Malformed:
+def _item(thread_id: str, seq: int, blob: bytes) -> Item:
     messages = _decoder.decode(blob)
     assembler = Assembler()
     items = [item for message in messages for item in assembler.feed(message, thread_id)] + [*assembler.abandon()]

@@ -1,4 +1,4 @@
-"""What of a thread's archived entries can be applied, and what a restore counts; no I/O."""
+"""Which of a thread's archived entries can be applied, and what a restore counts; no I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RestoreCounts(Counts):
     """What became of threads and their entries."""
 
     threads: int = 0
-    #: Entries that were applied (or written into the log), and that were there already.
+    #: Entries that were applied (or written into the log), and entries that were already there.
     applied: int = 0
     present: int = 0
     #: Entries that cannot be applied. Nothing was done with them, nor with those behind them in their threads.
@@ -37,7 +37,7 @@ class Applicable(NamedTuple):
 
 
 def applicable(thread_id: str, row: Watermark, version: int, items: Sequence[Item]) -> Applicable:
-    """What of `items` takes effect on `row`; `version`: how many messages the store has of the thread."""
+    """Which of `items` take effect on `row`; `version`: how many messages the store has of the thread."""
     poison: dict[int, str] = {}
     behind = [item for item in items if item.seq > row.flushed_seq]
     if behind and _builds_on_more(row, version, behind[0]):
@@ -62,7 +62,7 @@ def _builds_on_more(row: Watermark, version: int, first: Item) -> bool:
     try:
         return decode_payload(first.entry.payload).keep > version
     except ValueError:
-        return False  # which is said of it anyway
+        return False  # it is refused anyway, with its own reason
 
 
 def _reason(thread_id: str, item: Item, cause: str) -> str:

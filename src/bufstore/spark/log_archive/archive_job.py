@@ -44,16 +44,16 @@ class ArchiveReport(msgspec.Struct, kw_only=True):
 def archive(
     spark: SparkSession, deployment: Deployment, path: str, *, start: int | None = None, tasks: int | None = None
 ) -> ArchiveReport:
-    """Write what is in the log and not in the archive at `path` (any file system that Spark can write to) as Parquet.
+    """Write what the archive at `path` lacks of the log, as Parquet, to any file system that Spark can write to.
 
-    Begins where the newest range ends; a new archive begins with the log's first message, or at sequence `start`.
-    When the manifest is written, the flushers may purge the range (`LogConfig.archive`); a run that died before it told
-    them so is made up for by the next one. One archive a deployment: another folder begins anew, and what the flushers
-    keep counts from the furthest.
+    It begins where the newest range ends; a new archive begins with the log's first message, or at sequence `start`.
+    Once the manifest is written, the flushers may purge the range (`LogConfig.archive`); if a run dies before it tells
+    them, the next run does. Keep one archive for each deployment: another folder begins anew, and the flushers keep
+    only what lies above the furthest position that was archived.
 
-    Raises DataLoss when something of it was purged unread, or the stream is not the one of the newest range: then
-    `start` says where to go on, and that something may be missing, before it and behind it. ArchiveOvertaken when
-    another run has archived the same range meanwhile. ConfigDrift when the deployment's Postgres (or schema) is not the
+    Raises DataLoss when a part was purged before it was archived, or when the stream is not that of the newest range:
+    then give `start` to continue there, and accept that entries may be missing. Raises ArchiveOvertaken when another
+    run has archived the same range meanwhile, and ConfigDrift when the deployment's Postgres (or schema) is not the
     one that the log is flushed into.
     """
     log = loop().run(log_of(deployment))

@@ -1,12 +1,12 @@
-"""Bringing an archive back into a log, from where flushers move it on: for a deployment whose store is the app's own,
-or to try out in another place what has happened.
+"""Restoring an archive into a log, from which flushers move it on: for a deployment with a store of its own, or to
+replay in another place what happened.
 
-A thread goes on behind what the log, or else Postgres, has of it: the last entry there is found in the archive by its
-id, and what follows it is written. So a restore may be repeated, stopped and gone on with. Compare-and-set guards each
-thread: where somebody else has written, or writes meanwhile, nothing is.
+A thread continues behind the last entry that the log, or else Postgres, has of it: that entry is found in the archive
+by its id, and the entries behind it are written. So you may repeat a restore, or stop it and continue later.
+Compare-and-set guards each thread: where somebody else has written, or writes meanwhile, the restore writes nothing.
 
-Entries stand at other positions than before, and entries between them may be missing that had no effect. So each is
-chained anew to the one before it that has.
+The entries get new positions, and entries without effect may be missing between them. So each one is chained to the
+last entry before it that took effect.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _AT_ONCE = 256
 
 
 class Wanted(NamedTuple):
-    """What is to be written of a thread."""
+    """What a restore writes of a thread."""
 
     entries: Sequence[Entry]
     present: int = 0
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 def wanted(
     thread_id: str, row: Watermark, version: int, held: Sequence[int], items: Sequence[Item], log_end: int
 ) -> Wanted:
-    """What of the archive's `items` is missing behind what there is.
+    """The part of the archive's `items` that the thread lacks.
 
     `row` and `version`: of Postgres. `held`: ids of the entries that the log shows, at least the last, oldest first.
     `log_end`: the position behind everything that the log has.
@@ -57,6 +57,8 @@ def wanted(
         return Wanted([], present=len(items))
     if row.broken_since is not None:
         return Wanted([], refused=len(items), reason=f"thread {thread_id!r} is in quarantine")
+    if row.waits_to and not held:
+        return Wanted([], refused=len(items), reason=f"entries of thread {thread_id!r} wait to be flushed: see status")
     if last and last not in ids:
         where = "the log" if held else "Postgres"
         return Wanted([], refused=len(items), reason=f"thread {thread_id!r} has gone on elsewhere: see {where}")

@@ -1,4 +1,4 @@
-"""Bringing an archive back into Postgres: what a flush would have made of its entries, thread by thread."""
+"""Restoring an archive into Postgres: what a flush would have made of its entries, thread by thread."""
 
 from __future__ import annotations
 

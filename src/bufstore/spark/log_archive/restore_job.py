@@ -1,7 +1,7 @@
 """Bringing an archive back, thread by thread: into Postgres or into a log.
 
-The entries keep the positions that they had, and a thread's row says up to which it is applied. So a restore may be
-repeated, stopped and gone on with, and what Postgres has already is left as it is. How a log gets them:
+The entries keep their positions, and a thread's row says up to which position they are applied. So you may repeat a
+restore, or stop it and continue later, and what Postgres already has stays as it is. How a log gets them:
 `bufstore.spark.log_archive.into_log`.
 """
 

@@ -1,8 +1,8 @@
 """Before and after a batch: which query may write under an app id, and whether a repeated batch is the same one.
 
-Marks tell a row's repeat by its number (docs/adr/0014). What they cannot tell is other rows under old numbers: a query
-with a new checkpoint folder begins at batch 0 again, and a source that cannot be replayed gives other rows for a batch.
-Both would be swallowed silently; both are found here.
+A repeated row is recognized by its number (docs/adr/0014). Other rows under old numbers are not: a query with a new
+checkpoint folder begins at batch 0 again, and a source that cannot be replayed gives other rows for a batch. Both would
+be dropped silently; both are found here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def begin(config: SinkConfig, query_id: str, batch_id: int) -> Holder:
 def was_done(config: SinkConfig, holder: Holder, batch_id: int, fingerprint: Callable[[], int]) -> bool:
     """Whether the batch was done before. Raises ConfigError when it was, with other rows: nothing of it is written.
 
-    `fingerprint` sums up the rows that there are now; it is only called when that is to be known.
+    `fingerprint` sums up the present rows; it is called only when the sum is needed.
     """
     if holder.batch_id != batch_id or holder.fingerprint is None:
         return False

@@ -132,7 +132,7 @@ class _Writes:
         return _Rows(packed, query_id or "")
 
     def abort(self, *_: Any) -> None:
-        """Nothing: nothing is written before the commit, and what a commit wrote it finds again."""
+        """Do nothing: nothing is written before the commit, and a repeated commit recognizes its rows."""
 
     def _commit(self, messages: Sequence[WriterCommitMessage | None], batch_id: int | None) -> None:
         tasks = [m for m in messages if isinstance(m, _Rows)]
@@ -181,5 +181,5 @@ class _BatchWriter(_Writes, DataSourceArrowWriter):
 
 class _StreamWriter(_Writes, DataSourceStreamArrowWriter):
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Write all rows; what an earlier commit of this batch wrote is there already."""
+        """Write all rows; those that an earlier commit of this batch wrote are recognized."""
         self._commit(messages, batchId)

@@ -47,7 +47,7 @@ def write_rows(config: SinkConfig, batch_id: int | None, parts: Iterable[Sequenc
     """Write rows that are sorted by thread, part by part.
 
     `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. Raises BufstoreError when it is
-    not the rows' fault: the task is to be tried again.
+    not the rows' fault: Spark tries the task again.
     """
     task = _Task(config, batch_id)
     for part in parts:
@@ -96,7 +96,7 @@ class _Task:
                 for thread_id, lines in threads.items():
                     group.create_task(self._write_thread(opened, thread_id, lines))
         except* BufstoreError as e:
-            raise e.exceptions[0] from None  # one says enough, and Spark shows it
+            raise e.exceptions[0] from None  # one error says enough, and Spark shows it
 
     async def _write_thread(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> None:
         # In order: if rows behind a refused row were written, a repeat of the batch would take that row for written.
@@ -160,7 +160,7 @@ class _Task:
             try:
                 prepared[thread_id] = prepare(thread_id, [self._marked(line) for line in lines])
             except Rejected:
-                remaining.add(thread_id)  # there it is said row by row
+                remaining.add(thread_id)  # the log's checks name the bad row
         while prepared:
             try:
                 written, repeated = await direct.write(prepared)
@@ -206,7 +206,7 @@ class _InFlight:
 
     @asynccontextmanager
     async def taken(self, rows: int) -> AsyncIterator[None]:
-        """Hold so many rows, at most a share, during the block."""
+        """Hold this many rows, at most a share, during the block."""
         held = 0
         try:
             async with self._taking:

@@ -16,6 +16,6 @@ UPDATE {schema}.spark_sources SET
 WHERE app_id = $1::text AND batch_id = $2::bigint;
 
 -- name: quarantine
--- Set aside a row that cannot become a checkpoint. One that is there already stays.
+-- Set aside a row that cannot become a checkpoint. A row that was set aside before stays as it is.
 INSERT INTO {schema}.spark_quarantine (app_id, batch_id, thread_id, rank, row, cause)
 VALUES ($1::text, $2::bigint, $3::text, $4::bigint, $5::text, $6::text) ON CONFLICT DO NOTHING;

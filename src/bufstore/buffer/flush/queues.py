@@ -1,0 +1,108 @@
+"""The entries of waiting threads in the ledger: they stand behind the cursor, and in nobody's way.
+
+A thread that waits for longer than a moment waits for something that lasts. From then on its entries are written into
+the ledger (`bufstore.buffer.ports.waiting`) as they come, in a transaction that lets the cursor pass them: so the
+feed is free for the others, and the log may forget them. When the thread's turn comes they are read from there, a part
+at a time. Whatever comes of the thread meanwhile queues behind them.
+
+Bounded: when a partition has written as many bytes as its share of what the log keeps of flushed entries
+(`outage_reserve`), nothing more of it passes. Its cursor stops, and soon its feed does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bufstore.buffer.flush.deciding import Threads
+from bufstore.buffer.flush.owned_partition import OwnedPartition, size_of
+from bufstore.buffer.flush.waiting import Waiting
+from bufstore.buffer.parts import AnyParts
+from bufstore.buffer.ports.waiting import WaitingEntry
+
+#: How long a thread waits in memory: most locks last for a moment, and reading back is not worth it for them.
+_IN_MEMORY_S = 0.5
+#: Entries of one thread that are read at a time.
+_PART = 1000
+
+
+class Queues:
+    """Which threads wait in the ledger, of all partitions of one owner."""
+
+    def __init__(self, parts: AnyParts, owned_partitions: Mapping[int, OwnedPartition], waiting: Waiting) -> None:
+        self._ledger, self._subjects = parts.ledger, parts.subjects
+        self._owned = owned_partitions
+        self._waiting = waiting
+        config = parts.config
+        self._bytes_max = int((1 - config.outage_reserve) * config.log.max_bytes / config.log.partitions)
+        #: Bytes that are read or written at a time.
+        self._part_bytes = config.flush_max_bytes // 4
+        #: The partitions as they were when their threads were put into the schedule.
+        self._adopted: dict[int, OwnedPartition] = {}
+        #: Nothing is written before then, because it failed.
+        self.not_before = 0.0
+
+    def adopt(self, now: float) -> None:
+        """Put the threads that wait in partitions that were taken since into the schedule."""
+        for partition, owned in self._owned.items():
+            if self._adopted.get(partition) is not owned:
+                self._adopted[partition] = owned
+                for thread_id, queued in owned.queues.items():
+                    if thread_id not in self._waiting:
+                        self._waiting.add(thread_id, queued.reason, now, cause=queued.reason)
+
+    def __contains__(self, thread_id: str | None) -> bool:
+        owned = self._owner(thread_id)
+        return owned is not None and thread_id in owned.queues
+
+    def takes(self, owned: OwnedPartition, thread_id: str | None, now: float) -> bool:
+        """Whether entries of the thread that are in memory may pass into the ledger now."""
+        if thread_id is None or thread_id not in self._waiting or now < self.not_before:
+            return False
+        if owned.queued_bytes >= self._bytes_max:
+            return False
+        return thread_id in owned.queues or now - self._waiting.since(thread_id) >= _IN_MEMORY_S
+
+    def full(self) -> list[int]:
+        """The partitions of which nothing more may pass."""
+        return [p for p, owned in sorted(self._owned.items()) if owned.queued_bytes >= self._bytes_max]
+
+    def next_in(self, room: int, now: float) -> list[WaitingEntry]:
+        """What is to be written into the ledger next: at most so many entries."""
+        chosen: list[WaitingEntry] = []
+        size = 0
+        for partition, owned in self._owned.items():
+            space = self._bytes_max - owned.queued_bytes
+            for item in owned.pending.values():
+                if len(chosen) >= room or size >= self._part_bytes:
+                    return chosen
+                if space <= 0:
+                    break
+                if self.takes(owned, item.thread_id, now):
+                    chosen.append(WaitingEntry(item, partition, self._waiting.reason(item.thread_id)))
+                    size += size_of(item)
+                    space -= size_of(item)
+        return chosen
+
+    async def read(self, thread_ids: Sequence[str], entries: int) -> Threads:
+        """The first entries of these threads, in all about as many. Raises what the ledger raises."""
+        each = max(1, min(_PART, entries // max(len(thread_ids), 1)))
+        items = await self._ledger.waiting.first(thread_ids, each, self._part_bytes)
+        found: Threads = {}
+        for thread_id in thread_ids:
+            owned = self._owner(thread_id)
+            if owned is None or thread_id not in owned.queues:
+                continue  # given up meanwhile
+            if not items:
+                owned.doubt = f"the ledger has nothing of thread {thread_id!r} that waits"
+            if thread_id in items:
+                owned.recall(items[thread_id])
+                found[thread_id] = list(items[thread_id])
+        return found
+
+    def let_go(self) -> None:
+        """Forget what was read and is not settled: it is read again."""
+        for owned in self._owned.values():
+            owned.recalled.clear()
+
+    def _owner(self, thread_id: str | None) -> OwnedPartition | None:
+        return self._owned.get(self._subjects.partition(thread_id)) if thread_id is not None else None
