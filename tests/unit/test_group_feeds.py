@@ -222,7 +222,19 @@ def test_groups_are_acknowledged_as_far_as_every_partition_in_them_has_passed_th
     run(main())
 
 
-def test_a_partition_that_does_not_acknowledge_bounds_what_is_delivered() -> None:
+def test_while_nobody_acknowledges_what_is_delivered_is_bounded() -> None:
+    async def main() -> None:
+        server = Server(["01"] * 50, ahead=8)
+        zero, one = await server.open(0), await server.open(1)
+        await settled()
+        assert len(taken(zero)) == len(taken(one)) == 8
+        assert zero.crowded
+        await server.feeds.aclose()
+
+    run(main())
+
+
+def test_a_partition_that_passes_nothing_stops_no_other_and_misses_nothing() -> None:
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
         zero, one = await server.open(0), await server.open(1)
@@ -230,14 +242,45 @@ def test_a_partition_that_does_not_acknowledge_bounds_what_is_delivered() -> Non
             await settled()
             if arrived := taken(one):
                 await one.ack(arrived[-1])
-        assert len(taken(zero)) == 8
+        assert one.delivered == place(50, 1), "it goes on"
+        held = taken(zero)
+        assert len(held) <= 8
         assert zero.crowded
-        await zero.close()  # and when it goes, the other gets the rest
+        assert zero.lost is None
+        assert zero.through is None, "its cursor does not go where it was not delivered"
+        await zero.ack(held[-2])
+        await settled()
+        assert taken(zero) == []
+        await zero.ack(held[-1])
+        for _ in range(20):
+            await settled()
+            if arrived := taken(zero):
+                held += arrived
+                await zero.ack(arrived[-1])
+        assert held == server.expected(0, 0)
+        assert taken(one) == [], "nothing comes twice"
+        server.write("01")
+        await settled()
+        assert (taken(zero), taken(one)) == ([place(51, 0)], [place(51, 1)])
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
+def test_who_cannot_follow_again_is_lost() -> None:
+    async def main() -> None:
+        server = Server(["01"] * 50, ahead=8)
+        zero, one = await server.open(0), await server.open(1)
         for _ in range(20):
             await settled()
             if arrived := taken(one):
                 await one.ack(arrived[-1])
-        assert one.delivered == place(50, 1)
+        server.fails = LogUnavailable("away")
+        with pytest.raises(LogUnavailable):
+            await zero.ack(taken(zero)[-1])
+        assert zero.lost is not None
+        assert one.lost is not None
         await server.feeds.aclose()
 
     run(main())

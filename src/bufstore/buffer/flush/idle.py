@@ -59,8 +59,8 @@ class IdleCursors:
 
 
 def idle_cursor(owned: OwnedPartition) -> Cursor | None:
-    """Where the partition's cursor may go without a flush; None if nowhere."""
+    """Where the partition's cursor may go without a flush; None if nowhere. It has passed what waits in the ledger."""
     through = owned.feed.through
-    if owned.unsettled or owned.doubt is not None or through is None or through.seq <= owned.cursor.seq:
+    if owned.pending or owned.doubt is not None or through is None or through.seq <= owned.cursor.seq:
         return None
     return Cursor(owned.cursor.partition, owned.cursor.term, through.seq, entry_id(through))

@@ -3,6 +3,9 @@
 Each group is delivered once to a process, which gives the entries of each partition to the feed of that partition.
 What the server delivers ahead is bounded by what is not acknowledged: a group is acknowledged when each partition that
 has entries in it has passed them.
+
+A partition that passes nothing while others do would soon stop them all. It is set aside: nothing more is delivered to
+it, and nothing waits for it. Once it has passed what it has, the groups are followed anew from there.
 """
 
 from __future__ import annotations
@@ -65,6 +68,8 @@ class PartitionFeed:
         self.acked = start - 1
         #: Whether the groups are delivered from its start on, so that it misses none.
         self.attached = False
+        #: Whether it is set aside, until it has passed what was delivered.
+        self.aside = False
         self.wake = wake
         self._arrived: list[StoredMessage] = []
         self._lost: str | None = None
@@ -87,20 +92,23 @@ class PartitionFeed:
     @property
     def through(self) -> StoredMessage | None:
         """The last entry of the log, of any partition, if nothing of this one waits to be taken before it."""
-        return None if self._arrived or self.lost is not None else self._source.last
+        return None if self._arrived or self.aside or self.lost is not None else self._source.last
 
     async def more(self) -> None:
         """An entry is never in pieces here."""
 
     @property
     def crowded(self) -> bool:
-        return self._source.crowded
+        return self.aside or self._source.crowded
 
     async def ack(self, seq: int) -> None:
         # The cursor of an idle partition goes to an entry of another: there is nothing to deliver up to there.
         self.acked = max(self.acked, seq)
         self.delivered = max(self.delivered, seq)
-        await self._source.acknowledge()
+        if self.aside and self.acked >= self.delivered:
+            await self._source.resume(self)
+        else:
+            await self._source.acknowledge()
 
     async def close(self) -> None:
         self.lose("closed")
@@ -157,19 +165,31 @@ class Feeds:
             before.lose("the partition is followed anew")
         feed = self._feeds[partition] = PartitionFeed(self, partition, start, wake)
         try:
-            async with self._changing:
-                if self._closed:
-                    raise Closed("the store is closed")
-                following = self._groups is not None and self.lost is None
-                if following and group_of(start) >= self._next:
-                    feed.attached = True
-                if not following or not feed.attached:
-                    await self._begin()
+            await self._attach(feed, start)
         except BaseException:
             if self._feeds.get(partition) is feed:
                 del self._feeds[partition]
             raise
         return feed
+
+    async def resume(self, feed: PartitionFeed) -> None:
+        """Deliver again to a feed that was set aside. Raises LogUnavailable, Closed; then it is lost."""
+        feed.aside = False
+        try:
+            await self._attach(feed, feed.acked + 1)
+        except BaseException:
+            feed.lose("the groups cannot be followed again")
+            raise
+
+    async def _attach(self, feed: PartitionFeed, start: int) -> None:
+        async with self._changing:
+            if self._closed:
+                raise Closed("the store is closed")
+            following = self._groups is not None and self.lost is None
+            if following and group_of(start) >= self._next:
+                feed.attached = True
+            if not following or not feed.attached:
+                await self._begin()
 
     async def _begin(self) -> None:
         """Have groups delivered from the first one on that any feed needs.
@@ -179,7 +199,7 @@ class Feeds:
         """
         try:
             await self._end()
-            feeds = [feed for feed in self._feeds.values() if not feed.ended]
+            feeds = [feed for feed in self._feeds.values() if not feed.ended and not feed.aside]
             self._next = min((group_of(feed.acked + 1) for feed in feeds), default=0)
             self._lost = self.last = None
             self._groups = await self._follow(self._next, self._something.set)
@@ -231,15 +251,23 @@ class Feeds:
         passed = 0
         while self._open:
             seq, touched = self._open[0]
-            if any(
-                (feed := self._feeds.get(p)) is not None and not feed.ended and feed.acked < place
+            behind = [
+                feed
                 for p, place in touched.items()
-            ):
+                if (feed := self._feeds.get(p)) is not None and not (feed.ended or feed.aside) and feed.acked < place
+            ]
+            if behind and not self._stops_others(seq):
                 break
+            for feed in behind:
+                feed.aside, feed.attached = True, False
             self._open.popleft()
             passed = seq
         if passed and self._groups is not None:
             await self._groups.ack(passed)
+
+    def _stops_others(self, seq: int) -> bool:
+        """Whether half of the room is used up, and some partition has passed more than this group, the first open."""
+        return self.crowded and any(group_of(feed.acked) > seq for feed in self._feeds.values() if not feed.ended)
 
     async def remove(self, feed: PartitionFeed) -> None:
         """Deliver this partition no more."""
