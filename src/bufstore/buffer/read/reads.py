@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 from bufstore.buffer import elapsed
 from bufstore.buffer.chain import Watermark
@@ -24,6 +24,8 @@ from bufstore.buffer.read.with_waiting import WithWaiting
 from bufstore.errors import FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 from bufstore.types import Consistency, Quarantined
+
+T = TypeVar("T")
 
 
 class Reads(Generic[S]):
@@ -102,25 +104,31 @@ class Reads(Generic[S]):
                 last = await self._log.latest(self._subjects.of(thread_id), timeout_s)
         except TimeoutError:
             raise LogUnavailable("the log did not say in time what must be flushed") from None
-        last = last or await self._waits_to(thread_id, timeout_s)
+        last = last or await self._asked(self._waits_to(thread_id), thread_id, timeout_s)
         if last:
             await self._waiter.thread(thread_id, last, timeout_s)
         return last
 
-    async def _waits_to(self, thread_id: str, timeout_s: float) -> int:
-        """Up to which position entries wait of a thread that has left the log; 0: all of it is flushed."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return (await self._ledger.watermark(thread_id)).waits_to
-        except TimeoutError:
-            reason = "Postgres did not say in time whether entries of the thread wait"
-            raise FlushTimeout(thread_id, target=0, flushed=0, reason=reason) from None
-
     async def force_flush_all(self, timeout_s: float) -> None:
         """Wait until everything that is acknowledged now is flushed."""
         filters = [self._subjects.of_partition(p) for p in range(self._subjects.partitions)]
-        ends = await self._log.latest_ends(filters, timeout_s)
-        await self._waiter.partitions({p: seq for p, seq in enumerate(ends) if seq}, timeout_s)
+        targets = dict(enumerate(await self._log.latest_ends(filters, timeout_s)))
+        if not all(targets.values()):
+            passed = await self._asked(self._ledger.cursors(), None, timeout_s)
+            targets = {p: end or (passed[p].seq if p in passed else 0) for p, end in targets.items()}
+        await self._waiter.partitions({p: seq for p, seq in targets.items() if seq}, timeout_s)
+
+    async def _waits_to(self, thread_id: str) -> int:
+        return (await self._ledger.watermark(thread_id)).waits_to
+
+    async def _asked(self, answer: Awaitable[T], thread_id: str | None, timeout_s: float) -> T:
+        """What Postgres answers: of what the log shows nothing any more, entries may still wait there."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except TimeoutError:
+            reason = "Postgres did not say in time which entries wait"
+            raise FlushTimeout(thread_id, target=0, flushed=0, reason=reason) from None
 
     async def joined(self, thread_id: str, *, proven: bool = False) -> tuple[S, int]:
         """The thread's state with its tail, and the position of its last entry in the log (0: none there).
