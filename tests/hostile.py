@@ -53,5 +53,5 @@ def forged(payload: bytes, *, version: int = 1, chance: random.Random | None = N
         keys=b"",
         payload=payload,
     )
-    ((header, _),) = encode(entry, 1 << 20)
+    header, _ = encode(entry)
     return f"NATS/1.0\r\nBufstore-Entry: {header}\r\n\r\n".encode()

@@ -26,12 +26,8 @@ class Failpoint(StrEnum):
     PUBLISH_BEFORE = "publish-before"
     #: A lone entry is stored, nobody has been told. A retry with its key must find it, not store it twice.
     PUBLISH_ACKED = "publish-acked"
-    #: Before an atomic batch is sent. Nothing is stored.
-    BATCH_BEFORE = "batch-before"
     #: Half of a batch's bytes have left. Any of its entries in the log would tear a unit.
     BATCH_HALF_SENT = "batch-half-sent"
-    #: A batch is stored, and no writer has been told. As for a lone entry, for many threads at once.
-    BATCH_ACKED = "batch-acked"
     #: The thread's lane knows of the ack; the caller does not have its receipt.
     RECEIPT_BEFORE = "receipt-before"
 
@@ -66,8 +62,6 @@ class Failpoint(StrEnum):
     LEASE_RENEWED = "lease-renewed"
     #: Terms are raised in Postgres, nobody follows the log. The earlier owner is fenced: the next must take over.
     TAKE_RAISED = "take-raised"
-    #: The earlier owner's consumer is deleted, there is no new one. The log must still hold all above the cursor.
-    TAKE_OLD_DELETED = "take-old-deleted"
     #: The new consumer is there, nobody reads from it.
     TAKE_NEW_MADE = "take-new-made"
     #: A partition's memory is given up, its consumer is still there.

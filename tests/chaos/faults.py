@@ -306,7 +306,7 @@ def _no_entry(chance: random.Random) -> tuple[bytes, str | None]:
         id=chance.getrandbits(62) + 1, prev_id=1, base=Base.CHAINED, seen=0, version=1, self_contained=True, keys=b"",
         payload=b"a payload of no kind",
     )  # fmt: skip
-    ((header, body),) = encode(entry, 1 << 20)
+    header, body = encode(entry)
     garbage = chance.randbytes(chance.randint(0, 2000))
     return chance.choice(
         [

@@ -53,7 +53,7 @@ def log_of(groups: Sequence[Sequence[Written]]) -> tuple[list[dict[str, Any]], d
         entries, stored = [], []
         for written in group:
             made = entry(next(ids), written.payload)
-            [(header, body)] = encode(made, 1 << 20)
+            header, body = encode(made)
             if written.parts:
                 size = -(-len(body) // written.parts)
                 body = reference(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, Run
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry, entry_id, items_of
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
@@ -83,7 +83,7 @@ async def in_log(store: BufferedThreadStore) -> list[Item]:
     """The thread's entries that the log holds."""
     subject = SUBJECTS.of("t")
     messages = await store.buffer.log.after(SUBJECTS.all, 0, 5)
-    return assemble([message for message in messages if message.subject == subject], "t")
+    return items_of([message for message in messages if message.subject == subject], "t")
 
 
 async def history(operations: list[tuple[str, int, list[int]]]) -> tuple[list[Item], list[Any]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from bufstore.buffer.entry import Assembler, Base, Item, Malformed, StoredEntry
+from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry, item_of
 from bufstore.buffer.operate.replay import Outcome
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
@@ -152,18 +152,17 @@ class Story:
         #: What the writer of each entry, by its id, took the thread to be after it.
         self.views: dict[int, Seen] = {0: NOTHING}
         self._points = [Point()]
-        self._assembler = Assembler()
 
-    def feed(self, message: StoredMessage) -> Iterator[Item]:
-        """What the message completes; it is part of the story from now on."""
-        for item in self._assembler.feed(message, self.thread_id):
-            self.items.append(item)
-            self.tainted = self.tainted or isinstance(item, Malformed) or is_bad(item)
-            self._tell(item)
-            if isinstance(item, StoredEntry) and self.fate[item.seq] != "superseded":
-                base = self.base_of(item)
-                self.views[item.entry.id] = told(base, self.thread_id, decode_payload(item.entry.payload))
-            yield item
+    def feed(self, message: StoredMessage) -> Item:
+        """What the message is; it is part of the story from now on."""
+        item = item_of(message, self.thread_id)
+        self.items.append(item)
+        self.tainted = self.tainted or isinstance(item, Malformed) or is_bad(item)
+        self._tell(item)
+        if isinstance(item, StoredEntry) and self.fate[item.seq] != "superseded":
+            base = self.base_of(item)
+            self.views[item.entry.id] = told(base, self.thread_id, decode_payload(item.entry.payload))
+        return item
 
     def base_of(self, item: StoredEntry) -> Seen:
         """What the writer of the entry took the thread to be."""
@@ -284,7 +283,7 @@ class Archive:
         return self.stories.setdefault(thread_id, Story(thread_id))
 
     def news(self) -> Iterator[tuple[Story, Item]]:
-        """Entries that are complete since the last call."""
+        """What was added since the last call."""
         while self._read < len(self.messages):
             message = self.messages[self._read]
             self._read += 1
@@ -293,5 +292,4 @@ class Archive:
             except MalformedEntry:
                 continue
             story = self.story(thread_id)
-            for item in story.feed(message):
-                yield story, item
+            yield story, story.feed(message)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from bufstore.buffer import recent_keys
 from bufstore.buffer.entry import Base, Entry, decode, encode
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import LogFull, LogUnavailable
+from bufstore.errors import BufstoreError, LogFull, LogUnavailable
 from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, StoredMessage
 from bufstore.memory.log import MemoryLog, MemoryStream
 from bufstore.threads.model import Run, encode_messages, encode_run
@@ -72,7 +72,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class FakeLog(MemoryLog):
-    """A log in memory whose calls fail: `fault` names what happens to the next one."""
+    """A stream in memory whose calls fail: `fault` names what happens to the next one."""
 
     def __init__(self, message_bytes_max: int = 1 << 20) -> None:
         config = BufferConfig(log=LogConfig(partitions=4, max_bytes=1 << 30))
@@ -99,6 +99,19 @@ class FakeLog(MemoryLog):
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return await self._send("publish", [message])
+
+    async def publish_each(
+        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
+    ) -> None:
+        async def one(number: int, message: Outgoing) -> None:
+            outcome: int | Exception
+            try:
+                outcome = await self.publish(message, timeout_s)
+            except (Conflict, AppendUnknown, BufstoreError) as e:
+                outcome = e
+            ended(number, outcome)
+
+        await asyncio.gather(*(one(number, message) for number, message in enumerate(messages)))
 
     def begin_batch(self, first: Outgoing) -> BegunBatch | None:
         self.begun = BegunBatch(f"batch-{next(self._ids)}", self)
@@ -147,7 +160,7 @@ class FakeLog(MemoryLog):
     def intrude(self, subject: str, content: str = "intruder") -> int:
         """Another process writes a full checkpoint to the thread; the id of its entry."""
         there = [m for m in self.messages if m.subject == subject]
-        before = decode(there[-1])[0] if there else None
+        before = decode(there[-1]) if there else None
         id_ = next(self._ids)
         run_ = Run(run_id=f"intruder-{id_}", thread_id="t")
         entry = Entry(
@@ -162,7 +175,7 @@ class FakeLog(MemoryLog):
             keys_complete=before is not None and before.keys_complete,
             payload=encode_payload(Payload(0, encode_messages([f"{content} {id_}"]), encode_run(run_), save_of(run_))),
         )
-        ((header, body),) = encode(entry, self.message_bytes_max)
+        header, body = encode(entry)
         self.store([Outgoing(subject, body, header)])
         return id_
 

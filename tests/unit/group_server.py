@@ -100,7 +100,7 @@ class GroupServer(FakeLog):
         if subject in (SUBJECTS.groups, SUBJECTS.parts):
             subject = SUBJECTS.of("t")
         there = [m for m in self.messages if m.subject == subject]
-        before = decode(there[-1])[0] if there else None
+        before = decode(there[-1]) if there else None
         id_ = next(self._ids)
         run_ = Run(run_id=f"intruder-{id_}", thread_id="t")
         entry = Entry(
@@ -115,7 +115,7 @@ class GroupServer(FakeLog):
             keys_complete=before is not None and before.keys_complete,
             payload=encode_payload(Payload(0, encode_messages([f"{content} {id_}"]), encode_run(run_), save_of(run_))),
         )
-        ((header, body),) = encode(entry, self.message_bytes_max)
+        header, body = encode(entry)
         self._store([Outgoing(subject, body, header)])
         return id_
 

@@ -29,7 +29,7 @@ from bufstore import (
     StoreUnavailable,
     ThreadQuarantined,
 )
-from bufstore.jetstream.messages import BatchRefused, Conflict, Outgoing
+from bufstore.jetstream.messages import Conflict, Outgoing
 from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryLog, MemoryStream
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
@@ -375,25 +375,19 @@ def log_of(epoch: int = 0, **config: Any) -> tuple[MemoryLog, MemoryStream]:
     return MemoryLog({settings.log.stream: stream}, settings), stream
 
 
-def test_a_batch_is_stored_whole_or_not_at_all() -> None:
+def test_a_stream_keeps_what_is_expected_of_one() -> None:
     async def main() -> None:
         log, stream = log_of()
         await log.publish(Outgoing("thread.0.a", b"1", expected=0), 1)
-        for bad in (
-            [Outgoing("thread.0.b", b"2"), Outgoing("thread.0.a", b"3", expected=0)],
-            [Outgoing("thread.0.b", b"2", expected=0), Outgoing("thread.0.b", b"3", expected=2)],
-        ):
-            with pytest.raises(Conflict):
-                await log.publish_batch(bad, 1)
-        with pytest.raises(BatchRefused):
-            await log.publish_batch([Outgoing("thread.0.b", b"")] * 1001, 1)
+        with pytest.raises(Conflict):
+            await log.publish(Outgoing("thread.0.a", b"2", expected=0), 1)
         assert [m.body for m in stream.messages] == [b"1"]
-        good = [Outgoing("thread.0.a", b"2", expected=1), Outgoing("thread.0.a", b"3"), Outgoing("thread.1.c", b"4")]
-        assert await log.publish_batch(good, 1) == 4
-        assert await log.ends(["thread.0.*", "thread.1.*", "thread.2.*"], 1) == [3, 4, 0]
+        await log.publish(Outgoing("thread.0.a", b"2", expected=1), 1)
+        await log.publish(Outgoing("thread.0.a", b"3"), 1)
+        assert await log.publish(Outgoing("thread.1.c", b"4"), 1) == 4
         assert [m.seq for m in await log.after("thread.0.a", 1, 1)] == [2, 3]
         assert "thread.1.c" in await log.last(["thread.*.*"], 5.0)
-        await log.purge(0, 3)
+        await log.purge_below(3)
         found = await log.identity(2), await log.identity(3), (await log.bounds())[0]
         assert (found[0], found[1] and found[1].body, found[2]) == (None, b"3", 3)
 
@@ -413,21 +407,20 @@ def test_a_feed_holds_no_more_than_it_may_until_it_is_acked() -> None:
     async def main() -> None:
         log, _ = log_of()
         woken: list[int] = []
-        feed = await log.feed(0, 1, 2, lambda: woken.append(1))
-        for n in range(0, 3000, 1000):
-            await log.publish_batch([Outgoing("thread.0.a", str(n).encode())] * 1000, 1)
-        feed._messages_max = 2000
+        feed = await log.follow("me", "thread.0.a", 2, lambda: woken.append(1))
+        for n in range(30):
+            await log.publish(Outgoing("thread.0.a", str(n).encode()), 1)
+        feed._messages_max = 20
         taken = feed.take()
-        assert (woken, taken[0].seq, len(taken), feed.take()) == ([1, 1, 1], 2, 2000, [])
-        await feed.more()
-        assert [m.seq for m in feed.take()] == [2002]
-        await feed.ack(100)
-        assert (len(feed.take()), await log.acked(0, 1)) == (98, 100)
-        again = await log.feed(0, 2, 101, lambda: None)
-        assert feed.lost
-        assert (again.take()[0].seq, feed.take(), await log.acked(0, 1)) == (101, [], None)
+        assert (len(woken), taken[0].seq, len(taken), feed.take()) == (30, 2, 20, [])
+        await feed.ack(7)
+        assert [m.seq for m in feed.take()] == [*range(22, 28)]
+        again = await log.follow("another", "thread.0.a", 11, lambda: None)
+        assert again.take()[0].seq == 11
+        assert feed.lost is None
         log.close()
         assert again.lost
+        assert feed.lost
 
     run(main())
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bufstore.buffer import recent_keys
-from bufstore.buffer.entry import Assembler, Base, Entry, Malformed, StoredEntry, assemble, decode, encode
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, decode, encode, items_of
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import HEADER, HEADER_BYTES_MAX, StoredMessage
 from thorough import examples
@@ -32,9 +32,8 @@ ENTRIES = st.builds(
 )
 
 
-def messages_of(entry: Entry, message_bytes_max: int = 1 << 20, start: int = 1) -> list[StoredMessage]:
-    parts = encode(entry, message_bytes_max)
-    return [StoredMessage(SUBJECT, start + i, header, body) for i, (header, body) in enumerate(parts)]
+def message_of(entry: Entry) -> StoredMessage:
+    return StoredMessage(SUBJECT, 1, *encode(entry))
 
 
 def an_entry(payload: bytes = b"x", **fields: Any) -> Entry:
@@ -50,30 +49,16 @@ def sealed(meta: Any, body: bytes = b"", version: object = 1) -> StoredMessage:
 
 def refused_or_read(message: StoredMessage) -> Entry | None:
     try:
-        entry, chunk, chunks = decode(message)
+        return decode(message)
     except MalformedEntry:
         return None
-    assert 0 <= chunk < chunks
-    return entry
 
 
 @given(entry=ENTRIES)
 def test_what_is_written_is_what_is_read(entry: Entry) -> None:
-    (message,) = messages_of(entry)
-    assert decode(message) == (entry, 0, 1)
-
-
-@examples(60)
-@given(entry=ENTRIES, room=st.integers(1, 40), extra=st.integers(-1, 1), times=st.integers(1, 5))
-def test_an_entry_around_the_size_of_a_message_comes_back_whole(
-    entry: Entry, room: int, extra: int, times: int
-) -> None:
-    payload = bytes(i % 251 for i in range(max(0, room * times + extra)))
-    entry = msgspec.structs.replace(entry, payload=payload)
-    messages = messages_of(entry, HEADER_BYTES_MAX + room)
-    assert len(messages) == max(1, -(-len(payload) // room))
-    assert all(len(m.body) <= room for m in messages)
-    assert assemble(messages, "t") == [StoredEntry("t", messages[-1].seq, entry)]
+    message = message_of(entry)
+    assert decode(message) == entry
+    assert items_of([message], "t") == [StoredEntry("t", 1, entry)]
 
 
 def test_headers_at_their_largest_stay_below_the_bound() -> None:
@@ -88,8 +73,8 @@ def test_headers_at_their_largest_stay_below_the_bound() -> None:
     largest = msgspec.structs.replace(largest, keys=b"\xff" * 192, payload=b"x" * 1000)
     batch = "Nats-Batch-Id: 0123456789abcdef\r\nNats-Batch-Sequence: 1000\r\nNats-Batch-Commit: 1\r\n"
     expected = f"Nats-Expected-Last-Subject-Sequence: {2**64}\r\n"
-    for header, _ in encode(largest, HEADER_BYTES_MAX + 1):
-        assert len(f"NATS/1.0\r\n{HEADER}: {header}\r\n{expected}{batch}\r\n") < HEADER_BYTES_MAX
+    header, _ = encode(largest)
+    assert len(f"NATS/1.0\r\n{HEADER}: {header}\r\n{expected}{batch}\r\n") < HEADER_BYTES_MAX
 
 
 @given(header=st.none() | st.text() | st.from_regex(r"1\.[0-9a-f]{1,10}\.[A-Za-z0-9+/=]*", fullmatch=True), body=...)
@@ -100,7 +85,7 @@ def test_arbitrary_bytes_are_an_entry_or_malformed(header: str | None, body: byt
 @examples(200)
 @given(entry=ENTRIES, data=st.data())
 def test_a_damaged_entry_is_never_read_as_another(entry: Entry, data: st.DataObject) -> None:
-    (message,) = messages_of(entry)
+    message = message_of(entry)
     raw = list(message.header or "") + [chr(b) for b in message.body]
     split = len(message.header or "")
     match data.draw(st.sampled_from(["flip", "cut", "insert"])):
@@ -154,7 +139,7 @@ def test_a_sealed_header_that_makes_no_sense_is_malformed(meta: Any) -> None:
 
 
 def test_later_fields_are_skipped() -> None:
-    header = decode(sealed([1, 2, 0, 3, 4, True, b"", 0, 1, True, None, {"new": "field"}]))[0]
+    header = decode(sealed([1, 2, 0, 3, 4, True, b"", 0, 1, True, None, {"new": "field"}]))
     assert (header.id, header.prev_id, header.seen, header.version) == (1, 2, 3, 4)
 
 
@@ -164,58 +149,15 @@ def test_another_version_is_malformed(version: str) -> None:
         decode(sealed([1, 0, 0, 0, 0, True, b"", 0, 1], version=version))
 
 
-@examples(150)
-@given(
-    picks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=25),
-    subjects=st.booleans(),
-    damage=st.sets(st.integers(0, 24), max_size=3),
-)
-def test_no_order_of_pieces_makes_a_wrong_entry(picks: list[tuple[int, int]], subjects: bool, damage: set[int]) -> None:
-    # Entries of one to four pieces; pieces arrive in any order, repeated, left out, damaged.
-    entries = [an_entry(bytes([65 + n]) * (10 * (n + 1) - 5), id=n + 1) for n in range(4)]
-    pieces = [encode(e, HEADER_BYTES_MAX + 10) for e in entries]
-    assembler = Assembler()
-    fed: list[StoredMessage] = []
-    out: list[StoredEntry | Malformed] = []
-    for seq, (n, chunk) in enumerate(picks, 1):
-        header, body = pieces[n][chunk % len(pieces[n])]
-        subject = f"thread.0.{n}" if subjects else SUBJECT
-        message = StoredMessage(subject, seq, None if seq in damage else header, body)
-        fed.append(message)
-        out += list(assembler.feed(message, subject))
-    whole = [item for item in out if isinstance(item, StoredEntry)]
-    assert all(item.entry == entries[item.entry.id - 1] for item in whole)
-    # Nothing disappears: each message is part of an entry, malformed, or waits.
-    malformed = [m.seq for item in out if isinstance(item, Malformed) for m in item.messages]
-    used = sum(len(pieces[item.entry.id - 1]) for item in whole)
-    waiting = 0 if assembler.pending_from is None else len(fed) - assembler.pending_from + 1
-    assert len(malformed) == len(set(malformed))
-    assert len(malformed) + used + waiting == len(fed)
-    assert [item.seq for item in out] == sorted(item.seq for item in out)
-
-
-def test_what_was_begun_and_never_ended_is_the_fault_of_its_own_thread() -> None:
-    begun = messages_of(an_entry(b"a" * 35, id=1), HEADER_BYTES_MAX + 10)[:2]
-    sound = StoredMessage("thread.0.dQ", 3, *encode(an_entry(b"b", id=2), 1 << 20)[0])
-    for last, alone in ((sound, True), (StoredMessage("thread.0.dQ", 3, None, b"garbage"), False)):
-        assembler = Assembler()
-        assert not [item for message in begun for item in assembler.feed(message, "t")]
-        broken, other = assembler.feed(last, "u")
-        assert isinstance(broken, Malformed)
-        assert (broken.thread_id, broken.messages) == ("t", tuple(begun))
-        assert isinstance(other, StoredEntry) is alone
-        assert other.thread_id == "u"
-
-
-def test_an_entry_cut_off_at_its_beginning_is_left_out_of_a_read() -> None:
-    first = messages_of(an_entry(b"a" * 35, id=1), HEADER_BYTES_MAX + 10)
-    second = messages_of(an_entry(b"b", id=2, prev_id=1), start=5)
-    assert [i.seq for i in assemble(first[2:] + second, "t")] == [5]
-    assert isinstance(assemble(second + first[2:], "t")[1], Malformed), "in the middle it is damage"
+def test_a_piece_of_an_entry_of_an_earlier_form_is_malformed() -> None:
+    (item,) = items_of([sealed([1, 0, 0, 0, 0, True, b"", 0, 2])], "t")
+    assert isinstance(item, Malformed)
+    assert item.thread_id == "t"
+    assert "piece 0 of 2" in item.cause
 
 
 def test_the_header_is_what_a_protocol_line_can_carry() -> None:
-    header = encode(an_entry(), 1 << 20)[0][0]
+    header = encode(an_entry())[0]
     assert header.isascii()
     assert header.isprintable()
     assert b64decode(header.split(".")[2], validate=True)

@@ -13,7 +13,7 @@ from bufstore.buffer.flush.blame import THREADS_MIN
 from bufstore.buffer.flush.verdict import Verdict, verdict
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed
 from bufstore.errors import StoreUnavailable
-from unit.test_flusher import SUBJECTS, Bench, bench, failing, other_partition
+from unit.test_flusher import SUBJECTS, Bench, FeedLog, bench, failing, other_partition
 
 GOOD = [f"good{n}" for n in range(20)]
 ABOUT_A_STATEMENT = ("P0001", "54000", "44000", "21000", "38001", "XX000", "42501", "42P01", "99999", "25P02", "55P03")
@@ -392,22 +392,22 @@ def test_taking_a_partition_takes_no_time_of_the_others() -> None:
 
 def test_a_partition_whose_consumer_is_slow_to_be_made_delays_no_other() -> None:
     async def main(it: Bench) -> None:
-        slow, other = SUBJECTS.partition("t"), other_partition("t")
-        feed = it.log.feed
+        slow, other = {SUBJECTS.partition("t")}, other_partition("t")
 
-        async def sometimes_slow(partition: int, *arguments: Any) -> Any:
-            if partition == slow:
-                await asyncio.sleep(6)
-                raise StoreUnavailable("its leader is away")
-            return await feed(partition, *arguments)
+        class SometimesSlow(FeedLog):
+            async def feed(self, partition: int, *arguments: Any) -> Any:
+                if partition in slow:
+                    await asyncio.sleep(6)
+                    raise StoreUnavailable("its leader is away")
+                return await super().feed(partition, *arguments)
 
-        it.log.feed = sometimes_slow  # type: ignore[method-assign]
+        it.log.kind = SometimesSlow
         await it.start()
         await write(it, ["t", other])
         for n in range(60):
             await it.writer.append([n], other)
             assert await it.flushed(other, within_s=1.0)
-        it.log.feed = feed  # type: ignore[method-assign]
+        slow.clear()
         assert await it.flushed("t", within_s=20.0)
 
     bench(main)

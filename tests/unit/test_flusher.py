@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.buffer.flush.flusher import Flusher
 from bufstore.buffer.flush.verdict import Verdict
 from bufstore.buffer.groups.feeds import PartitionFeed
@@ -19,7 +18,7 @@ from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.subjects import Subjects
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigError, LogRolledBack, StoreUnavailable
-from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.jetstream.messages import StoredMessage
 from bufstore.memory.ledger import MemoryLedger
 from bufstore.memory.shared_state import MemoryBucket, MemorySharedState
 from bufstore.threads.coalesce import coalesce
@@ -507,22 +506,6 @@ def test_nothing_is_acked_before_it_is_applied_or_parked() -> None:
         await asyncio.sleep(5)
         assert {*map(group_of, it.ledger.parked.entries)} == {3, 5}
         assert group_of(max(acks)) == 6
-
-    bench(main)
-
-
-def test_in_memory_what_was_begun_and_never_ended_is_waited_for_and_keeps_nothing_busy() -> None:
-    async def main(it: Bench) -> None:
-        entry = Entry(
-            id=5, prev_id=0, base=Base.NONE, seen=0, version=1, self_contained=True, keys=b"", payload=b"x" * 50_000
-        )
-        header, body = encode(entry, 20_000)[0]
-        it.log.store([Outgoing(SUBJECTS.of("t"), body, header, None)])
-        await it.start()
-        await asyncio.sleep(10)
-        await it.writer.append(["good"], other_partition("t"))
-        assert await it.flushed(other_partition("t"))
-        assert not it.ledger.parked.entries
 
     bench(main)
 

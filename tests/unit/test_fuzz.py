@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bufstore import ConfigError, InvalidQuery, MessageQuery, NatsConfig, RunQuery, ThreadQuery
 from bufstore.buffer.domain import Inapplicable
-from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, assemble, decode, encode
+from bufstore.buffer.entry import Base, Entry, Malformed, StoredEntry, decode, encode, items_of
 from bufstore.buffer.recent_keys import find, item
 from bufstore.cli.app import app
 from bufstore.cli.importing.lines import BadLine, Input, Line, _split
@@ -65,15 +65,14 @@ def sealed(text: bytes, body: bytes, version: str = "1") -> StoredMessage:
 def read(message: StoredMessage) -> Entry | None:
     """What is read of a message, or nothing; any other error than MalformedEntry is one of ours."""
     try:
-        entry, chunk, chunks = decode(message)
+        entry = decode(message)
     except MalformedEntry as e:
         assert len(str(e)) < 200, "a cause is a line, not the data"
         return None
-    assert 0 <= chunk < chunks
     assert 0 <= entry.id < 2**63
     # Whatever was read can be worked with.
     find(entry.keys, item("k", b""))
-    found = assemble([message], "t")
+    found = items_of([message], "t")
     assert all(isinstance(i, (StoredEntry, Malformed)) for i in found)
     for i in found:
         if isinstance(i, StoredEntry):
@@ -108,7 +107,7 @@ def test_any_sealed_header_is_an_entry_or_malformed(meta: Any, body: bytes, vers
 def test_a_mutated_entry_is_itself_or_malformed_and_with_its_checksum_mended_harmless(
     entry: Entry, data: st.DataObject
 ) -> None:
-    ((header, body),) = encode(entry, 1 << 20)
+    header, body = encode(entry)
     version, _, text = header.split(".")
     where = data.draw(st.sampled_from(["header", "meta", "body"]))
     if where == "header":

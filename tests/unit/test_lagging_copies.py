@@ -200,12 +200,12 @@ def test_where_no_consumer_can_be_made_another_is_tried_soon_and_none_is_left_be
         began = asyncio.get_running_loop().time()
         for term in range(1, 6):
             with pytest.raises(LogUnavailable):
-                await log.feed(0, term, 1, lambda: None)
+                await log.follow(f"me{term}", "t.groups.0", 1, lambda: None)
             if term == 1:
                 assert asyncio.get_running_loop().time() - began < 4.0
         assert [wait for _, wait in log.made] == [2.0, 4.0, 8.0, 8.0, 8.0], "where all is slow, it gets more time"
         log.electing = False
-        feed = await log.feed(0, 6, 1, lambda: None)
+        feed = await log.follow("me6", "t.groups.0", 1, lambda: None)
         log.there.add(log.made[4][0])  # by a request that was late
         await asyncio.sleep(15)
         assert log.there == {log.made[-1][0]}, "only that which is followed"
@@ -218,7 +218,7 @@ def test_where_no_consumer_can_be_made_another_is_tried_soon_and_none_is_left_be
         assert log.removals < 60, "that ends"
         with pytest.raises(LogUnavailable):
             log.electing = True
-            await log.feed(0, 7, 1, lambda: None)
+            await log.follow("me7", "t.groups.0", 1, lambda: None)
         assert log.made[-1][1] == 2.0, "it had worked again"
         await log.aclose()
 

@@ -14,15 +14,15 @@ from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append import next_unit as module
 from bufstore.buffer.append.next_unit import Drafted, Limits, Need, NotTried, Taken, next_unit
 from bufstore.buffer.append.tip import Draft, NeedBase, Tip
-from bufstore.buffer.entry import Base, StoredEntry, assemble
+from bufstore.buffer.entry import Base, StoredEntry, items_of
 from bufstore.errors import AlreadyExists, IdempotencyConflict, TooLarge
-from bufstore.jetstream.messages import HEADER_BYTES_MAX, Outgoing, StoredMessage
+from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.types import Receipt
 
 #: Ten bytes of payload in a message.
-LIMITS = Limits("thread.0.t", HEADER_BYTES_MAX + 10, 100)
+LIMITS = Limits("thread.0.t", 100)
 UNIT_BYTES = 40
-UNIT_MESSAGES = 8
+UNIT_ENTRIES = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,7 +30,7 @@ def small_units() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "UNIT_BYTES_MAX", UNIT_BYTES)
         patch.setattr(module, "size_of", lambda message: len(message.body))
-        patch.setattr(module, "BATCH_MESSAGES_MAX", UNIT_MESSAGES)
+        patch.setattr(module, "ENTRIES_MAX", UNIT_ENTRIES)
         yield
 
 
@@ -127,7 +127,7 @@ def unit_of(queue: list[Waits], taken: Taken[Content]) -> list[tuple[Waits, Draf
 
 
 def entries_of(messages: list[Outgoing], first_seq: int = 1) -> list[StoredEntry]:
-    found = assemble([StoredMessage(m.subject, first_seq + i, m.header, m.body) for i, m in enumerate(messages)], "t")
+    found = items_of([StoredMessage(m.subject, first_seq + i, m.header, m.body) for i, m in enumerate(messages)], "t")
     assert all(isinstance(entry, StoredEntry) for entry in found)
     return found  # type: ignore[return-value]
 
@@ -138,7 +138,7 @@ def test_a_unit_is_a_chain_behind_the_tip_within_the_limits(
 ) -> None:
     taken = decide(queue, tip, looked_up)
     unit = unit_of(queue, taken)
-    messages = [m for _, drafted in unit for m in drafted.messages]
+    messages = [drafted.message for _, drafted in unit]
     entries = entries_of(messages)
     assert [e.entry.id for e in entries] == [w.id for w, _ in unit], "the queue's order, each once and whole"
     assert [e.entry.prev_id for e in entries] == [tip.id, *(e.entry.id for e in entries)][: len(entries)]
@@ -147,7 +147,7 @@ def test_a_unit_is_a_chain_behind_the_tip_within_the_limits(
     if len(unit) > 1:
         assert tip.seq, "what expects nothing in the log goes alone"
         assert sum(len(e.entry.payload) for e in entries) <= UNIT_BYTES
-    assert len(messages) <= UNIT_MESSAGES
+    assert len(messages) <= UNIT_ENTRIES
     for (_, drafted), stored in zip(unit, entries, strict=True):
         assert (drafted.after.id, drafted.after.keys, drafted.after.producers, drafted.after.version) == (
             stored.entry.id, stored.entry.keys, stored.entry.producers or drafted.after.producers, stored.entry.version
@@ -184,7 +184,7 @@ def test_each_answer_is_due_by_the_durable_tip(queue: list[Waits], tip: Tip[Cont
                     case IdempotencyConflict():
                         assert recent_keys.find(tip.keys, write.item) is False
                     case TooLarge():
-                        assert write.size > min(LIMITS.entry_bytes_max, 10 * UNIT_MESSAGES)
+                        assert write.size > LIMITS.entry_bytes_max
                     case AlreadyExists():
                         assert looked_up
                         assert write.does == "is refused"
@@ -205,7 +205,7 @@ def test_it_changes_nothing_and_decides_the_same_again(queue: list[Waits], tip: 
     again = decide(queue, tip, looked_up)
     assert [type(o) for o in again.outcomes] == [type(o) for o in first.outcomes]
     assert again.needs is first.needs
-    assert [d.messages for _, d in unit_of(queue, again)] == [d.messages for _, d in unit_of(queue, first)]
+    assert [d.message for _, d in unit_of(queue, again)] == [d.message for _, d in unit_of(queue, first)]
 
 
 @given(queues(), tips)
@@ -230,7 +230,7 @@ def test_round_by_round_each_write_ends_once(queue: list[Waits], tip: Tip[Conten
             case Need.BASE:
                 tip = msgspec.structs.replace(tip, memory=content)
             case None if unit:
-                log += [m for _, drafted in unit for m in drafted.messages]
+                log += [drafted.message for _, drafted in unit]
                 tip = msgspec.structs.replace(unit[-1][1].after, seq=len(log))
     assert ended == [w.id for w in queue], "each once, in the order they came, none left over"
     assert [e.entry.id for e in entries_of(log)] == content.drafted, "what was drafted is what was sent"
@@ -266,7 +266,7 @@ def test_a_write_that_needs_more_than_the_tip_waits_for_the_unit_before_it() -> 
 
 
 def test_a_unit_ends_before_the_write_that_would_be_too_much() -> None:
-    for sizes, fit in (([25, 10, 6], 2), ([45, 1], 1), ([1] * 10, UNIT_MESSAGES), ([1, 25, 1, 1, 1, 1, 1], 6)):
+    for sizes, fit in (([25, 10, 6], 2), ([45, 1], 1), ([1] * 10, UNIT_ENTRIES)):
         queue = [Waits(id_, size=size) for id_, size in enumerate(sizes, 1)]
         outcomes, _ = decide(queue, a_tip(), looked_up=False)
         assert [type(o) for o in outcomes] == [Drafted] * fit

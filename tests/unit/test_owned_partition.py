@@ -10,7 +10,7 @@ from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.subjects import Subjects
-from bufstore.jetstream.messages import HEADER_BYTES_MAX, StoredMessage
+from bufstore.jetstream.messages import StoredMessage
 from thorough import examples
 
 SUBJECTS = Subjects("thread", 1)
@@ -34,17 +34,16 @@ class FakeFeed:
 
 
 def messages(sizes: list[int], first: int = 1) -> tuple[list[StoredMessage], list[int]]:
-    """One entry for each size (in pieces), and the positions where they end. Size 0: bytes that are no entry."""
+    """One entry for each size, and their positions. Size 0: bytes that are no entry."""
     made: list[StoredMessage] = []
     ends = []
-    for n, pieces in enumerate(sizes):
+    for n, size in enumerate(sizes):
         entry = Entry(
             id=n + 1, prev_id=0, base=Base.CHAINED, seen=0, version=0, self_contained=True, keys=b"",
-            payload=b"x" * (10 * pieces),
+            payload=b"x" * (10 * size),
         )  # fmt: skip
-        parts = encode(entry, HEADER_BYTES_MAX + 10) if pieces else [("junk", b"")]
-        for header, body in parts:
-            made.append(StoredMessage(SUBJECTS.of("t"), first + len(made), header, body))
+        header, body = encode(entry) if size else ("junk", b"")
+        made.append(StoredMessage(SUBJECTS.of("t"), first + len(made), header, body))
         ends.append(made[-1].seq)
     return made, ends
 

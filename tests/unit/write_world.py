@@ -10,7 +10,7 @@ from typing import Any
 
 from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.chain import Watermark, plan
-from bufstore.buffer.entry import Malformed, StoredEntry, assemble
+from bufstore.buffer.entry import Malformed, StoredEntry, items_of
 from bufstore.buffer.parts import Parts
 from bufstore.buffer.ports.ledger import Decision
 from bufstore.buffer.ports.waiting import WaitingEntry
@@ -63,7 +63,7 @@ class World:
 
     def tail(self, thread_id: str, after: int = 0) -> list[StoredEntry | Malformed]:
         subject = SUBJECTS.of(thread_id)
-        return assemble([m for m in self.log.messages if m.subject == subject and m.seq > after], thread_id)
+        return items_of([m for m in self.log.messages if m.subject == subject and m.seq > after], thread_id)
 
     async def flush(self, thread_id: str = "t", poison: frozenset[int] = frozenset()) -> None:
         def decide(watermarks: Any) -> Decision:

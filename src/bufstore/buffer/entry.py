@@ -1,8 +1,8 @@
 """The envelope: how an entry is written to the log, and read back.
 
-An entry is one JetStream message (an oversize one: several). What the buffer needs to know stands in one header,
-``Bufstore-Entry: <version>.<checksum>.<base64 of msgpack>``; the message body is the domain's
-payload and nothing else. So an entry whose body cannot be decoded any more still has its place in the chain.
+What the buffer needs to know of an entry stands in its header, ``<version>.<checksum>.<base64 of msgpack>``; its body
+is the domain's payload and nothing else. So an entry whose body cannot be decoded any more still has its place in the
+chain.
 
 The checksum covers body and header fields: what was written is what is read, or it is a MalformedEntry.
 """
@@ -12,13 +12,13 @@ from __future__ import annotations
 import enum
 import zlib
 from binascii import a2b_base64, b2a_base64
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from bufstore.errors import MalformedEntry
-from bufstore.jetstream.messages import HEADER, HEADER_BYTES_MAX, StoredMessage
+from bufstore.jetstream.messages import HEADER, StoredMessage
 
 VERSION = 1
 
@@ -71,8 +71,8 @@ class _Meta(msgspec.Struct, array_like=True, frozen=True, gc=False):
     version: int
     self_contained: bool
     keys: bytes
-    chunk: int
-    chunks: int
+    piece: int
+    pieces: int
     keys_complete: bool = True
 
 
@@ -86,7 +86,7 @@ class StoredEntry(msgspec.Struct, frozen=True, gc=False):
     """An entry together with where it stands in the log."""
 
     thread_id: str
-    #: `thread_seq`: the sequence of its (last) message.
+    #: Its position (`bufstore.buffer.places`).
     seq: int
     entry: Entry
 
@@ -94,23 +94,12 @@ class StoredEntry(msgspec.Struct, frozen=True, gc=False):
 _meta_encoder = msgspec.msgpack.Encoder()
 _meta_decoder = msgspec.msgpack.Decoder(_MetaWithSources)
 _BASES = dict(enumerate(Base))
+#: What the header says of pieces: an earlier form of the log had entries in several messages.
+_ONE_PIECE = (0, 1)
 
 
-def encode(entry: Entry, message_bytes_max: int) -> list[tuple[str, bytes]]:
-    """The messages that carry `entry`: (header value, body) each, in order.
-
-    `message_bytes_max` is the server's max_payload, which counts headers and body: a larger message does not fail, it
-    closes the connection.
-    """
-    room = message_bytes_max - HEADER_BYTES_MAX
-    payload = entry.payload
-    if len(payload) <= room:
-        return [(_header(entry, payload, 0, 1), payload)]
-    pieces = [payload[i : i + room] for i in range(0, len(payload), room)]
-    return [(_header(entry, piece, i, len(pieces)), piece) for i, piece in enumerate(pieces)]
-
-
-def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
+def encode(entry: Entry) -> tuple[str, bytes]:
+    """The message that carries `entry`: header value and body."""
     fields: tuple[Any, ...] = (
         entry.id,
         entry.prev_id,
@@ -119,18 +108,17 @@ def _header(entry: Entry, body: bytes, chunk: int, chunks: int) -> str:
         entry.version,
         entry.self_contained,
         entry.keys,
-        chunk,
-        chunks,
+        *_ONE_PIECE,
         entry.keys_complete,
     )
     # As `_Meta` (and `_MetaWithSources`) is encoded, without making one.
     meta = _meta_encoder.encode((*fields, entry.producers) if entry.producers else fields)
     text = b2a_base64(meta, newline=False)
-    return f"{VERSION}.{zlib.crc32(body, zlib.crc32(text)):08x}.{text.decode()}"
+    return f"{VERSION}.{zlib.crc32(entry.payload, zlib.crc32(text)):08x}.{text.decode()}", entry.payload
 
 
-def decode(message: StoredMessage) -> tuple[Entry, int, int]:
-    """The entry (or piece of one) that a message carries, its chunk number and the number of chunks.
+def decode(message: StoredMessage) -> Entry:
+    """The entry that a message carries.
 
     Raises MalformedEntry, and nothing else, for any bytes that `encode` of a known version did not make.
     """
@@ -149,11 +137,11 @@ def decode(message: StoredMessage) -> tuple[Entry, int, int]:
     # one of them pass would meet the same bytes again after each restart.
     except (msgspec.MsgspecError, LookupError, ValueError, TypeError, OverflowError, RecursionError) as e:
         raise MalformedEntry(f"undecodable header: {type(e).__name__}") from e
-    if not 0 <= meta.chunk < meta.chunks:
-        raise MalformedEntry(f"chunk {meta.chunk} of {meta.chunks}")
+    if (meta.piece, meta.pieces) != _ONE_PIECE:
+        raise MalformedEntry(f"piece {meta.piece} of {meta.pieces}; this release reads whole entries")
     if meta.id >> 63 or meta.prev_id >> 63 or meta.seen >> 63 or meta.version >> 63:
         raise MalformedEntry("a number out of range")
-    entry = Entry(
+    return Entry(
         id=meta.id,
         prev_id=meta.prev_id,
         base=base,
@@ -165,13 +153,12 @@ def decode(message: StoredMessage) -> tuple[Entry, int, int]:
         producers=meta.producers,
         payload=message.body,
     )
-    return entry, meta.chunk, meta.chunks
 
 
 def entry_id(message: StoredMessage) -> int:
-    """The id of the entry that a message carries, or carries a piece of; 0 if there is none."""
+    """The id of the entry that a message carries; 0 if there is none."""
     try:
-        return decode(message)[0].id
+        return decode(message).id
     except MalformedEntry:
         return 0
 
@@ -187,77 +174,18 @@ class Malformed(msgspec.Struct, frozen=True, gc=False):
     thread_id: str | None = None
 
 
-#: What `Assembler` makes of the log's messages.
+#: What a message of the log is.
 Item = StoredEntry | Malformed
 
 
-class Assembler:
-    """Joins the messages of oversize entries. Feed it one subject's or one partition's messages in order.
-
-    The chunks of an entry are written in one atomic batch, so they are neighbours in the log; a message that does
-    not go on where the last one stopped makes what was begun malformed (or, before anything was begun, is the end
-    of an entry whose beginning has been purged).
-    """
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[StoredMessage, Entry]] = []
-        #: The thread of what was begun.
-        self._thread_id = ""
-        self._chunks = 0
-
-    @property
-    def pending_from(self) -> int | None:
-        """The sequence of the first piece of an unfinished entry: nothing may pass it."""
-        return self._pieces[0][0].seq if self._pieces else None
-
-    def feed(self, message: StoredMessage, thread_id: str) -> Iterator[Item]:
-        """What is complete once `message` is added."""
-        try:
-            entry, chunk, chunks = decode(message)
-        except MalformedEntry as e:
-            yield from self.abandon()
-            yield Malformed(message.subject, message.seq, (message,), str(e), thread_id)
-            return
-        if chunks == 1:
-            yield from self.abandon()
-            yield StoredEntry(thread_id, message.seq, entry)
-            return
-        fits = len(self._pieces) == chunk and (
-            chunk == 0
-            or (
-                self._chunks == chunks
-                and self._pieces[-1][1].id == entry.id
-                and self._pieces[-1][0].subject == message.subject
-            )
-        )
-        if not fits:
-            yield from self.abandon()
-            if chunk != 0:
-                yield Malformed(message.subject, message.seq, (message,), f"chunk {chunk} without its start", thread_id)
-                return
-        self._pieces.append((message, entry))
-        self._thread_id, self._chunks = thread_id, chunks
-        if chunk == chunks - 1:
-            payload = b"".join(piece.body for piece, _ in self._pieces)
-            self._pieces = []
-            yield StoredEntry(thread_id, message.seq, msgspec.structs.replace(entry, payload=payload))
-
-    def abandon(self) -> Iterator[Malformed]:
-        """What was begun, as the fragment that it is if nothing goes on with it."""
-        # Blame the thread in which it was begun: the message that ends it may be another thread's, and sound.
-        if self._pieces:
-            messages = tuple(m for m, _ in self._pieces)
-            self._pieces = []
-            yield Malformed(messages[-1].subject, messages[-1].seq, messages, "chunk missing", self._thread_id)
+def item_of(message: StoredMessage, thread_id: str) -> Item:
+    """What a message of this thread is."""
+    try:
+        return StoredEntry(thread_id, message.seq, decode(message))
+    except MalformedEntry as e:
+        return Malformed(message.subject, message.seq, (message,), str(e), thread_id)
 
 
-def assemble(messages: Sequence[StoredMessage], thread_id: str) -> list[Item]:
-    """The entries that the messages of one thread carry, oldest first; a beginning cut off is left out.
-
-    Retention may purge the first chunks of an applied entry and keep its last; such a rest is not an entry any more.
-    """
-    assembler = Assembler()
-    found = [item for message in messages for item in assembler.feed(message, thread_id)]
-    while found and isinstance(found[0], Malformed) and "without its start" in found[0].cause:
-        found.pop(0)
-    return found
+def items_of(messages: Iterable[StoredMessage], thread_id: str) -> list[Item]:
+    """What the messages of one thread are, in their order."""
+    return [item_of(message, thread_id) for message in messages]

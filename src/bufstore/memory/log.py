@@ -1,12 +1,13 @@
 """The log in memory: a stream as the server keeps it, and one instance's view of it.
 
-It keeps what a real log promises (expectations, batches whole or not at all, positions by epoch, a limit that pushes
-back, feeds without a hole) and nothing of what can go wrong on the way to one.
+It keeps what a real log promises (expectations, positions by epoch, a limit that pushes back, feeds without a hole) and
+nothing of what can go wrong on the way to one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from bisect import bisect_right
 from collections import deque
@@ -17,13 +18,8 @@ from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import BufstoreError, Closed, ConfigDrift, ConfigError, LogFull, LogRolledBack, LogUnavailable
-from bufstore.jetstream.group_commit import GroupCommit
+from bufstore.errors import Closed, ConfigDrift, LogFull, LogRolledBack, LogUnavailable
 from bufstore.jetstream.messages import (
-    BATCH_MESSAGES_MAX,
-    AppendUnknown,
-    BatchRefused,
-    BegunBatch,
     Conflict,
     Outgoing,
     StoredMessage,
@@ -45,8 +41,7 @@ class MemoryStream:
         #: In order of their sequences.
         self.messages: list[StoredMessage] = []
         self._of_subject: dict[str, list[StoredMessage]] = {}
-        #: By partition and term.
-        self.feeds: dict[tuple[int, int], MemoryFeed] = {}
+        self.feeds: list[MemoryFeed] = []
 
     def store(self, messages: Sequence[Outgoing]) -> int:
         """Check every expectation against what is there, then store all or nothing; the last sequence.
@@ -68,7 +63,7 @@ class MemoryStream:
             self.messages.append(stored)
             self._of_subject.setdefault(message.subject, []).append(stored)
         self.bytes += size
-        for feed in self.feeds.values():
+        for feed in self.feeds:
             feed.wake()
         return self.end
 
@@ -111,7 +106,7 @@ class MemoryStream:
 
 
 class MemoryFeed:
-    """See `bufstore.buffer.ports.log.Feed`."""
+    """See `bufstore.buffer.groups.feeds.StreamFeed`."""
 
     def __init__(
         self, stream: MemoryStream, filter_: str, start: int, wake: Callable[[], None], messages_max: int
@@ -127,12 +122,9 @@ class MemoryFeed:
         self._seen = start - 1
         self._messages_max = messages_max
         self._held: deque[int] = deque()
-        self._beyond = False
 
     def take(self) -> list[StoredMessage]:
         room = self._messages_max - len(self._held)
-        if self._beyond:
-            room, self._beyond = max(room, 1), False
         found: list[StoredMessage] = []
         if self.lost is None:
             for message in self._stream.after(self._filter, self._seen):
@@ -146,11 +138,6 @@ class MemoryFeed:
         if found:
             self._next = found[-1].seq + 1
         return found
-
-    async def more(self) -> None:
-        self._beyond = True
-        if next(self._stream.after(self._filter, self._seen), None) is not None:
-            self.wake()
 
     @property
     def crowded(self) -> bool:
@@ -169,13 +156,13 @@ class MemoryFeed:
         """Deliver no more."""
         if self.lost is None:
             self.lost = reason
-            for key in [key for key, feed in self._stream.feeds.items() if feed is self]:
-                del self._stream.feeds[key]
+            with contextlib.suppress(ValueError):
+                self._stream.feeds.remove(self)
             self.wake()
 
 
 class MemoryLog:
-    """See `bufstore.buffer.ports.log.Log`. `streams` is what the server has, by name."""
+    """See `bufstore.buffer.groups.log.GroupsInStream`. `streams` is what the server has, by name."""
 
     def __init__(
         self, streams: dict[str, MemoryStream], config: BufferConfig, message_bytes_max: int = 1 << 20
@@ -193,29 +180,6 @@ class MemoryLog:
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return await self._write([message])
-
-    async def publish_each(
-        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
-    ) -> None:
-        async def one(number: int, message: Outgoing) -> None:
-            outcome: int | Exception
-            try:
-                outcome = await self.publish(message, timeout_s)
-            except (Conflict, AppendUnknown, BufstoreError) as e:
-                outcome = e
-            ended(number, outcome)
-
-        await asyncio.gather(*(one(number, message) for number, message in enumerate(messages)))
-
-    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
-        return None
-
-    async def publish_batch(
-        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
-    ) -> int:
-        if not 0 < len(messages) <= BATCH_MESSAGES_MAX:
-            raise BatchRefused(f"{len(messages)} messages in a batch")
-        return await self._write(messages)
 
     async def _write(self, messages: Sequence[Outgoing]) -> int:
         stream = await self._turn()
@@ -317,7 +281,7 @@ class MemoryLog:
 
     async def remove(self) -> None:
         stream = self._streams.pop(self._config.log.stream, None)
-        for feed in list(stream.feeds.values()) if stream is not None else ():
+        for feed in list(stream.feeds) if stream is not None else ():
             feed.lose("the stream is gone")
 
     async def end(self, timeout_s: float) -> int:
@@ -327,35 +291,17 @@ class MemoryLog:
         stream = await self._turn()
         return [max((m.seq for m in stream.last([f]).values()), default=0) for f in filters]
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> MemoryFeed:
-        stream = await self._turn()
-        for known in (term - 1, term):
-            before = stream.feeds.get((partition, known))
-            if before is not None and known == term and before.start != start:
-                raise ConfigError(f"another flusher follows partition {partition} with term {term}")
-            if before is not None:
-                before.lose("another flusher follows the partition")
-        bound = max(self._config.flush_max_entries, 2 * BATCH_MESSAGES_MAX)
-        feed = MemoryFeed(stream, self._subjects.of_partition(partition), start, wake, bound)
-        stream.feeds[partition, term] = feed
-        self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
-        return feed
-
     async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> MemoryFeed:
         """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
         stream = await self._turn()
         feed = MemoryFeed(stream, subject, start, wake, self._config.flush_max_entries)
-        stream.feeds[-1, id(feed)] = feed
+        stream.feeds.append(feed)
         self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
         return feed
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""
         (await self._turn()).purge("*.*.*", seq)
-
-    def writer(self, timeout_s: float) -> GroupCommit:
-        """What writes units to this log."""
-        return GroupCommit(self, timeout_s=timeout_s)
 
     async def prove_leader(self, timeout_s: float) -> None:
         """One server leads always."""
@@ -368,27 +314,13 @@ class MemoryLog:
         """One server leads always."""
         return 0
 
-    async def latest(self, subject: str, timeout_s: float) -> int:
-        found = (await self.last([subject], timeout_s)).get(subject)
-        return found.seq if found is not None else 0
-
-    async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        return await self.ends(filters, timeout_s)
-
     async def fill(self) -> tuple[int, int]:
         stream = await self._turn()
         return stream.bytes, stream.config.max_bytes
 
-    async def purge(self, partition: int, below: int) -> None:
-        (await self._turn()).purge(self._subjects.of_partition(partition), below)
-
     async def overwrite(self, seq: int) -> None:
         """Remove one message; a no-op if it is gone."""
         (await self._turn()).remove(seq)
-
-    async def acked(self, partition: int, term: int) -> int | None:
-        feed = (await self._turn()).feeds.get((partition, term))
-        return feed.acked if feed is not None else None
 
     async def identity(self, seq: int) -> StoredMessage | None:
         messages = (await self._turn()).messages

@@ -1,4 +1,4 @@
-"""Follows one partition of the log: a durable pull consumer of one owner's term.
+"""Follows a subject of the log: a durable pull consumer of one process.
 
 The feed promises an unbroken sequence: the cursor will say "everything up to here is done", so a delivery that was
 lost on the way must not pass unnoticed. Each delivery carries the consumer's own dense counter, and each idle
@@ -42,7 +42,7 @@ _ACK_WAIT_S = 600
 
 
 def consumer_config(name: str, filter_subject: str, start: int, pending_max: int) -> dict[str, Any]:
-    """The consumer of one partition and term."""
+    """The consumer of one follower."""
     return {
         "name": name,
         "durable_name": name,
@@ -60,7 +60,7 @@ def consumer_config(name: str, filter_subject: str, start: int, pending_max: int
 
 
 class NatsFeed:
-    """See `bufstore.buffer.ports.log.Feed`."""
+    """See `bufstore.buffer.groups.feeds.StreamFeed`."""
 
     def __init__(
         self,
@@ -136,9 +136,6 @@ class NatsFeed:
             return
         await self._pull()
 
-    async def more(self) -> None:
-        await self._pull(beyond=True)
-
     async def close(self) -> None:
         self._lost = self._lost or "closed"
         if self._subscription is None or self._client is None or not self._client.is_connected:
@@ -152,13 +149,12 @@ class NatsFeed:
             if not isinstance(e, ConsumerMissing):
                 self._leave(self._name)
 
-    async def _pull(self, *, beyond: bool = False) -> None:
-        """Keep one request open while there is space for its messages, or although there is none."""
+    async def _pull(self) -> None:
+        """Keep one request open while there is space for its messages."""
         room = self._messages_max - len(self._held)
         full = room <= self._messages_max // 4 or self._held_bytes >= self._bytes_max
-        if self._outstanding or (full and not beyond) or self._lost or self._client is None:
+        if self._outstanding or full or self._lost or self._client is None:
             return
-        room = max(room, 1)
         self._outstanding = room
         self._heard = self._loop.time()
         request = {

@@ -1,4 +1,4 @@
-"""The log: the stream THREADLOG."""
+"""The stream that holds the log's groups: THREADLOG."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.errors import ConsumerMissing, MessageMissing, StreamMissing, StreamTaken
-from bufstore.jetstream.group_commit import GroupCommit
-from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, AppendUnknown, BegunBatch, Outgoing
+from bufstore.jetstream.errors import MessageMissing, StreamMissing, StreamTaken
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.stream import NatsStream, Shown
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.fresh_ends import PROOF_S, FreshEnds
@@ -37,7 +36,7 @@ from bufstore.nats.setup import (
     withdrawn,
 )
 
-#: What all partitions together ask for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
+#: What is asked for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
 #: dead and cuts it off, and while a large window is computed nothing is read.
 _ASKED_BYTES_MAX = 32 << 20
 
@@ -57,7 +56,7 @@ _PROOFS_GO_EVERY = 257
 
 
 class NatsLog(NatsStream):
-    """See `bufstore.buffer.ports.log.Log`."""
+    """See `bufstore.buffer.groups.log.GroupsInStream`."""
 
     def __init__(self, connection: Connection, api: str, config: BufferConfig) -> None:
         super().__init__(connection, api, config.log.stream, config.log.replicas)
@@ -68,8 +67,8 @@ class NatsLog(NatsStream):
         self._fresh = FreshEnds(_Replicas(self), self._subjects.proof)
         self._proofs_age = max(1, min(_PROOFS_AGE_MAX, int(config.log.max_bytes * _PROOFS_SHARE / _PROOF_BYTES)))
         self._leftovers = Leftovers(self._remove_consumer)
-        #: How often in a row no consumer could be made for a partition.
-        self._unmade: dict[int, int] = {}
+        #: How often in a row no consumer could be made.
+        self._unmade = 0
         self._vouch: Callable[[], Awaitable[str | None]] | None = None
         self._generation_start = 1
         self._windows = Windows.of(config.log)
@@ -179,15 +178,6 @@ class NatsLog(NatsStream):
         self._sending()
         return self._acked_one(await super().publish(message, timeout_s), message)
 
-    async def publish_each(
-        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
-    ) -> None:
-        def acked(number: int, outcome: int | Exception) -> None:
-            ended(number, self._acked_one(outcome, messages[number]) if isinstance(outcome, int) else outcome)
-
-        self._sending()
-        await super().publish_each(messages, timeout_s, acked)
-
     def _sending(self) -> None:
         self._same.check()
         reach(Failpoint.PUBLISH_BEFORE)
@@ -195,18 +185,6 @@ class NatsLog(NatsStream):
     def _acked_one(self, seq: int, message: Outgoing) -> int:
         reach(Failpoint.PUBLISH_ACKED)
         return self._same.acked(seq, message)
-
-    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
-        return None if self._same.refused is not None else super().begin_batch(first)
-
-    async def publish_batch(
-        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
-    ) -> int:
-        self._same.check()
-        reach(Failpoint.BATCH_BEFORE)
-        seq = await super().publish_batch(messages, timeout_s, begun)
-        reach(Failpoint.BATCH_ACKED)
-        return self._same.acked(seq, messages[-1])
 
     async def end(self, timeout_s: float) -> int:
         self._same.check()
@@ -315,21 +293,6 @@ class NatsLog(NatsStream):
         info = await self._look()
         return int(info["state"]["bytes"]), int(info["config"]["max_bytes"])
 
-    async def acked(self, partition: int, term: int) -> int | None:
-        name = f"{self._config.log.subject}-flusher-{partition}-{term}"
-        try:
-            info = await self.api(f"CONSUMER.INFO.{self._config.log.stream}.{name}")
-        except ConsumerMissing:
-            return None
-        return int(info["ack_floor"]["stream_seq"])
-
-    async def purge(self, partition: int, below: int) -> None:
-        self._same.check()  # positions of another log may hold what is not flushed
-        await self.api(
-            f"STREAM.PURGE.{self._config.log.stream}",
-            {"filter": self._subjects.of_partition(partition), "seq": below},
-        )
-
     async def overwrite(self, seq: int) -> None:
         """Remove one message, and overwrite it on disk; a no-op if it is gone."""
         # A purge only forgets where messages are.
@@ -337,27 +300,11 @@ class NatsLog(NatsStream):
         with contextlib.suppress(MessageMissing):
             await self.api(f"STREAM.MSG.DELETE.{self._config.log.stream}", {"seq": seq})
 
-    async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> NatsFeed:
-        consumer = f"{self._config.log.subject}-flusher-{partition}"
-        config = consumer_config(
-            f"{consumer}-{term}",
-            self._subjects.of_partition(partition),
-            start,
-            # An oversize entry of the most messages there may be must fit, or the feed would never get past it.
-            max(self._config.flush_max_entries, 2 * BATCH_MESSAGES_MAX),
-        )
-        # Of the owner before, which may be this process. It would go by itself, but not soon enough when connections
-        # are lost again and again; where nobody answers for it, nothing waits for it.
-        try:
-            await self._remove_consumer(f"{consumer}-{term - 1}")
-        except LogUnavailable as e:
-            if not isinstance(e, ConsumerMissing | StreamMissing):
-                self._leftovers.add(f"{consumer}-{term - 1}")
-        reach(Failpoint.TAKE_OLD_DELETED)
-        # One message must always fit, or the feed would never get past it.
-        asked = min(self._config.flush_max_bytes, _ASKED_BYTES_MAX) // self._config.log.partitions
-        bytes_max = max(asked, 2 * self.message_bytes_max)
-        tries = self._unmade.get(partition, 0)
+    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> NatsFeed:
+        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
+        consumer = f"{self._config.log.subject}-{name}-0-0"
+        config = consumer_config(consumer, subject, max(start, 1), self._config.flush_max_entries)
+        bytes_max = max(min(self._config.flush_max_bytes, _ASKED_BYTES_MAX), 2 * self.message_bytes_max)
         try:
             feed = await open_feed(
                 self._connection,
@@ -368,44 +315,19 @@ class NatsLog(NatsStream):
                 wake,
                 bytes_max,
                 self._leftovers.add,
-                min(_MADE_S * 2**tries, _MADE_MAX_S),
+                min(_MADE_S * 2**self._unmade, _MADE_MAX_S),
             )
         except LogUnavailable:
-            self._unmade[partition] = tries + 1
+            self._unmade += 1
             self._leftovers.add(config["name"])
             raise
-        self._unmade.pop(partition, None)
+        self._unmade = 0
         return feed
-
-    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> NatsFeed:
-        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
-        consumer = f"{self._config.log.subject}-{name}-0-0"
-        config = consumer_config(consumer, subject, max(start, 1), self._config.flush_max_entries)
-        bytes_max = max(min(self._config.flush_max_bytes, _ASKED_BYTES_MAX), 2 * self.message_bytes_max)
-        try:
-            return await open_feed(
-                self._connection,
-                self,
-                self._api,
-                self._config.log.stream,
-                config,
-                wake,
-                bytes_max,
-                self._leftovers.add,
-                _MADE_S,
-            )
-        except LogUnavailable:
-            self._leftovers.add(config["name"])
-            raise
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""
         self._same.check()
         await self.api(f"STREAM.PURGE.{self._config.log.stream}", {"seq": seq})
-
-    def writer(self, timeout_s: float) -> GroupCommit:
-        """What writes units to this log."""
-        return GroupCommit(self, timeout_s=timeout_s)
 
     async def _remove_consumer(self, name: str) -> None:
         await self.api(f"CONSUMER.DELETE.{self._config.log.stream}.{name}", timeout_s=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from bufstore.buffer.entry import Item, Malformed, StoredEntry, decode
+from bufstore.buffer.entry import Malformed
 from bufstore.buffer.groups.group import Record, decode_entry, decode_header
 from bufstore.buffer.places import first_place, place
 from bufstore.buffer.subjects import Subjects
@@ -56,11 +56,3 @@ def entries_of(
             continue
         stored = StoredMessage(subjects.of(entry.thread_id), at, entry.header, entry.payload)
         yield Taken(record.partition, EntryMessage(entry.thread_id, stored, entry.elsewhere))
-
-
-def item_of(thread_id: str, message: StoredMessage) -> Item:
-    """An entry whose payload is whole, decoded."""
-    try:
-        return StoredEntry(thread_id, message.seq, decode(message)[0])
-    except MalformedEntry as e:
-        return Malformed(message.subject, message.seq, (message,), str(e), thread_id)

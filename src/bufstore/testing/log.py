@@ -239,8 +239,7 @@ async def a_batch_is_stored_whole_and_as_neighbours(logs: Logs) -> None:
     log, other = await logs.made(), await logs.made()
     a, b = logs.threads(0, 2)
     batch = [Outgoing(a, b"1", expected=0), Outgoing(b, b"2", "h", expected=0), Outgoing(b, b"3")]
-    begun = log.begin_batch(batch[0])
-    (end, *_) = await asyncio.gather(log.publish_batch(batch, PATIENCE_S, begun), put(other, *logs.threads(1, 5)))
+    (end, *_) = await asyncio.gather(log.publish_batch(batch, PATIENCE_S), put(other, *logs.threads(1, 5)))
     stored = await log.after(logs.subjects.of_partition(0), 0, PATIENCE_S)
     assert [(m.subject, m.seq, m.header, m.body) for m in stored] == [
         (a, end - 2, None, b"1"), (b, end - 1, "h", b"2"), (b, end, None, b"3"),
@@ -257,20 +256,6 @@ async def a_batch_with_one_conflict_stores_nothing(logs: Logs) -> None:
         await log.publish_batch([Outgoing(a, b"1", expected=0), Outgoing(b, b"2", expected=0)], PATIENCE_S)
     assert await log.end(PATIENCE_S) == end
     assert await log.last([a], PATIENCE_S) == {}
-
-
-@_check()
-async def of_messages_side_by_side_each_ends_by_itself(logs: Logs) -> None:
-    log = await logs.made()
-    a, b, c = logs.threads(0, 3)
-    await put(log, b)
-    ended: dict[int, int | Exception] = {}
-    messages = [Outgoing(a, b"1", expected=0), Outgoing(b, b"2", expected=0), Outgoing(c, b"3")]
-    await log.publish_each(messages, PATIENCE_S, lambda number, outcome: ended.update({number: outcome}))
-    assert ended.keys() == {0, 1, 2}
-    assert isinstance(ended[1], Conflict)
-    last = await log.last([a, c], PATIENCE_S)
-    assert (last[a].seq, last[c].seq) == (ended[0], ended[2])
 
 
 @_check()

@@ -326,11 +326,11 @@ class Appender(Generic[S, M]):
                 return lambda: self._finder.of_row(thread_id)
 
     def _limits(self, thread_id: str) -> Limits:
-        return Limits(self._subjects.of(thread_id), self._log.message_bytes_max, self._config.log.max_entry_bytes)
+        return Limits(self._subjects.of(thread_id), self._config.log.max_entry_bytes)
 
     def _send(self, unit: Unit[M]) -> None:
         unit.drafted_in = self._anew
-        for write, _ in unit.writes:
+        for write in unit.writes:
             write.maybe_behind = unit.before.seq
         self._group.add(unit)
 
@@ -353,13 +353,13 @@ class Appender(Generic[S, M]):
             self._tips.drop(lane.thread_id)
         else:
             self._tips.put(lane.thread_id, unit.after)
-        for (write, count), draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
+        for write, draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
             if not write.done.done():
                 if late:
                     write.done.set_exception(AppendUnknown("the answer came too late to be relied on"))
                 else:
                     write.done.set_result(Receipt(lane.thread_id, seq, write.id, draft.version))
-            seq -= count
+            seq -= 1  # they are neighbours in one group
         self.appended += len(unit.writes)
         self._advance(lane)
 
@@ -425,7 +425,7 @@ class Appender(Generic[S, M]):
         except Exception as e:
             # If nobody drives the lane, every later write of the thread runs into its deadline.
             _log.exception("cannot recover a write; its outcome is unknown", extra={"action": "recover_error"})
-            for write, _ in unit.writes:
+            for write in unit.writes:
                 if not write.done.done():
                     write.done.set_exception(AppendUnknown(f"unexpected {type(e).__name__}"))
             self._fail(
@@ -452,14 +452,14 @@ class Appender(Generic[S, M]):
                 self._on_part_stored(unit, outcome.stored)
         unit.undo()
         self._tips.drop(lane.thread_id)
-        for write, _ in unit.writes:
+        for write in unit.writes:
             write.maybe_behind = None
         if isinstance(error, (Conflict, LogUnavailable)):
             self.conflicts += isinstance(error, Conflict)
             lane.conflicts = lane.conflicts + 1 if isinstance(error, Conflict) else 0
             if lane.conflicts > 3:  # others are faster: let them
                 await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
-            lane.queue.extendleft(w for w, _ in reversed(unit.writes))
+            lane.queue.extendleft(reversed(unit.writes))
             if isinstance(error, Conflict) and before.seq and before.memory is not None:
                 await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before))
             elif isinstance(error, LogUnavailable):
@@ -468,14 +468,14 @@ class Appender(Generic[S, M]):
             else:
                 await self._find(lane, lambda: self._finder.look_up(lane.thread_id))
             return
-        for write, _ in unit.writes:
+        for write in unit.writes:
             if not write.done.done():
                 write.done.set_exception(error)
         self._advance(lane)
 
     def _on_part_stored(self, unit: Unit[M], stored: Sequence[int]) -> None:
         """The first writes of a unit are stored, the others never will be: those go on as after a conflict."""
-        for (write, _), draft, seq in zip(unit.writes, unit.drafts, stored, strict=False):
+        for write, draft, seq in zip(unit.writes, unit.drafts, stored, strict=False):
             if not write.done.done():
                 write.done.set_result(Receipt(unit.lane.thread_id, seq, write.id, draft.version))
         del unit.writes[: len(stored)]

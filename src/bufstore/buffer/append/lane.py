@@ -6,7 +6,6 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Generic
 
 from bufstore.buffer.append.next_unit import Drafted, Taken
@@ -52,7 +51,7 @@ class Unit(group_commit.AppendUnit, Generic[M]):
     def __init__(self, lane: Lane[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]) -> None:
         super().__init__([])
         self.lane = lane
-        self.writes: list[tuple[Write[M], int]] = []  # with the number of messages
+        self.writes: list[Write[M]] = []
         self.drafts: list[Draft[M]] = []
         self.before = before
         #: How often the log had begun anew by then.
@@ -65,10 +64,10 @@ class Unit(group_commit.AppendUnit, Generic[M]):
         self._on_end(self, outcome)
 
     def add(self, write: Write[M], drafted: Drafted[M]) -> None:
-        """Add a write, whose messages stand behind the present ones."""
-        self.writes.append((write, len(drafted.messages)))
+        """Add a write, whose entry stands behind the present ones."""
+        self.writes.append(write)
         self.drafts.append(drafted.draft)
-        self.messages += drafted.messages
+        self.messages.append(drafted.message)
         self.after = drafted.after
 
     def stored_of(self, behind: Sequence[StoredMessage]) -> list[int] | None:
@@ -78,13 +77,12 @@ class Unit(group_commit.AppendUnit, Generic[M]):
         """
         same = 0
         for ours, theirs in zip(self.messages, behind, strict=False):
-            if ours.header != theirs.header:  # which has id, number and checksum of each piece
+            if ours.header != theirs.header:  # which has the id and the checksum
                 break
             same += 1
         if same == len(behind) < len(self.messages):
             return None
-        ends = list(accumulate(count for _, count in self.writes))
-        return [behind[end - 1].seq for end in ends if end <= same]
+        return [message.seq for message in behind[:same]]
 
     def undo(self) -> None:
         """Take the drafts back, the last first."""

@@ -45,7 +45,7 @@ async def resolve(unit: Unit[M], log: Log, group: Writer, known: Callable[[], bo
     pause = wait_random_exponential(multiplier=0.02, max=_PAUSE_MAX_S)
     async for attempt in AsyncRetrying(wait=pause, retry=retry_if_exception_type(_StillUnknown)):
         with attempt:
-            if all(w.done.done() for w, _ in unit.writes):
+            if all(w.done.done() for w in unit.writes):
                 return None
             try:
                 behind = await log.after(subject, unit.before.seq, 2.0, limit=len(unit.messages))

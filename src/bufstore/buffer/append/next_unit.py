@@ -12,8 +12,9 @@ from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip
 from bufstore.buffer.domain import M
 from bufstore.buffer.entry import Base, Entry, encode
+from bufstore.buffer.places import ENTRIES_MAX
 from bufstore.errors import BufstoreError, IdempotencyConflict, Rejected, TooLarge
-from bufstore.jetstream.messages import BATCH_MESSAGES_MAX, Outgoing
+from bufstore.jetstream.messages import Outgoing
 from bufstore.types import Receipt
 
 #: Of one thread at a time: larger groups gain nothing (`bufstore.buffer.groups.sequencer`).
@@ -67,8 +68,6 @@ class Limits(NamedTuple):
     """Of a thread's messages."""
 
     subject: str
-    #: The server's max_payload.
-    message_bytes_max: int
     entry_bytes_max: int
 
 
@@ -91,7 +90,7 @@ class Drafted(msgspec.Struct, Generic[M], gc=False, eq=False):
     """A write that goes out with the unit."""
 
     draft: Draft[M]
-    messages: list[Outgoing]
+    message: Outgoing
     #: The thread's tip once it is stored.
     after: Tip[M]
 
@@ -132,11 +131,11 @@ def next_unit(
             break
         outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=looked_up)
         if isinstance(outcome, Drafted):
-            size += sum(map(size_of, outcome.messages))
-            if count and (size > UNIT_BYTES_MAX or count + len(outcome.messages) > BATCH_MESSAGES_MAX):
+            size += size_of(outcome.message)
+            if count and (size > UNIT_BYTES_MAX or count == ENTRIES_MAX):
                 outcome.draft.undo()
                 break
-            count += len(outcome.messages)
+            count += 1
             tip = outcome.after
         elif count:
             # A refusal must rest on a durable tip, and what stands in this very unit may still fail. So such writes
@@ -173,7 +172,7 @@ def _judge(
         return Need.TIP if isinstance(e, Rejected) and not looked_up else e
     entry = _entry(write, tip, draft)
     try:
-        messages = _messages(entry, tip.seq if first else None, limits)
+        message = _message(entry, tip.seq if first else None, limits)
     except BufstoreError as e:
         draft.undo()
         return e
@@ -189,7 +188,7 @@ def _judge(
         entry.keys_complete,
         entry.producers,
     )
-    return Drafted(draft, messages, after)
+    return Drafted(draft, message, after)
 
 
 def _entry(write: QueuedWrite[M], tip: Tip[M], draft: Draft[M]) -> Entry:
@@ -208,14 +207,11 @@ def _entry(write: QueuedWrite[M], tip: Tip[M], draft: Draft[M]) -> Entry:
     )
 
 
-def _messages(entry: Entry, expected: int | None, limits: Limits) -> list[Outgoing]:
+def _message(entry: Entry, expected: int | None, limits: Limits) -> Outgoing:
     if len(entry.payload) > limits.entry_bytes_max:
         raise TooLarge(len(entry.payload), limits.entry_bytes_max)
-    parts = encode(entry, limits.message_bytes_max)
-    if len(parts) > BATCH_MESSAGES_MAX:
-        raise TooLarge(len(entry.payload), BATCH_MESSAGES_MAX * limits.message_bytes_max)
-    subject = limits.subject
-    return [Outgoing(subject, body, header, expected if i == 0 else None) for i, (header, body) in enumerate(parts)]
+    header, body = encode(entry)
+    return Outgoing(limits.subject, body, header, expected)
 
 
 def _repeat(thread_id: str, tip: Tip[M]) -> Receipt:

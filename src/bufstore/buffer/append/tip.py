@@ -67,7 +67,7 @@ def tip_of_message(last: StoredMessage) -> Tip[M]:
     asked Postgres may pass them on.
     """
     try:
-        entry, _, _ = decode(last)
+        entry = decode(last)
     except MalformedEntry:
         return Tip(last.seq, 0, Base.CHAINED, 0, 0, b"", None, broken=True, keys_complete=False)
     if entry.base is not Base.CHAINED:

@@ -11,7 +11,7 @@ from bufstore.buffer.append.lookups import Lookups
 from bufstore.buffer.append.tip import Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
 from bufstore.buffer.chain import Watermark, counts
 from bufstore.buffer.domain import M, S, S_co
-from bufstore.buffer.entry import Base, Malformed, StoredEntry, assemble
+from bufstore.buffer.entry import Base, Malformed, StoredEntry, items_of
 from bufstore.buffer.parts import Parts
 
 #: Purged entries were flushed a failover window ago, which is longer: a thread that existed nowhere, and was written
@@ -176,7 +176,7 @@ class TipFinder(Generic[S, M]):
             # A conflict, and nobody wrote behind us: our base was purged, and maybe more with it.
             return await self.look_up(thread_id)
         tip = before
-        for item in assemble(messages, thread_id):
+        for item in items_of(messages, thread_id):
             if isinstance(item, Malformed) or item.entry.prev_id != tip.id:
                 return tip_of_message(messages[-1])
             e = item.entry

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from bufstore.buffer import recent_keys
 from bufstore.buffer.chain import Watermark, counts
-from bufstore.buffer.entry import Base, Item, StoredEntry, assemble
+from bufstore.buffer.entry import Base, Item, StoredEntry, items_of
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import AppendUnknown
@@ -77,7 +77,7 @@ class Unresolved:
         behind = self._behind.get((thread_id, recent_keys.hash_of(item)))
         if behind is None:
             return None
-        items = assemble(await self._log.after(self._subjects.of(thread_id), behind, timeout_s), thread_id)
+        items = items_of(await self._log.after(self._subjects.of(thread_id), behind, timeout_s), thread_id)
         for i in range(len(items) - 1, -1, -1):
             found = items[i]
             same = (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from bufstore.buffer.chain import Parked, Watermark
-from bufstore.buffer.entry import Item, Malformed, StoredEntry, assemble
+from bufstore.buffer.entry import Item, Malformed, StoredEntry, items_of
 from bufstore.buffer.flush.deciding import Threads, decide_thread, payload_bytes
 from bufstore.buffer.flush.owned_partition import OwnedPartition, size_of
 from bufstore.buffer.parts import AnyParts
@@ -228,5 +228,5 @@ class Committer:
         """The thread's `items`, and what else stands in the log above position `after` up to the last of them."""
         messages = await self._log.after(self._subjects.of(thread_id), after, _FILL_S)
         last = max(item.seq for item in items)
-        found = {item.seq: item for item in (*assemble(messages, thread_id), *items) if item.seq <= last}
+        found = {item.seq: item for item in (*items_of(messages, thread_id), *items) if item.seq <= last}
         return [found[seq] for seq in sorted(found)]

@@ -201,8 +201,7 @@ class Flusher:
                 self._takeover.give_up()
             self._window_flusher.queues.adopt(self._loop.time())
             for owned in list(self._owned.values()):
-                if owned.collect():
-                    await owned.feed.more()
+                owned.collect()
             await self._idle.advance()
             self._overdue.judge()
             self.state.pending = sum(owned.unsettled for owned in self._owned.values())

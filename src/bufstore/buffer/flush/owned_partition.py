@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from bufstore.buffer.entry import Assembler, Item, Malformed, StoredEntry
+from bufstore.buffer.entry import Item, Malformed, StoredEntry, item_of
 from bufstore.buffer.flush.passed import Passed
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.log import Feed
@@ -36,7 +36,6 @@ class OwnedPartition:
         self.cursor = cursor
         self.feed = feed
         self._subjects = subjects
-        self._assembler = Assembler()
         #: What has arrived and is neither settled nor in the ledger, in order of the log (as far as one thread goes).
         self.pending: dict[int, Item] = {}
         self.pending_bytes = 0
@@ -48,29 +47,28 @@ class OwnedPartition:
         #: (position, entry id) of what arrived and is not passed by the cursor yet: all that is open, and at least the
         #: last settled one before each of these.
         self._order: deque[tuple[int, int]] = deque()
-        #: The position of the last message that the feed delivered, of a whole entry or not.
+        #: The position of the last entry that the feed delivered.
         self.delivered = cursor.seq
         #: What retention counts from.
         self.passed = Passed()
         #: Why the memory of the partition can no longer be trusted; None while it can.
         self.doubt: str | None = None
 
-    def collect(self) -> bool:
-        """Take what the feed delivered; True while its last entry is incomplete."""
+    def collect(self) -> None:
+        """Take what the feed delivered."""
         arrived = self.feed.take()
         try:
             for message in arrived:
-                for item in self._items(message):
-                    self.pending[item.seq] = item
-                    self.pending_bytes += size_of(item)
-                    self._order.append((item.seq, _id(item)))
+                item = self._item(message)
+                self.pending[item.seq] = item
+                self.pending_bytes += size_of(item)
+                self._order.append((item.seq, _id(item)))
         except Exception as e:
             # The cursor would pass what is lost here.
             self.doubt = f"unexpected {type(e).__name__} in what arrived"
             raise
         if arrived:
             self.delivered = arrived[-1].seq
-        return self._assembler.pending_from is not None
 
     @property
     def unsettled(self) -> int:
@@ -156,12 +154,12 @@ class OwnedPartition:
             kept.append(entry)
         self._order = kept
 
-    def _items(self, message: StoredMessage) -> Iterable[Item]:
+    def _item(self, message: StoredMessage) -> Item:
         try:
             thread_id = self._subjects.thread_id(message.subject)
         except MalformedEntry as e:
-            return (Malformed(message.subject, message.seq, (message,), str(e)),)
-        return self._assembler.feed(message, thread_id)
+            return Malformed(message.subject, message.seq, (message,), str(e))
+        return item_of(message, thread_id)
 
 
 def _id(item: Item) -> int:

@@ -94,9 +94,6 @@ class PartitionFeed:
         """The last entry of the log, of any partition, if nothing of this one waits to be taken before it."""
         return None if self._arrived or self.aside or self.lost is not None else self._source.last
 
-    async def more(self) -> None:
-        """An entry is never in pieces here."""
-
     @property
     def crowded(self) -> bool:
         return self.aside or self._source.crowded

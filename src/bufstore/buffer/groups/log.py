@@ -25,8 +25,8 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, LogUnavailable, MalformedEntry
-from bufstore.jetstream.messages import AppendUnknown, BegunBatch, Conflict, Held, Outgoing, StoredMessage, Stream
+from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
 
 _READ_S = 5.0
 #: A replica has what its leader has stored a moment later.
@@ -40,8 +40,28 @@ _LAST_GROUPS = 64
 _TELL_TRIES = 10
 
 
-class GroupsInStream(Stream, Generations, Protocol):
-    """The stream that holds the groups."""
+class GroupsInStream(Generations, Protocol):
+    """The stream that holds the groups.
+
+    Writes raise Conflict, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
+    """
+
+    @property
+    def message_bytes_max(self) -> int:
+        """The server's max_payload: headers and body of one message."""
+        ...
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        """Store one message durably. Returns its sequence."""
+        ...
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        """The last message of each subject; subjects that have none are left out."""
+        ...
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """The subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
+        ...
 
     @property
     def generation_start(self) -> int:
@@ -144,25 +164,7 @@ class GroupLog:
             return first_place(await self._stream.publish(message, timeout_s))
         return await self.publish_batch([message], timeout_s)
 
-    async def publish_each(
-        self, messages: Sequence[Outgoing], timeout_s: float, ended: Callable[[int, int | Exception], None]
-    ) -> None:
-        async def one(number: int, message: Outgoing) -> None:
-            outcome: int | Exception
-            try:
-                outcome = await self.publish(message, timeout_s)
-            except (Conflict, AppendUnknown, BufstoreError) as e:
-                outcome = e
-            ended(number, outcome)
-
-        await asyncio.gather(*(one(number, message) for number, message in enumerate(messages)))
-
-    def begin_batch(self, first: Outgoing) -> BegunBatch | None:
-        return None
-
-    async def publish_batch(
-        self, messages: Sequence[Outgoing], timeout_s: float, begun: BegunBatch | None = None
-    ) -> int:
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
         self._sequencer.start()
         try:
             async with asyncio.timeout(timeout_s):
@@ -376,9 +378,6 @@ class GroupLog:
         self._followed += 1
         name = f"{self._name}{self._followed}"
         return await self._stream.follow(name, self._subjects.groups, seq, wake)
-
-    async def acked(self, partition: int, term: int) -> int | None:
-        return None
 
     async def let_go(self, floors: Mapping[int, Floor]) -> int:
         known = await self._shared.floors()

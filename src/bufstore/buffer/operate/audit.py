@@ -113,7 +113,7 @@ def _explained(facts: ThreadFacts, last: StoredMessage) -> bool:
     if watermark.broken_since is not None or last.seq in facts.parked or last.seq <= facts.given_up:
         return True
     try:
-        entry, _, _ = decode(last)
+        entry = decode(last)
     except MalformedEntry:
         return False
     return entry.id == watermark.applied_id or entry.base is not Base.CHAINED  # the latter: it came too late

@@ -19,7 +19,7 @@ import msgspec
 
 from bufstore.buffer.chain import Parked, Plan, Watermark, plan
 from bufstore.buffer.domain import Inapplicable
-from bufstore.buffer.entry import Item, Malformed, StoredEntry, assemble, entry_id
+from bufstore.buffer.entry import Item, Malformed, StoredEntry, entry_id, items_of
 from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.flush.lease import living
 from bufstore.buffer.flush.verdict import Verdict
@@ -161,7 +161,7 @@ class Repair:
                 watermark = watermarks.get(thread_id, Watermark())
                 if entry_id(messages[-1]) == watermark.applied_id:
                     continue  # all of it is in Postgres
-                items = assemble(messages, thread_id)
+                items = items_of(messages, thread_id)
                 await settle(thread_id, items, common[partition], await self._settled(items))
         for partition, messages in found.values():
             items = [Malformed(m.subject, m.seq, (m,), "it belongs to no thread", None) for m in messages]
@@ -193,7 +193,7 @@ class Repair:
             watermarks = await self._watermarks(sorted({thread_id for _, thread_id, _ in entries}))
             for partition, thread_id, message in entries:
                 if thread_id in watermarks:
-                    up_to = known_up_to(watermarks[thread_id], assemble([message], thread_id))
+                    up_to = known_up_to(watermarks[thread_id], items_of([message], thread_id))
                     known[partition] = max(known[partition], up_to)
 
     async def _watermarks(self, threads: Sequence[str]) -> dict[str, Watermark]:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import Versions
-from bufstore.buffer.entry import assemble, entry_id
+from bufstore.buffer.entry import entry_id, items_of
 from bufstore.buffer.operate.audit import Finding, ThreadFacts, Verification, thread_findings
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor
@@ -223,7 +223,7 @@ class Verifier:
                     given_up=given_up,
                     last=message,
                     above_floor=known is not None,
-                    tail=assemble(tail, thread_id),
+                    tail=items_of(tail, thread_id),
                     waiting=waiting.get(thread_id, ()),
                     parked=parked,
                     cursor=cursors.get(partition, Cursor(partition, 0, 0, 0)).seq,

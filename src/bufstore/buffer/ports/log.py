@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.jetstream.group_commit import AppendUnit
-from bufstore.jetstream.messages import Held, Outgoing, StoredMessage, Stream
+from bufstore.jetstream.messages import Held, Outgoing, StoredMessage
 
 
 class Floor(NamedTuple):
@@ -60,10 +60,6 @@ class Feed(Protocol):
 
     def take(self) -> list[StoredMessage]:
         """What has arrived since the last call."""
-        ...
-
-    async def more(self) -> None:
-        """Go on delivering although the bounds are reached: an oversize entry is incomplete."""
         ...
 
     @property
@@ -155,8 +151,30 @@ class Generations(Protocol):
         ...
 
 
-class Log(Stream, Generations, Protocol):
-    """The stream of entries."""
+class Log(Generations, Protocol):
+    """The stream of entries.
+
+    Writes raise Conflict, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
+    """
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        """Store one entry, or what stands beside the entries, durably. Returns its position."""
+        ...
+
+    async def publish_batch(self, messages: Sequence[Outgoing], timeout_s: float) -> int:
+        """Store all entries or none, as neighbours. Returns the position of the last."""
+        ...
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        """The last entry of each subject (wildcards allowed: this reads the whole log).
+
+        Threads of which nothing stands above the log's floor are left out.
+        """
+        ...
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """The subject's entries above `seq`, in order; at most `limit` of them if it is not 0."""
+        ...
 
     def writer(self, timeout_s: float) -> Writer:
         """What writes units to this log; there is one in a process. `timeout_s`: the longest wait for an answer."""
@@ -298,10 +316,6 @@ class Log(Stream, Generations, Protocol):
 
     async def erased(self) -> int:
         """Everything that was erased stands at or below this position, which every cursor had passed; 0: nothing."""
-        ...
-
-    async def acked(self, partition: int, term: int) -> int | None:
-        """Up to where the partition's consumer of this term is acknowledged; None if there is no such consumer."""
         ...
 
     async def identity(self, seq: int) -> StoredMessage | None:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from bufstore.buffer import elapsed
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import S, StateReader
-from bufstore.buffer.entry import assemble
+from bufstore.buffer.entry import items_of
 from bufstore.buffer.parts import Parts
 from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.read.overlay import from_log_alone, overlay
@@ -169,7 +169,7 @@ class Reads(Generic[S]):
         messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
         if not messages:
             return state, last
-        items = assemble(messages, thread_id)
+        items = items_of(messages, thread_id)
         joined = overlay(self._domain, state, thread_id, items)
         if joined.watermark.broken_since is not None and state.watermark.broken_since is None:
             # Either an entry is missing because Postgres has moved since, or the chain is really broken.
@@ -182,7 +182,7 @@ class Reads(Generic[S]):
         """What the log tells without the store, else what the store tells after all. `asked`: it was, before."""
         try:
             messages, last = await self._tail(thread_id, 0, last, proven)
-            state = from_log_alone(self._domain, thread_id, assemble(messages, thread_id))
+            state = from_log_alone(self._domain, thread_id, items_of(messages, thread_id))
             if state is not None:
                 return state, last
             stored = await self.store.told_after_all(thread_id, asked, deadline)

@@ -216,7 +216,7 @@ class _EntryReader:
             entry.thread_id, entry.bytes = found.thread_id, len(found.payload)
             payload = await joined(found.payload, self._reader.message) if found.elsewhere else found.payload
             entry.bytes = len(payload)
-            said, _, _ = decode(StoredMessage(message.subject, place, found.header, payload))
+            said = decode(StoredMessage(message.subject, place, found.header, payload))
         except MalformedEntry as e:
             entry.trouble = str(e)
             return entry

@@ -12,9 +12,9 @@ from typing import Any, LiteralString
 import msgspec
 from psycopg import AsyncConnection
 
-from bufstore.buffer.entry import Assembler, Item, Malformed, StoredEntry, encode
+from bufstore.buffer.entry import Item, Malformed, StoredEntry, encode, item_of
 from bufstore.buffer.ports.waiting import Queue, WaitingEntry, WaitingTotals
-from bufstore.jetstream.messages import HEADER_BYTES_MAX, StoredMessage
+from bufstore.jetstream.messages import StoredMessage
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.pool import Pool
 
@@ -90,15 +90,12 @@ def _columns(waiting: Sequence[WaitingEntry]) -> tuple[arrays.Array, ...]:
 def _messages(item: Item) -> tuple[StoredMessage, ...]:
     if isinstance(item, Malformed):
         return item.messages
-    # One message, however many it had: nothing limits its size here.
-    ((header, body),) = encode(item.entry, HEADER_BYTES_MAX + len(item.entry.payload))
+    header, body = encode(item.entry)
     return (StoredMessage("", item.seq, header, body),)
 
 
 def _item(thread_id: str, seq: int, blob: bytes) -> Item:
     messages = _decoder.decode(blob)
-    assembler = Assembler()
-    items = [item for message in messages for item in assembler.feed(message, thread_id)] + [*assembler.abandon()]
-    if len(items) == 1:
-        return items[0]
+    if len(messages) == 1:
+        return item_of(messages[0], thread_id)
     return Malformed(messages[-1].subject, seq, messages, "messages that make no entry", thread_id)

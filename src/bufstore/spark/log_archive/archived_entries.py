@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from bufstore.buffer.entry import Assembler, Item, Malformed
+from bufstore.buffer.entry import Item, Malformed, item_of
 from bufstore.buffer.groups.oversize import sequences, whole
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
@@ -103,23 +103,22 @@ def threads_of(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> It
 
 
 def _items(thread_id: str, rows: Iterator[dict[str, Any]]) -> list[Item]:
-    assembler = Assembler()
     items: list[Item] = []
     for position, found in groupby(rows, key=itemgetter("position")):
         pieces = list(found)
         message = StoredMessage(pieces[0]["subject"], position, pieces[0]["header"], pieces[0]["body"] or b"")
         cut = False
+        made: Item
         try:
             if pieces[0]["part"] is not None:
                 cut = any(piece["part_body"] is None for piece in pieces)
                 message = StoredMessage(message.subject, position, message.header, _payload(message.body, pieces))
-            made = list(assembler.feed(message, thread_id))
+            made = item_of(message, thread_id)
         except MalformedEntry as e:
-            made = [Malformed(message.subject, position, (message,), str(e), thread_id)]
-        cut = cut or any(isinstance(item, Malformed) and "without its start" in item.cause for item in made)
+            made = Malformed(message.subject, position, (message,), str(e), thread_id)
         # What is left of an entry that began before the archive is none any more.
         if items or not cut:
-            items += made
+            items.append(made)
     return items
 
 

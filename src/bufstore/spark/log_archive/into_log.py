@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, assemble, encode, entry_id
+from bufstore.buffer.entry import Base, Entry, Item, StoredEntry, encode, entry_id, items_of
 from bufstore.buffer.target import Target, check_proof, check_same
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogUnavailable
@@ -158,7 +158,7 @@ class IntoLog:
 
     async def _ids(self, thread_id: str) -> list[int]:
         messages = await self._log.after(self._subjects.of(thread_id), 0, _TIMEOUT_S)
-        return [item.entry.id if isinstance(item, StoredEntry) else 0 for item in assemble(messages, thread_id)]
+        return [item.entry.id if isinstance(item, StoredEntry) else 0 for item in items_of(messages, thread_id)]
 
     async def _write(self, thread_id: str, todo: Wanted, behind: int) -> Wanted:
         written = 0
@@ -181,8 +181,7 @@ def _units(subject: str, entries: Sequence[Entry]) -> list[list[Outgoing]]:
     units: list[list[Outgoing]] = []
     size = 0
     for entry in entries:
-        # Whatever its size, it is one entry of a group.
-        [(header, body)] = encode(entry, 2 * HEADER_BYTES_MAX + len(entry.payload))
+        header, body = encode(entry)
         size += HEADER_BYTES_MAX + len(body)
         if not units or size > _UNIT_BYTES:
             units.append([])

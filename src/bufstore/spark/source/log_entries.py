@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from bufstore.buffer.entry import Item, Malformed
+from bufstore.buffer.entry import Item, Malformed, item_of
 from bufstore.buffer.groups.group import Record, decode_header, hash_of
 from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.places import first_place
@@ -12,7 +12,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.errors import DataLoss, MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
-from bufstore.spark.group_entries import EntryMessage, entries_of, item_of
+from bufstore.spark.group_entries import EntryMessage, entries_of
 from bufstore.spark.source.log_columns import LogItem
 from bufstore.spark.source.offsets import Range
 from bufstore.spark.source.options import ReadOptions
@@ -75,7 +75,7 @@ class LogEntries:
         """None: it is being erased."""
         thread_id, message, elsewhere = found
         if not elsewhere:
-            return item_of(thread_id, message)
+            return item_of(message, thread_id)
         missing: list[int] = []
 
         async def part(sequence: int) -> StoredMessage | None:
@@ -92,4 +92,4 @@ class LogEntries:
             if missing and self._fails:  # parts stay as long as their group
                 raise DataLoss(f"message {missing[0]} was purged before entry {message.seq} was read") from e
             return Malformed(message.subject, message.seq, (message,), str(e), thread_id)
-        return item_of(thread_id, StoredMessage(message.subject, message.seq, message.header, payload))
+        return item_of(StoredMessage(message.subject, message.seq, message.header, payload), thread_id)
