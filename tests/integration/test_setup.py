@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import logging
 import os
 import ssl
 import sys
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import nats
 import nkeys
 import pytest
 import trustme
@@ -30,6 +30,7 @@ from bufstore.embedded import NatsServer, Servers
 from bufstore.embedded._wheels import nats_binary
 from bufstore.errors import StoreMisconfigured, StoreUnavailable
 from bufstore.nats.setup import EPOCHS_MAX, stream_config
+from command_line import bufstore_cli, where
 from conftest import Deployment
 from helpers import fresh, run_of, said
 
@@ -49,7 +50,6 @@ async def works(deployment: Deployment, nats: Any) -> None:
         ("discard", {"discard": "old"}),
         ("max_bytes", {"max_bytes": 64 << 20}),
         ("max_msgs", {"max_msgs": 10}),
-        ("allow_atomic", {"allow_atomic": False}),
         ("allow_direct", {"allow_direct": False}),
     ],
 )
@@ -98,23 +98,27 @@ async def test_a_stream_of_somebody_else_is_refused(deployment: Deployment) -> N
             pass
 
 
-async def test_a_consumer_that_is_not_ours_is_named(deployment: Deployment, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_log_of_an_earlier_release_is_refused_and_told_how_to_go_on(deployment: Deployment) -> None:
+    thread_id = fresh()
     async with deployment.store(flusher=False) as store:
-        for term in range(1, 3):
-            name = f"{deployment.name}-flusher-0-{term}"
-            config = {"name": name, "durable_name": name, "ack_policy": "explicit", "filter_subject": "x.0.*"}
-            config["filter_subject"] = f"{deployment.name}.0.*"
-            await store.buffer.session.stream.api(
-                f"CONSUMER.CREATE.{deployment.log.stream}.{name}.{config['filter_subject']}",
-                {"stream_name": deployment.log.stream, "config": config},
-            )
-    with caplog.at_level(logging.WARNING):
-        async with deployment.store() as store:
-            # Each takeover has a new term and so a new name: it gets past them, and has said why it could not.
-            await store.checkpoint("t", [said(0)], run_of("t"))
-            await store.force_flush("t")
-    drift = f"consumer {deployment.name}-flusher-0-1: deliver_policy is 'all' but 'by_start_sequence' is configured"
-    assert drift in caplog.text
+        await store.checkpoint(thread_id, [said(0)], run_of(thread_id))
+        info = await store.buffer.session.stream.api(f"STREAM.INFO.{deployment.log.stream}")
+        older = {n: v for n, v in info["config"]["metadata"].items() if n != "bufstore.form"}
+        await store.buffer.session.stream.api(
+            f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": older}
+        )
+    with pytest.raises(ConfigDrift, match=r"flush --all`; remove the stream .* begin a new log by `bufstore repair"):
+        async with deployment.store():
+            pass
+    # Nothing of it gets lost by a repair either.
+    for command in (["repair"], ["repair", "--apply"]):
+        result = await asyncio.to_thread(bufstore_cli, *command, **where(deployment))
+        assert result.code != 0
+        assert "An earlier release wrote this log" in result.err
+    client = await nats.connect(deployment.servers.nats.url)
+    found = await client.jetstream().stream_info(deployment.log.stream)
+    assert found.state.messages > 0
+    await client.close()
 
 
 async def test_a_log_that_the_server_has_no_room_for_is_a_config_error(deploy: Any) -> None:

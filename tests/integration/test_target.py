@@ -33,7 +33,11 @@ async def forget(deployment: Deployment, **options: Any) -> None:
     async with deployment.store(flusher=False, **options) as store:
         stream = store.buffer.session.stream  # type: ignore[attr-defined]
         info = await stream.api(f"STREAM.INFO.{deployment.log.stream}")
-        old = {n: v for n, v in info["config"]["metadata"].items() if n in ("bufstore.partitions", "bufstore.epoch")}
+        old = {
+            n: v
+            for n, v in info["config"]["metadata"].items()
+            if n in ("bufstore.partitions", "bufstore.epoch", "bufstore.form")
+        }
         await store.buffer.session.stream.api(
             f"STREAM.UPDATE.{deployment.log.stream}", info["config"] | {"metadata": old}
         )

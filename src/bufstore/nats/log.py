@@ -25,6 +25,7 @@ from bufstore.nats.fresh_ends import PROOF_S, FreshEnds
 from bufstore.nats.leftovers import Leftovers
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
+    check_form,
     check_stream,
     epoch_of,
     metadata_of,
@@ -81,6 +82,7 @@ class NatsLog(NatsStream):
             info = await self._look()
         except StreamMissing:
             return None
+        check_form(self._config.log, info["config"])
         self._same.note(int(info["state"]["last_seq"]))
         epoch = check_stream(self._config.log, info["config"]) if checked else epoch_of(info["config"])
         self._generation_start = first_sequence(epoch)

@@ -25,6 +25,8 @@ WITHDRAWN = "-withdrawn"
 
 _OURS = "bufstore."
 _TARGET = ("domain", "store", "target")
+#: How entries stand in the stream: many in one message (docs/adr/0027). Before, each was a message of its own.
+_FORM = "groups"
 
 
 def epoch_of(found: Mapping[str, Any]) -> int:
@@ -87,7 +89,7 @@ def withdrawn(
 
 def metadata_of(config: LogConfig, epoch: int, target: Target | None = None) -> dict[str, str]:
     """What a new log says of itself."""
-    said = {"partitions": str(config.partitions), "epoch": str(epoch), "bucket": config.bucket}
+    said = {"partitions": str(config.partitions), "epoch": str(epoch), "bucket": config.bucket, "form": _FORM}
     metadata = with_windows({_OURS + name: value for name, value in said.items()}, Windows.of(config))
     return with_target(metadata, target) if target is not None else metadata
 
@@ -109,7 +111,6 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
         "max_msgs_per_subject": -1,
         "max_msg_size": -1,
         "max_bytes": config.max_bytes,
-        "allow_atomic": True,
         "first_seq": first_sequence(epoch),
         **_common(config),
         "metadata": metadata_of(config, epoch, target),
@@ -189,6 +190,22 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
         wanted.pop(field)
     check(what, wanted, found, "LogConfig", f"nats stream edit {config.stream}")
     return epoch_of(found)
+
+
+def check_form(config: LogConfig, found: Mapping[str, Any]) -> None:
+    """Raise ConfigDrift for a log of an earlier release, whose entries this one cannot read: they must not get lost."""
+    metadata = found.get("metadata") or {}
+    form = metadata.get(_OURS + "form")
+    if form != _FORM and _OURS + "partitions" in metadata:
+        raise ConfigDrift(
+            f"stream {config.stream}",
+            "form",
+            expected=_FORM,
+            found=form,
+            way_out="An earlier release wrote this log. With that release, stop all writers and run `bufstore flush "
+            f"--all`; remove the stream (`nats stream rm {config.stream}`); then, with this release, begin a new log "
+            "by `bufstore repair --apply`.",
+        )
 
 
 def check_bucket(config: LogConfig, metadata: Mapping[str, Any]) -> None:
