@@ -34,7 +34,7 @@ async def test_status_shows_lag_and_flushes_nothing(deploy: Callable[..., Deploy
             assert {p["owner"] for p in found["partitions"]} == {None}
             assert 0 < found["log_bytes"] < found["log_bytes_max"] == deployment.log.max_bytes
             assert 0.9 * found["log_bytes"] < found["log_bytes_unflushed"] <= found["log_bytes"]
-            assert (found["log_full_in_s"], found["waiting"]) == (None, 0)
+            assert (found["log_full_in_s"], found["waiting"]["entries"]) == (None, 0)
             assert 1 <= found["group_entries"] <= 20
             assert found["group_bytes"] > 100
             assert (found["can_write"], found["can_read"], found["flushing"]) == (True, True, False)
