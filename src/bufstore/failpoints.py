@@ -22,12 +22,12 @@ class Failpoint(StrEnum):
     CLAIM_BEFORE = "claim-before"
     #: The claim is stored, its checkpoint is not sent. The run's own thread must get the id again.
     CLAIM_STORED = "claim-stored"
-    #: Before a lone entry is sent. Nothing is stored.
+    #: Before a group of entries, or a part of a large one, is sent. Nothing of it is stored.
     PUBLISH_BEFORE = "publish-before"
-    #: A lone entry is stored, nobody has been told. A retry with its key must find it, not store it twice.
+    #: It is stored, nobody has been told. A retry with an entry's key must find it, not store it twice.
     PUBLISH_ACKED = "publish-acked"
-    #: Half of a batch's bytes have left. Any of its entries in the log would tear a unit.
-    BATCH_HALF_SENT = "batch-half-sent"
+    #: The parts of a large entry are stored, the group that names them is not. Parts alone must count for nothing.
+    PARTS_STORED = "parts-stored"
     #: The thread's lane knows of the ack; the caller does not have its receipt.
     RECEIPT_BEFORE = "receipt-before"
 
@@ -46,6 +46,8 @@ class Failpoint(StrEnum):
     FLUSH_REPORTED = "flush-reported"
     #: Acked. The floor must not be ahead of the cursor.
     FLUSH_ACKED = "flush-acked"
+    #: Cursors of partitions without entries are moved, nobody has been told. Nothing of theirs may stand before them.
+    IDLE_MOVED = "idle-moved"
     #: The first half of a window that had to be split is committed. The other half must not be passed by.
     FLUSH_HALF_SETTLED = "flush-half-settled"
 

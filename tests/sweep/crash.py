@@ -31,7 +31,7 @@ from sweep.checks import violations
 #: A life takes some seconds.
 _LIFE_S = 90.0
 _VISITS_MAX = 5
-_PURGES = {Failpoint.PURGE_BEFORE, Failpoint.PURGE_DONE}
+_PURGES = {Failpoint.PURGE_BEFORE, Failpoint.PURGE_DONE, Failpoint.IDLE_MOVED}
 
 
 @dataclass

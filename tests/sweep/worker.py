@@ -1,8 +1,8 @@
 """A process with everything on its hands, that kills itself at one failpoint: `python -m sweep.worker OPTIONS`.
 
-One life: two instances on one log; threads that both append to, one that has to wait, threads whose entries the store
-refuses and that are replayed or discarded, families that are deleted; then all is flushed and closed. What the life
-before it left without an outcome is repeated with its key first, as an application would do it.
+One life: two instances on one log; threads that both append to, one of large messages, one that has to wait, threads
+whose entries the store refuses and that are replayed or discarded, families that are deleted; then all is flushed and
+closed. What the life before it left without an outcome is repeated with its key first, as an application would do it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ _THREADS = 10
 _APPENDS = 12
 #: Threads that are written while what is refused is flushed: more than are refused in all lives.
 _OTHERS = 10
+#: Bytes of a large message; and of a name that make a key.
+_LARGE = 1_100_000
+_KEY = 100
 #: A thread that has to wait.
 _HELD = f"{SHARED}-held"
 #: Retrying these with the same key is safe.
@@ -108,6 +111,7 @@ class Life:
             self._stores.append(second)
             for n in range(_THREADS):
                 group.create_task(self._talk(n))
+            group.create_task(self._say_much())
             group.create_task(self._poison(inner[0], first))
             group.create_task(self._family())
             group.create_task(self._wait_for_turn())
@@ -135,6 +139,11 @@ class Life:
             if i % 5 == 4:
                 await self._read(thread_id)
 
+    async def _say_much(self) -> None:
+        """Messages that do not fit into one of the log."""
+        for i in range(2):
+            await self._append(f"{SHARED}-large", f"{self._process}.large.{i}.{'x' * _LARGE}")
+
     async def _read(self, thread_id: str) -> None:
         async def read() -> None:
             began = time.monotonic()
@@ -149,7 +158,7 @@ class Life:
         run = Run(run_id=f"run-of-{thread_id}", thread_id=thread_id)
         receipt = await self._call(
             kind, thread_id, [name],
-            lambda: self._stores[-1].checkpoint_append(thread_id, [name], run, idempotency_key=name),
+            lambda: self._stores[-1].checkpoint_append(thread_id, [name], run, idempotency_key=name[:_KEY]),
         )  # fmt: skip
         if receipt is not None and receipt.repeated and kind != "retry":
             await self._append(thread_id, name, kind="retry")

@@ -16,7 +16,6 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.transport import TcpTransport
 
-from bufstore import failpoints
 from bufstore.jetstream.messages import HEADER, Outgoing
 
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
@@ -65,21 +64,12 @@ async def send(
     if supported:
         if not client.is_connected:
             raise nats.errors.OutboundBufferLimitError
-        if last > 1 and failpoints.active is not None:
-            # Only while a crash test listens.
-            half = max(last // 2, 1)
-            await _write(client, framed(messages, batch, reply, slice(int(begun), half)), half - begun, flushed=True)
-            failpoints.reach(failpoints.Failpoint.BATCH_HALF_SENT)
-            await _write(client, framed(messages, batch, reply, slice(half, last)), last - half)
+        data = framed(messages, batch, reply, slice(int(begun), last))
+        if len(data) <= _PART_BYTES:
+            await _write(client, data, last - begun)
         else:
-            data = framed(messages, batch, reply, slice(int(begun), last))
-            if len(data) <= _PART_BYTES:
-                await _write(client, data, last - begun)
-            else:
-                parts = _parts(messages, int(begun))
-                await _write_parts(
-                    client, ((framed(messages, batch, reply, p), p.stop - p.start) for p in parts), moved
-                )
+            parts = _parts(messages, int(begun))
+            await _write_parts(client, ((framed(messages, batch, reply, p), p.stop - p.start) for p in parts), moved)
         return
     for number, message in enumerate(messages, 1):
         headers = dict(_headers(message, batch if last > 1 else "", number, number == last))

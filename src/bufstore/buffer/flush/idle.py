@@ -15,6 +15,7 @@ from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.ports.ledger import Cursor, Decision, FlushFailed, NotOwner
 from bufstore.errors import BufstoreError
+from bufstore.failpoints import Failpoint, reach
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class IdleCursors:
                 [],
                 lambda _: Decision(batch=[], watermarks={}, parked=[], cursors=cursors),
             )
+            reach(Failpoint.IDLE_MOVED)
             for owned, cursor in moved:
                 owned.settle((), cursor, self._loop.time())
             for owned, cursor in moved:

@@ -32,6 +32,7 @@ from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError, Closed, LogUnavailable
+from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream.group_commit import AppendUnit, Awaited, end_all, end_one
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 
@@ -324,6 +325,7 @@ class Sequencer:
         except BufstoreError as e:
             end_one(queued.unit, e)
         else:
+            reach(Failpoint.PARTS_STORED)
             self._queue(queued._replace(messages=messages, parts_at=parts_at))
         finally:
             if queued in self._large:
