@@ -244,13 +244,13 @@ def watermarks(history: History, final: Final) -> list[Violation]:
     return found
 
 
-def acked_before_commit(history: History, final: Final) -> list[Violation]:
-    """I5: what JetStream holds for acknowledged is committed."""
+def settled_before_commit(history: History, final: Final) -> list[Violation]:
+    """I5: what is said to be needed no more is committed."""
     return [
-        Violation("ack before commit", None, f"partition {p} is acked to {floor}, committed to {s.cursors[p][1]}")
+        Violation("settled before commit", None, f"partition {p} is settled to {seq}, committed to {s.cursors[p][1]}")
         for s in history.samples
-        for p, floor in s.floors.items()
-        if p in s.cursors and floor > s.cursors[p][1]
+        for p, seq in s.settled.items()
+        if p in s.cursors and seq > s.cursors[p][1]
     ]
 
 
@@ -315,6 +315,6 @@ Checker = Callable[[History, Final], list[Violation]]
 
 #: Those that need nothing but a history and its end.
 CHECKERS: tuple[Checker, ...] = (
-    lost, duplicated, phantom, reordered, not_a_past_state, stale, flicker, edits, watermarks, acked_before_commit,
+    lost, duplicated, phantom, reordered, not_a_past_state, stale, flicker, edits, watermarks, settled_before_commit,
     quarantine,
 )  # fmt: skip

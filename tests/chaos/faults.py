@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import psycopg
 
 from bufstore.buffer.entry import Base, Entry, encode
+from bufstore.buffer.places import group_of
 from chaos.site import FAILOVER_WINDOW_S, LEASE_S, LOG, PARTITIONS, SCHEMA, Process, Site
 from helpers import eventually
 
@@ -277,12 +278,9 @@ async def _purged(site: Site, chance: random.Random) -> AsyncIterator[str]:
     """Like an operator who makes room: only what was flushed long enough ago may go, below the cursor."""
     old = [c for t, c in site.cursor_past if t < time.monotonic() - FAILOVER_WINDOW_S]
     count = 0
-    for partition in range(PARTITIONS) if old else ():
-        _, seq = old[-1].get(partition, (0, 0))
-        if seq:
-            body = {"filter": site.subjects.of_partition(partition), "seq": seq}
-            count += (await site.persist(lambda b=body: site.api("STREAM.PURGE.CHAOS", b)))["purged"]  # type: ignore[misc]
-    yield f"{count} entries"
+    if old and len(old[-1]) == PARTITIONS and (below := group_of(min(seq for _, seq in old[-1].values()))):
+        count = (await site.persist(lambda: site.api("STREAM.PURGE.CHAOS", {"seq": below})))["purged"]
+    yield f"{count} messages"
 
 
 @_kind("poison published", "nats", "postgres")
@@ -296,8 +294,8 @@ async def _poison(site: Site, chance: random.Random) -> AsyncIterator[str]:
     threads = [thread for (thread,) in rows]
     for thread in chance.sample(threads, min(4, len(threads))):
         body, header = _no_entry(chance)
-        await site.publish(thread, site.subjects.of(thread), body, header)
-    await site.publish(None, f"{LOG['subject']}.{chance.randrange(PARTITIONS)}.no+thread", b"nobody's", None)
+        await site.publish(thread, body, header)
+    await site.publish_among_groups(b"nobody's")
     yield " ".join(threads[:4])
 
 

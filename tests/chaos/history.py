@@ -99,10 +99,11 @@ class Poison(_Event, tag="poison"):
 
 
 class Sample(_Event, tag="sample"):
-    """Seen from outside, in this order: the ack floors, the cursors and watermarks, the log's end."""
+    """Seen from outside, in this order: what is settled, the cursors and watermarks, the log's end."""
 
     t: float
-    floors: dict[int, int]
+    #: Per partition, below which position nothing is needed any more.
+    settled: dict[int, int]
     #: Per partition, term and position.
     cursors: dict[int, tuple[int, int]]
     watermarks: dict[str, int]

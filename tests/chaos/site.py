@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -21,8 +22,13 @@ import psycopg
 from nats.aio.client import Client
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore
+from bufstore.buffer.places import first_place, last_place
+from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
+from bufstore.config import as_nats_config
 from bufstore.embedded import Servers
+from bufstore.jetstream.messages import Outgoing
+from bufstore.nats.session import NatsSession
 from chaos.history import Fault, Poison, Recorder, Sample, Started
 from chaos.worker import Options
 from fault_proxy.proxy import FaultProxy
@@ -275,49 +281,51 @@ class Site:
         rows = await self.sql(f"SELECT partition, term, cursor_seq FROM {SCHEMA}.buffer_partitions")
         return {p: (term, seq) for p, term, seq in rows}
 
-    async def ends(self) -> dict[int, int]:
-        """Per partition, the position of its last entry in the log."""
-        ends = {}
-        for p in range(PARTITIONS):
-            try:
-                found = await self.api("STREAM.MSG.GET.CHAOS", {"last_by_subj": self.subjects.of_partition(p)})
-            except RuntimeError as e:
-                if "10037" not in str(e):  # no message found
-                    raise
-                continue
-            ends[p] = int(found["message"]["seq"])
-        return ends
-
-    async def publish(self, thread: str | None, subject: str, body: bytes, header: str | None) -> None:
-        """Put something into the log that is no entry, and record it."""
-        client = await self.client()
-        headers = {"Bufstore-Entry": header} if header is not None else None
-        ack = json.loads((await client.request(subject, body, timeout=3, headers=headers)).data)
-        if ack.get("seq"):
-            self.recorder.write(Poison(time.monotonic(), thread, ack["seq"], body))
-
-    async def _holds(self, partition: int, above: int, up_to: int) -> bool:
-        """Whether the log has an entry of the partition there."""
-        body = {"seq": above + 1, "next_by_subj": self.subjects.of_partition(partition)}
+    @contextlib.asynccontextmanager
+    async def log(self) -> AsyncIterator[Log]:
+        """The log, past the proxies, as a process finds it that has just begun."""
+        config = BufferConfig(log=LogConfig(**LOG), **BUFFER)  # type: ignore[arg-type]
+        session = NatsSession(as_nats_config(self.servers.nats.url), config, "chaos")
+        await session.open()
         try:
-            return int((await self.api("STREAM.MSG.GET.CHAOS", body))["message"]["seq"]) <= up_to
-        except RuntimeError:
-            return False
+            await session.log.epoch()
+            yield session.log
+        finally:
+            await session.aclose()
+
+    async def ends(self) -> dict[int, int]:
+        """Per partition, the position of its last entry in the log; of those that are flushed long since, none."""
+        async with self.log() as log:
+            found = await log.ends([self.subjects.of_partition(p) for p in range(PARTITIONS)], 3.0)
+        return {p: end for p, end in enumerate(found) if end}
+
+    async def publish(self, thread: str, body: bytes, header: str | None) -> None:
+        """Put an entry into the log that is none, and record it."""
+        async with self.log() as log:
+            seq = await log.publish(Outgoing(self.subjects.of(thread), body, header), 3.0)
+        self.recorder.write(Poison(time.monotonic(), thread, seq, body))
+
+    async def publish_among_groups(self, body: bytes) -> None:
+        """Put something among the groups that is none, and record it."""
+        client = await self.client()
+        ack = json.loads((await client.request(self.subjects.groups, body, timeout=3)).data)
+        if ack.get("seq"):
+            self.recorder.write(Poison(time.monotonic(), None, first_place(ack["seq"]), body))
+
+    async def _settled(self) -> dict[int, int]:
+        """Per partition, below which position nothing is needed any more, as its owners have said."""
+        settled = {}
+        for p in range(PARTITIONS):
+            body = {"last_by_subj": f"$KV.{LOG['bucket']}.floor.{p}"}
+            with contextlib.suppress(RuntimeError):  # nobody has said anything yet
+                found = (await self.api(f"STREAM.MSG.GET.KV_{LOG['bucket']}", body))["message"]
+                settled[p] = max(map(int, base64.b64decode(found["data"]).split(b",")))
+        return settled
 
     async def sample(self) -> None:
-        """Look, and record what is seen: floors before cursors, cursors before the log's end."""
-        listed = await self.api("CONSUMER.LIST.CHAOS")
-        floors: dict[int, int] = {}
-        for consumer in listed.get("consumers") or ():
-            if consumer["config"]["ack_policy"] == "none":
-                continue  # it acknowledges nothing, so it has no floor
-            partition = int(consumer["name"].split("-")[-2])
-            floors[partition] = max(floors.get(partition, 0), consumer["ack_floor"]["stream_seq"])
+        """Look, and record what is seen: what is settled before cursors, cursors before the log's end."""
+        settled = await self._settled()
         cursors = await self.cursors()
-        for partition, floor in floors.items():
-            cursor = cursors.get(partition, (0, 0))[1]
-            if floor > cursor and not await self._holds(partition, cursor, floor):
-                floors[partition] = cursor  # the server moves a floor over what is not the consumer's
         rows = await self.sql(
             f"SELECT thread_id, flushed_seq FROM {SCHEMA}.buffer_threads WHERE thread_id LIKE 'shared-%' LIMIT 200"
         )
@@ -329,4 +337,4 @@ class Site:
         now = time.monotonic()
         self.cursor_past.append((now, cursors))
         watermarks = dict(rows)
-        self.recorder.write(Sample(now, floors, cursors, watermarks, info["last_seq"], info["bytes"], rss))
+        self.recorder.write(Sample(now, settled, cursors, watermarks, last_place(info["last_seq"]), info["bytes"], rss))

@@ -74,7 +74,7 @@ def _tuple(names: Sequence[str] | None) -> tuple[str, ...] | None:
 
 def sample(t: float, cursor: int = 5, floor: int = 5, **fields: Any) -> Sample:
     plain = {"watermarks": {T: 5}, "end": 9, "log_bytes": 10, "rss": {"w": 10}, "cursors": {0: (1, cursor)}}
-    return Sample(t=t, floors={0: floor}, **(plain | fields))
+    return Sample(t=t, settled={0: floor}, **(plain | fields))
 
 
 def told(tale: Tale, final: Sequence[str] | None, thread: str = T, **rest: Any) -> list[str]:
@@ -151,7 +151,7 @@ BAD: dict[str, tuple[Callable[[], Tale], Sequence[str], str]] = {
     ),
     "a cursor is beyond the log": (lambda: clean().add(sample(1.0, 10)), ["a", "b"], "watermark"),
     "the log loses its end": (lambda: clean().add(sample(1.0), sample(2.0, end=8)), ["a", "b"], "watermark"),
-    "acked before the commit": (lambda: clean().add(sample(1.0, cursor=4, floor=5)), ["a", "b"], "ack before commit"),
+    "settled before it is": (lambda: clean().add(sample(1.0, cursor=4, floor=5)), ["a", "b"], "settled before commit"),
     "poison is lost": (lambda: clean().add(Poison(1.0, T, 3, b"x")), ["a", "b"], "quarantine"),
 }  # fmt: skip
 

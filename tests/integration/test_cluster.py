@@ -122,7 +122,7 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
         for size in (1000, 1):  # to the last byte
             with suppress(LogFull):
                 while True:
-                    await store.buffer.log.publish(Outgoing(f"{deployment.log.subject}.barrier.2", b"x" * size), 5)
+                    await store.buffer.log.publish(Outgoing(f"{deployment.log.subject}.unused.0", b"x" * size), 5)
 
         async def read() -> int | None:
             found = await store.load_messages(thread_id, consistency=Consistency.STRONG)

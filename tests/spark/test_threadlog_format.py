@@ -230,7 +230,7 @@ async def test_holes_of_barriers_that_earlier_versions_wrote_are_no_loss(
     await ended(query(spark, deployment, tmp_path, startingPosition="earliest"))
     client = await nats.connect(deployment.servers.nats.url)
     for _ in range(3):
-        await client.request(f"{deployment.name}.barrier.0", b"", headers={"Nats-Rollup": "sub"})
+        await client.request(f"{deployment.name}.proof.0", b"", headers={"Nats-Rollup": "sub"})
     await client.close()
     await written(deployment, [thread], range(2, 4))
     await ended(query(spark, deployment, tmp_path))

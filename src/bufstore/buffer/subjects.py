@@ -50,13 +50,13 @@ class Subjects:
 
     @property
     def all(self) -> str:
-        """What the stream listens on."""
+        """A filter for every entry."""
         return f"{self.prefix}.*.*"
 
     @property
-    def barrier(self) -> str:
-        """Where earlier versions wrote to learn which node leads: one message; each earlier one left a hole."""
-        return f"{self.prefix}.barrier.0"
+    def stored(self) -> tuple[str, ...]:
+        """What the stream listens on. Nothing else: what an earlier release writes must not be acknowledged."""
+        return (self.groups, self.parts, self.proof, self.erased, self.unused)
 
     @property
     def proof(self) -> str:
@@ -86,7 +86,7 @@ class Subjects:
     @property
     def beside(self) -> frozenset[str]:
         """The subjects of messages that are not entries and belong to no thread."""
-        return frozenset((self.barrier, self.proof, self.erased))
+        return frozenset((self.proof, self.erased))
 
     def thread_id(self, subject: str) -> str:
         """The thread of a subject. Raises MalformedEntry when no thread has that subject."""

@@ -82,7 +82,10 @@ def begin(client: Client, first: Outgoing, batch: str) -> bool:
     """Send the first message of a batch; False when it would have to wait, and then nothing is sent."""
     if not supported or not client.is_connected or not _free(client):
         return False
-    _write_now(client, framed([first], batch, "", whole=False), 1)
+    try:
+        _write_now(client, framed([first], batch, "", whole=False), 1)
+    except nats.errors.OutboundBufferLimitError:
+        return False
     return True
 
 
@@ -92,9 +95,12 @@ def _free(client: Client) -> bool:
 
 
 def _write_now(client: Client, data: bytes, messages: int) -> None:
+    try:
+        client._transport.write(data)  # type: ignore[union-attr]
+    except RuntimeError:  # so uvloop answers when the connection has ended and the client does not know yet
+        raise nats.errors.OutboundBufferLimitError from None
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
-    client._transport.write(data)  # type: ignore[union-attr]
 
 
 async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
@@ -154,14 +160,14 @@ def _unsent(client: Client) -> int:
     return writer.transport.get_write_buffer_size() if writer is not None else 0
 
 
-async def _write(client: Client, data: bytes, messages: int, *, flushed: bool = False) -> None:
-    if _free(client) and not flushed:  # not by way of the client's writing task
+async def _write(client: Client, data: bytes, messages: int) -> None:
+    if _free(client):  # not by way of the client's writing task
         _write_now(client, data, messages)
         return
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
     await client._send_command(data)
-    await client._flush_pending(force_flush=flushed)
+    await client._flush_pending()
 
 
 def framed(messages: Sequence[Outgoing], batch: str, reply: str, part: slice = _ALL, *, whole: bool = True) -> bytes:

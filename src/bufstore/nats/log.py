@@ -63,7 +63,7 @@ class NatsLog(NatsStream):
         super().__init__(connection, api, config.log.stream, config.log.replicas)
         self._config = config
         self._subjects = Subjects(config.log.subject, config.log.partitions)
-        self._same = SameLog(config.log.stream, out_of_service(config.log), config.log.replicas > 1)
+        self._same = SameLog(config.log.stream, out_of_service(config.log)[0], config.log.replicas > 1)
         self._proof = SharedCall(self._prove)
         self._fresh = FreshEnds(_Replicas(self), self._subjects.proof)
         self._proofs_age = max(1, min(_PROOFS_AGE_MAX, int(config.log.max_bytes * _PROOFS_SHARE / _PROOF_BYTES)))

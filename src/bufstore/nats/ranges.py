@@ -118,7 +118,7 @@ class LogReader:
 
     async def at_time(self, time_ns: int, log: LogState) -> int:
         """The sequence of the first message that was stored at this time or later; the log's end if none was."""
-        found = self.read(0, log.end, [log.subjects.all], headers_only=True, at_once=1, since_ns=time_ns)
+        found = self.read(0, log.end, log.subjects.stored, headers_only=True, at_once=1, since_ns=time_ns)
         async with contextlib.aclosing(found):
             async for part in found:
                 return part[0].message.seq

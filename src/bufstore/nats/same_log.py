@@ -42,7 +42,7 @@ class SameLog:
     """What this process knows to be in the log, and whether the log is refused because it is not."""
 
     def __init__(self, stream: str, withdrawn: str, replicated: bool) -> None:
-        """`withdrawn`: what the log listens on when a repair has taken it out of service."""
+        """`withdrawn`: a subject that the log listens on when a repair has taken it out of service."""
         self._stream = stream
         self._withdrawn = withdrawn
         self._replicated = replicated

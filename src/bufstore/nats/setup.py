@@ -72,9 +72,9 @@ def with_windows(metadata: Mapping[str, Any], windows: Windows) -> dict[str, str
     return kept | {_OURS + n: json.dumps(value) for n, value in said.items() if value is not None}
 
 
-def out_of_service(config: LogConfig) -> str:
+def out_of_service(config: LogConfig) -> list[str]:
     """What a log listens on while it is being repaired; nobody writes there."""
-    return Subjects(config.subject + WITHDRAWN, config.partitions).all
+    return list(Subjects(config.subject + WITHDRAWN, config.partitions).stored)
 
 
 def withdrawn(
@@ -82,7 +82,7 @@ def withdrawn(
 ) -> tuple[dict[str, Any], Sequence[int]]:
     """The configuration of an existing log that listens where nobody writes, and the positions that it remembers."""
     metadata = {_OURS + "common": ",".join(map(str, common)), **(found.get("metadata") or {})}
-    subjects = [out_of_service(config)]
+    subjects = out_of_service(config)
     kept = [int(seq) for seq in metadata[_OURS + "common"].split(",")]
     return {**found, "subjects": subjects, "metadata": metadata}, kept
 
@@ -103,7 +103,7 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
         raise ConfigError(f"epoch {epoch} of stream {config.stream} is not below {EPOCHS_MAX}")
     return {
         "name": config.stream,
-        "subjects": [Subjects(config.subject, config.partitions).all],
+        "subjects": list(Subjects(config.subject, config.partitions).stored),
         "retention": "limits",  # an ack must not delete: a failed-over Postgres may need the entry again
         "discard": "new",  # "old" would drop the oldest unflushed entries
         "max_age": 0,
@@ -168,7 +168,7 @@ def check_stream(config: LogConfig, found: Mapping[str, Any]) -> int:
     """Compare an existing log with the configuration, and return its epoch. Raises ConfigDrift."""
     metadata = found.get("metadata") or {}
     what = f"stream {config.stream}"
-    if found["subjects"] == [out_of_service(config)]:
+    if found["subjects"] == out_of_service(config):
         raise LogRolledBack(f"a repair of stream {config.stream} was begun and not finished")
     partitions = metadata.get(_OURS + "partitions")
     if partitions != str(config.partitions):

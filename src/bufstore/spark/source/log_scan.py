@@ -98,7 +98,7 @@ async def within(options: ReadOptions, log: LogState, start: int, end: int) -> i
     """
     reader, rows, size, at = await reader_of(options), 0, 0, start
     wanted = Wanted(log.subjects, options)
-    async with aclosing(reader.read(start, end, [log.subjects.all], headers_only=True)) as parts:
+    async with aclosing(reader.read(start, end, log.subjects.stored, headers_only=True)) as parts:
         async for part in parts:
             for read in part:
                 rows += wanted.rows(read.message)
@@ -121,7 +121,7 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
         raise DataLoss(f"the stream was replaced by a new one ({log.created}) while it was read ({part.created})")
     holes, entries = Holes(part.start), LogEntries(reader, log, options, part)
     # All of it, because a group holds entries of many threads; and so it is known whether anything is missing.
-    async with aclosing(reader.read(part.start, part.end, [log.subjects.all])) as found:
+    async with aclosing(reader.read(part.start, part.end, log.subjects.stored)) as found:
         async for reads in found:
             for message in (read.message for read in reads):
                 holes.passed(message.seq)
