@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import zlib
 from base64 import b64encode
 from typing import Any
@@ -12,13 +13,22 @@ from nats.aio.client import Client
 
 from bufstore import BufferedThreadStore, Run, RunStatus
 from bufstore.buffer.entry import Base, Entry, encode
+from bufstore.jetstream.messages import Outgoing
 from bufstore.threads.model import RunSave, encode_run
 
 RUN = encode_run(Run(run_id="run", thread_id="t", status=RunStatus.DONE))
 
 
-async def publish_raw(store: BufferedThreadStore, subject: str, headers: bytes | None, body: bytes) -> None:
-    """Publish what no client would; return once the stream has it."""
+async def publish_entry(store: BufferedThreadStore, thread_id: str, headers: bytes | None, body: bytes) -> None:
+    """Put into the log, in a group as any process writes it, an entry of the thread that says and holds this."""
+    found = re.search(rb"Bufstore-Entry: ([^\r\n]*)", headers) if headers is not None else None
+    header = found[1].decode("latin-1") if found else None
+    await store.buffer.log.publish(Outgoing(store.buffer.subjects.of(thread_id), body, header), 5)
+
+
+async def publish_raw(store: BufferedThreadStore, headers: bytes | None, body: bytes) -> None:
+    """Publish among the groups what no client would; return once the stream has it."""
+    subject = store.buffer.subjects.groups
     client: Client = store.buffer.session.connection.client()
     inbox = client.new_inbox()
     answer = await client.subscribe(inbox, max_msgs=1)

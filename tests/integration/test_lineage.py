@@ -26,7 +26,7 @@ from bufstore import (
     Visibility,
 )
 from bufstore.embedded import Servers
-from bufstore.jetstream.messages import AppendUnknown
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.threads.lineage import deletion, new_parent
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
@@ -270,11 +270,7 @@ async def test_a_thread_in_quarantine_can_be_deleted(deployment: Deployment) -> 
         thread_id = fresh()
         run = run_of(thread_id)
         await store.checkpoint(thread_id, [said(0)], run)
-        await (
-            store.buffer.session.connection.client()
-            .jetstream()
-            .publish(store.buffer.subjects.of(thread_id), b"garbage")
-        )
+        await store.buffer.log.publish(Outgoing(store.buffer.subjects.of(thread_id), b"garbage"), 5)
 
         async def parked() -> bool:
             return await store.quarantined() > 0

@@ -19,7 +19,7 @@ from bufstore.buffer.entry import Base
 from bufstore.threads.payload import Payload, encode_payload
 from conftest import Deployment
 from helpers import fresh, query, run_of, said
-from hostile import RUN, forged, publish_raw, saved, sealed
+from hostile import RUN, forged, publish_entry, saved, sealed
 
 BAD = int(os.environ.get("BUFSTORE_STORM") or 300)
 SEED = int(os.environ.get("BUFSTORE_SEED") or 11)
@@ -75,7 +75,7 @@ async def test_a_storm_of_poison_among_good_entries(deploy: Any) -> None:
             # What is found out only when it is applied may be replaced by a whole list of the same window before.
             certain.append(FOUND_LATE not in body)
             async with room:
-                await publish_raw(store, store.buffer.subjects.of(chance.choice(victims)), head, body)
+                await publish_entry(store, chance.choice(victims), head, body)
 
         work = [talk(t) for t in threads] + [attack() for _ in range(bad)]
         chance.shuffle(work)
