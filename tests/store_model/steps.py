@@ -169,12 +169,12 @@ class Steps(Reads, Poison):
         seconds = chance.choice((0.5, 2, 8))
         self.world.weather.log_away_until = self.world.loop.time() + seconds
         self.fault("log outage", seconds + 15)
-        for feed in list(self.world.nats.stream.feeds.values()):
+        for feed in list(self.world.nats.stream.feeds):
             feed.lose("the connection was lost")
 
     async def lose_feed(self, chance: random.Random) -> None:
         """A delivery is missing: the partition is taken again, and what was not acked is delivered again."""
-        feeds = list(self.world.nats.stream.feeds.values())
+        feeds = list(self.world.nats.stream.feeds)
         if feeds:
             chance.choice(feeds).lose("a delivery is missing")
             self.fault("feed lost")

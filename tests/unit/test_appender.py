@@ -496,6 +496,25 @@ def test_a_write_while_nothing_is_connected_fails_in_time_and_the_next_goes_on()
     test(main, server=log)
 
 
+def test_what_was_never_sent_ends_with_nothing_stored_and_nothing_is() -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"], "first")
+        world.log.fault = lambda kind: "lost" if kind != "read" else "unavailable"
+        first = asyncio.create_task(one.append(["b"], "first"))
+        await asyncio.sleep(0.1)  # its group has no answer, and everything else waits for that
+        found = await asyncio.gather(*(one.append([n], f"other {n}") for n in range(3)), return_exceptions=True)
+        assert all(isinstance(f, LogUnavailable) and "nothing was stored" in str(f) for f in found), found
+        with pytest.raises(OutcomeUnknown):
+            await first
+        world.log.fault = lambda kind: ""
+        await asyncio.sleep(5)
+        for n in range(3):
+            assert not world.log.last_of(SUBJECTS.of(f"other {n}"))
+            await one.append(["afterwards"], f"other {n}")
+
+    test(main)
+
+
 @pytest.mark.parametrize("fault", ["stored", "lost"])
 def test_the_token_of_an_unknown_outcome_makes_a_retry_safe(fault: str) -> None:
     async def main(world: World, one: Instance) -> None:

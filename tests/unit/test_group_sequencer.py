@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import Closed, LogFull, LogUnavailable
 from bufstore.jetstream.group_commit import AppendUnit
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
-from bufstore.memory.log import MemoryLog, MemoryStream
+from bufstore.memory.log import MemoryListener, MemoryLog, MemoryStream
 from thorough import examples
 from unit.fake_log import run
 
@@ -134,6 +134,24 @@ class Faulty(MemoryLog):
             await asyncio.sleep(0)
         return seq
 
+    async def listen(
+        self, stored: Callable[[StoredMessage, int], None], wish: Callable[[bytes], None]
+    ) -> MemoryListener:
+        """What is told may be lost, late or doubled, as faults say."""
+        return await super().listen(self._rumour(stored), self._rumour(wish))
+
+    def _rumour(self, tell: Callable[..., None]) -> Callable[..., None]:
+        def told(*what: Any) -> None:
+            fate = self.world.chance.choice(("", "", "", "lost", "late", "doubled")) if self.world.faults else ""
+            self.world.seen[f"told {fate}"] += 1
+            if fate in ("", "doubled"):
+                tell(*what)
+            if fate in ("late", "doubled"):
+                delay = self.world.chance.choice((0.0, 0.001, 0.1, 3))
+                self.world.late.append(asyncio.get_running_loop().call_later(delay, tell, *what))
+
+        return told
+
     def _arrive(self, message: Outgoing) -> None:
         try:
             self.world.stream.store([message])
@@ -164,9 +182,9 @@ class Unit(AppendUnit):
 class Process:
     """A writer of groups, as `GroupLog` makes it."""
 
-    def __init__(self, world: World, message_bytes_max: int = 4096) -> None:
+    def __init__(self, world: World, message_bytes_max: int = 4096, log: Faulty | None = None) -> None:
         self.world = world
-        self.log = Faulty(world, message_bytes_max)
+        self.log = log if log is not None else Faulty(world, message_bytes_max)
         self.heads = Heads()
         self.tail = Tail(self.log, SUBJECTS.groups, self.heads, self._nothing, self._nothing, lambda: None, 5.0)
         self.sequencer = Sequencer(
@@ -175,6 +193,7 @@ class Process:
             self.heads,
             self.tail.see_all,
             self.tail.first_behind,
+            self.tail.hear,
             self._stored,
             timeout_s=_TIMEOUT_S,
             parts_last_s=lambda: _PARTS_LAST_S,
@@ -358,6 +377,62 @@ def test_what_was_overtaken_ends_with_conflict_and_the_rest_of_its_group_is_stor
         assert two.sequencer.refusals == 1
         check(world, [one, two])
         for process in (one, two):
+            await process.sequencer.aclose()
+
+    run(main())
+
+
+class Away(Faulty):
+    """A process that is so far away, and counts what it asks for."""
+
+    def __init__(self, world: World, way_s: float) -> None:
+        super().__init__(world, 1 << 20)
+        self.way_s = way_s
+        self.reads = 0
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        await asyncio.sleep(self.way_s)
+        try:
+            return (await self._turn()).store([message])
+        finally:
+            await asyncio.sleep(self.way_s)
+
+    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        self.reads += 1
+        await asyncio.sleep(2 * self.way_s)
+        return await super().read(subject, seq, timeout_s, limit)
+
+    def _rumour(self, tell: Callable[..., None]) -> Callable[..., None]:
+        return lambda *what: asyncio.get_running_loop().call_later(self.way_s, tell, *what)
+
+
+@pytest.mark.parametrize("ways_s", [[0.001] * 8, [0.001] * 7 + [0.01]])
+def test_writers_at_the_same_time_take_turns_and_nobody_asks_what_was_faster(ways_s: Sequence[float]) -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        logs = [Away(world, way_s) for way_s in ways_s]
+        processes = [Process(world, log=log) for log in logs]
+        for process in processes:
+            await process.tail.see_all()
+            process.sequencer.start()
+
+        async def writer(process: Process, thread_id: str) -> None:
+            at = 0
+            while asyncio.get_running_loop().time() < 10:
+                unit = process.add(thread_id, at)
+                await unit.done.wait()
+                at = unit.ends[0]
+                assert isinstance(at, int)
+
+        callers = [(process, f"{n}-{c}") for n, process in enumerate(processes) for c in range(4)]
+        await asyncio.gather(*(writer(*caller) for caller in callers))
+        check(world, processes)
+        groups = [process.sequencer.groups for process in processes]
+        assert sum(groups) > 1000
+        assert min(groups) >= max(groups) / 2, groups
+        assert sum(process.sequencer.refusals for process in processes) < sum(groups) / 20
+        assert sum(log.reads for log in logs) < sum(groups) / 20
+        for process in processes:
             await process.sequencer.aclose()
 
     run(main())

@@ -69,6 +69,21 @@ class Subjects:
         return f"{self.prefix}.groups.0"
 
     @property
+    def announced(self) -> str:
+        """Where the server tells of each group that it has stored; beside the stream, which stores nothing of it."""
+        return f"{self.prefix}-writers.announced"
+
+    @property
+    def wishes(self) -> str:
+        """Where writers tell each other that they want to write."""
+        return f"{self.prefix}-writers.wishes"
+
+    @property
+    def writers(self) -> str:
+        """A filter for all that writers are told and tell each other."""
+        return f"{self.prefix}-writers.*"
+
+    @property
     def parts(self) -> str:
         """Where the parts of entries are written that are too large for one message."""
         return f"{self.prefix}.parts.0"

@@ -73,6 +73,12 @@ class AppendUnit:
         """Nobody waits for the unit any more: it need not be sent."""
         return False
 
+    def sent(self) -> None:
+        """It goes out now: until `refused` or `ended`, it may be stored."""
+
+    def refused(self) -> None:
+        """It certainly is not stored, and will be sent again."""
+
     def ended(self, outcome: int | Exception) -> None:
         """Stored: the sequence of its last message; or why it is not, or not known to be. Called once."""
         raise NotImplementedError

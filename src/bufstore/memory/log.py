@@ -18,7 +18,7 @@ from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import Closed, ConfigDrift, LogFull, LogRolledBack, LogUnavailable
+from bufstore.errors import BufstoreError, Closed, ConfigDrift, LogFull, LogRolledBack, LogUnavailable
 from bufstore.jetstream.messages import (
     Conflict,
     Outgoing,
@@ -42,6 +42,7 @@ class MemoryStream:
         self.messages: list[StoredMessage] = []
         self._of_subject: dict[str, list[StoredMessage]] = {}
         self.feeds: list[MemoryFeed] = []
+        self.listeners: list[MemoryListener] = []
 
     def store(self, messages: Sequence[Outgoing]) -> int:
         """Check every expectation against what is there, then store all or nothing; the last sequence.
@@ -65,6 +66,8 @@ class MemoryStream:
         self.bytes += size
         for feed in self.feeds:
             feed.wake()
+        for listener in list(self.listeners):
+            listener.tell(self.messages[-len(messages) :])
         return self.end
 
     def last_of(self, subject: str) -> int:
@@ -159,6 +162,32 @@ class MemoryFeed:
             with contextlib.suppress(ValueError):
                 self._stream.feeds.remove(self)
             self.wake()
+
+
+class MemoryListener:
+    """See `bufstore.buffer.groups.others.Listening`."""
+
+    lost = False
+
+    def __init__(
+        self,
+        stream: MemoryStream,
+        subject: str,
+        stored: Callable[[StoredMessage, int], None],
+        wish: Callable[[bytes], None],
+    ) -> None:
+        self._stream, self._subject, self._stored, self.wish = stream, subject, stored, wish
+        stream.listeners.append(self)
+
+    def tell(self, messages: Sequence[StoredMessage]) -> None:
+        """Tell of what was stored."""
+        for m in messages:
+            if m.subject == self._subject:
+                self._stored(StoredMessage(m.subject, m.seq, m.header, b""), len(m.body))
+
+    async def close(self) -> None:
+        with contextlib.suppress(ValueError):
+            self._stream.listeners.remove(self)
 
 
 class MemoryLog:
@@ -298,6 +327,18 @@ class MemoryLog:
         stream.feeds.append(feed)
         self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
         return feed
+
+    async def listen(
+        self, stored: Callable[[StoredMessage, int], None], wish: Callable[[bytes], None]
+    ) -> MemoryListener:
+        """See `bufstore.buffer.groups.others.Announcements`."""
+        return MemoryListener(await self._turn(), self._subjects.groups, stored, wish)
+
+    async def wish(self, wish: bytes) -> None:
+        """Tell a wish to all who listen, if that is possible."""
+        with contextlib.suppress(BufstoreError):
+            for listener in list((await self._turn()).listeners):
+                listener.wish(wish)
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""

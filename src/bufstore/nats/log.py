@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import nats.errors
 from nats.aio.client import Client
 
 from bufstore.buffer.shared_call import SharedCall
@@ -16,13 +17,15 @@ from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
+from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, StreamMissing, StreamTaken
-from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream, Shown
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.fresh_ends import PROOF_S, FreshEnds
 from bufstore.nats.leftovers import Leftovers
+from bufstore.nats.listener import Listener, listen
 from bufstore.nats.same_log import SameLog
 from bufstore.nats.setup import (
     check_form,
@@ -325,6 +328,15 @@ class NatsLog(NatsStream):
             raise
         self._unmade = 0
         return feed
+
+    async def listen(self, stored: Callable[[StoredMessage, int], None], wish: Callable[[bytes], None]) -> Listener:
+        """See `bufstore.buffer.groups.others.Announcements`."""
+        return await listen(self._connection.client(), self._subjects, stored, wish)
+
+    async def wish(self, wish: bytes) -> None:
+        """Tell a wish to all who listen, if that is possible."""
+        with contextlib.suppress(LogUnavailable, nats.errors.Error, OSError):
+            await frames.post(self._connection.client(), self._subjects.wishes, wish, "")
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""

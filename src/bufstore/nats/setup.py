@@ -101,9 +101,11 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
     """
     if not 0 <= epoch < EPOCHS_MAX:
         raise ConfigError(f"epoch {epoch} of stream {config.stream} is not below {EPOCHS_MAX}")
+    subjects = Subjects(config.subject, config.partitions)
     return {
         "name": config.stream,
-        "subjects": list(Subjects(config.subject, config.partitions).stored),
+        "subjects": list(subjects.stored),
+        "republish": {"src": subjects.groups, "dest": subjects.announced, "headers_only": True},
         "retention": "limits",  # an ack must not delete: a failed-over Postgres may need the entry again
         "discard": "new",  # "old" would drop the oldest unflushed entries
         "max_age": 0,

@@ -330,8 +330,6 @@ class Appender(Generic[S, M]):
 
     def _send(self, unit: Unit[M]) -> None:
         unit.drafted_in = self._anew
-        for write in unit.writes:
-            write.maybe_behind = unit.before.seq
         self._group.add(unit)
 
     def _on_end(self, unit: Unit[M], outcome: int | Exception) -> None:
@@ -438,6 +436,7 @@ class Appender(Generic[S, M]):
         """After a unit that was not stored, or may not have been."""
         lane, before = unit.lane, unit.before
         if isinstance(error, AppendUnknown):
+            unit.sent()  # maybe; it is not known
             outcome = await resolve(unit, self._log, self._group, lambda: self._anew == unit.drafted_in)
             if outcome is None:  # every caller has given up
                 unit.undo()

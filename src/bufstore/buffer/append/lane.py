@@ -46,7 +46,18 @@ class Write(Generic[M]):
 class Unit(group_commit.AppendUnit, Generic[M]):
     """Writes of one thread on their way, and what is undone if they fail."""
 
-    __slots__ = ("_on_end", "after", "before", "drafted_in", "drafts", "lane", "writes")
+    __slots__ = (
+        "_on_end",
+        "_sent_at",
+        "_sent_at",
+        "_try_s",
+        "after",
+        "before",
+        "drafted_in",
+        "drafts",
+        "lane",
+        "writes",
+    )
 
     def __init__(self, lane: Lane[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]) -> None:
         super().__init__([])
@@ -59,6 +70,19 @@ class Unit(group_commit.AppendUnit, Generic[M]):
         #: The tip once it is stored.
         self.after = before
         self._on_end = on_end
+
+    @property
+    def given_up(self) -> bool:
+        """Whether a caller has given up, who was told that nothing is stored: the other writes are drafted anew."""
+        return any(write.done.done() for write in self.writes)
+
+    def sent(self) -> None:
+        for write in self.writes:
+            write.maybe_behind = self.before.seq
+
+    def refused(self) -> None:
+        for write in self.writes:
+            write.maybe_behind = None
 
     def ended(self, outcome: int | Exception) -> None:
         self._on_end(self, outcome)

@@ -15,6 +15,7 @@ from typing import Protocol
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed, StreamFeed
 from bufstore.buffer.groups.group import Group, body_of, decode_entry, hash_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.others import Announcements
 from bufstore.buffer.groups.oversize import joined, sequences
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.tail import Tail
@@ -40,7 +41,7 @@ _LAST_GROUPS = 64
 _TELL_TRIES = 10
 
 
-class GroupsInStream(Generations, Protocol):
+class GroupsInStream(Generations, Announcements, Protocol):
     """The stream that holds the groups.
 
     Writes raise Conflict, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
@@ -144,6 +145,7 @@ class GroupLog:
             self._heads,
             self._tail.see_all,
             self._tail.first_behind,
+            self._tail.hear,
             self._stored,
             timeout_s=timeout_s,
             parts_last_s=lambda: self._stream.windows.rely_s / 2,

@@ -5,10 +5,10 @@ knew every entry before it, and what it checked against these still holds: the l
 comes while a group is on its way is the next one. A second group on its way would be wrong: sent behind one that loses,
 it could still be stored, although it was drafted on the loser.
 
-Another writer was first: the groups behind are read, the units whose threads they touch end with Conflict, the rest
-goes out again as it is. No answer: what stands behind the predecessor decides. Ours: stored. Another's: ours can never
-be. Nothing: the same bytes go out again with the same expectation, so at most one copy is stored. Until that is known,
-nothing else is sent.
+Another writer was first: the units whose threads were touched meanwhile end with Conflict, the rest waits for the next
+group. What the others wrote is heard (`bufstore.buffer.groups.others`), or read. No answer: what stands behind the
+predecessor decides. Ours: stored. Another's: ours can never be. Nothing: the same bytes go out again with the same
+expectation, so at most one copy is stored. Until that is known, nothing else is sent.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
 from bufstore.buffer.groups.group import ENTRY_BYTES, HEAD_BYTES_MAX, Draft, NewEntry, hash_of, in_group, stored_bytes
 from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.others import Announcements, Others, group_id
 from bufstore.buffer.groups.oversize import parts_of, reference, reference_bytes
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import ENTRIES_MAX, place
@@ -40,13 +41,11 @@ _log = logging.getLogger(__name__)
 
 #: Larger groups gain nothing, and a reader of one entry reads its group.
 _BYTES_MAX = 256 << 10
-#: Others write too, if one of them was first within this time.
-_CONTENDED_S = 0.1
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
 
 
-class GroupStream(Protocol):
+class GroupStream(Announcements, Protocol):
     """The subject of the groups, as their writer needs it."""
 
     @property
@@ -152,6 +151,7 @@ class Sequencer:
         heads: Heads,
         see: Callable[[], Awaitable[None]],
         behind: Callable[[int], Awaitable[Behind | None]],
+        hear: Callable[[StoredMessage, int], int | None],
         stored: Callable[[Written], None],
         *,
         timeout_s: float,
@@ -159,8 +159,9 @@ class Sequencer:
     ) -> None:
         """`see`: sees everything that is in the log by now. `behind`: the same; what stands behind this sequence.
 
-        `stored`: told of each group that this process wrote. `timeout_s`: the longest wait for one answer.
-        `parts_last_s`: how long parts of large entries certainly stay in the log that no group names.
+        `hear`: notes a group that is told of (`Others`). `stored`: told of each group that this process wrote.
+        `timeout_s`: the longest wait for one answer. `parts_last_s`: how long parts of large entries certainly stay in
+        the log that no group names.
         """
         self._stream, self._subjects, self._heads = stream, subjects, heads
         self._see, self._behind, self._stored = see, behind, stored
@@ -180,12 +181,13 @@ class Sequencer:
         self._bytes_max = _BYTES_MAX
         #: Below this place the log may be purged.
         self._purged = 0
+        #: What tells the groups of this writer from others', and from each other.
+        self._me = int.from_bytes(os.urandom(4)) >> 1 or 1
+        self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
+        self._others = Others(stream, self._me, hear)
         #: How many groups were stored, and how often another writer was first.
         self.groups = 0
         self.refusals = 0
-        #: When another writer was first, the last time; and how long a group takes, lately.
-        self._refused_at = float("-inf")
-        self._round_s = 0.001
 
     def start(self) -> None:
         """Begin to send; needs a running event loop."""
@@ -200,6 +202,7 @@ class Sequencer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._others.aclose()
         waiting = [*self._waiting, *self._large]  # also of a task that was cancelled before it began
         self._waiting.clear()
         self._large.clear()
@@ -275,24 +278,23 @@ class Sequencer:
     async def _work(self) -> None:
         try:
             while self._waiting:
+                await self._others.go_first()
                 await self._guarded(self._take())
-                await self._yield()
         finally:
             self._task = None
             if self._waiting and not self._closed:
                 self._look_soon()
-
-    async def _yield(self) -> None:
-        """Let others go first for a moment if they wait too: who has just written knows the end of the log first."""
-        if asyncio.get_running_loop().time() - self._refused_at < _CONTENDED_S:
-            await asyncio.sleep(self._round_s)
 
     def _take(self) -> list[Queued]:
         waiting = self._waiting
         self._look_at_limit()
         count = count_fitting(waiting, self._bytes_max)
         taken = [waiting.popleft() for _ in range(count)]
-        return [queued for queued in taken if not queued.unit.given_up]
+        given_up = [queued for queued in taken if queued.unit.given_up]
+        if given_up:
+            _end_all(given_up, Conflict("it was given up"))
+            taken = [queued for queued in taken if queued not in given_up]
+        return taken
 
     # --- entries that are too large for a group --------------------------------------------------------------
 
@@ -354,37 +356,36 @@ class Sequencer:
         if not self._heads.life:
             await self._see()
         chosen = self._choose(units)
-        draft: Draft | None = None
-        drafted: list[NewEntry] = []
-        while True:
-            if chosen.moved:
-                _end_all(chosen.moved, Conflict("another entry was stored first"))
-            if not chosen.units:
-                return
-            if draft is None or drafted != chosen.entries:
-                draft, drafted = Draft(_new_id(), chosen.entries), chosen.entries
-            before, before_id = self._heads.seen, self._heads.seen_id
-            sent_at = asyncio.get_running_loop().time()
-            outcome = await self._send(draft, before, before_id, min(q.parts_at for q in chosen.units))
-            if isinstance(outcome, Written):
-                break
-            if not isinstance(outcome, Conflict):
-                _end_all(chosen.units, outcome)
-                return
+        if chosen.moved:
+            _end_all(chosen.moved, Conflict("another entry was stored first"))
+        if not chosen.units:
+            return
+        draft = Draft(group_id(self._me, next(self._numbers)), chosen.entries)
+        for queued in chosen.units:
+            queued.unit.sent()
+        sent_at = asyncio.get_running_loop().time()
+        outcome = await self._send(draft, min(q.parts_at for q in chosen.units))
+        if isinstance(outcome, Conflict):
             self.refusals += 1
-            self._refused_at = asyncio.get_running_loop().time()
-            chosen = self._choose(chosen.units)
+            for queued in chosen.units:
+                queued.unit.refused()
+            self._waiting.extendleft(reversed(chosen.units))
+        elif isinstance(outcome, Exception):
+            _end_all(chosen.units, outcome)
+        else:
+            self._on_stored(chosen.units, outcome, asyncio.get_running_loop().time() - sent_at)
+
+    def _on_stored(self, units: Sequence[Queued], written: Written, took_s: float) -> None:
         # The first line that matters, the publish ack: only now is the group on the log's disk, and only now do its
         # writers return. Returning earlier would acknowledge what a crash can still lose.
         self.groups += 1
-        now = asyncio.get_running_loop().time()
-        self._round_s += (now - sent_at - self._round_s) / 8
-        self._heads.observe(outcome.group, stored_bytes(outcome.group, outcome.message))
-        self._stored(outcome)
+        self._others.took(took_s)
+        self._heads.observe(written.group, stored_bytes(written.group, written.message))
+        self._stored(written)
         number = -1
-        for queued in chosen.units:
+        for queued in units:
             number += len(queued.messages)
-            end_one(queued.unit, place(outcome.group.seq, max(number, 0)))
+            end_one(queued.unit, place(written.group.seq, max(number, 0)))
 
     def _choose(self, units: Sequence[Queued]) -> Chosen:
         """`choose`, without those whose parts may be gone by now."""
@@ -396,14 +397,15 @@ class Sequencer:
     def _too_late(self, parts_at: float) -> bool:
         return asyncio.get_running_loop().time() - parts_at > self._parts_last_s()
 
-    async def _send(self, draft: Draft, before: int, before_id: int, parts_at: float) -> Written | Exception:
-        """Store the group behind this one. `parts_at`: when the first part that it names was stored.
+    async def _send(self, draft: Draft, parts_at: float) -> Written | Exception:
+        """Store the group behind the last one. `parts_at`: when the first part that it names was stored.
 
         Returns Conflict when another group stands there, which has been seen then; another error when nothing is
         stored, or AppendUnknown.
         """
+        before, before_id = self._heads.seen, self._heads.seen_id
         purged = max(self._purged, self._heads.purged)
-        header = draft.header(before_id, before, purged)
+        header = self._others.sending = draft.header(before_id, before, purged)
         message = Outgoing(self._subjects.groups, draft.body, header, before)
         unanswered = False
 
@@ -416,14 +418,17 @@ class Sequencer:
             nonlocal unanswered
             try:
                 return written(await self._stream.publish(message, self._timeout_s))
-            except Conflict:
-                pass  # maybe with the first copy of ours
+            except Conflict as e:
+                if not unanswered and self._heads.seen > before:  # it was heard before the refusal
+                    return e
+                # Else it may be the first copy of ours that was faster.
             except AppendUnknown:
                 unanswered = True
             except BufstoreError as e:
                 if not unanswered:
                     return e
             try:
+                await self._others.were_first()
                 found = await self._behind(before)
             except (BufstoreError, AppendUnknown) as e:
                 _log.info("the outcome of a group stays unknown: %s", e, extra={"action": "append_unknown"})
@@ -448,7 +453,3 @@ def _end_all(units: Iterable[Queued], error: Exception) -> None:
 
 def _is_none(outcome: object) -> bool:
     return outcome is None
-
-
-def _new_id() -> int:
-    return int.from_bytes(os.urandom(8)) >> 1 or 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -81,6 +82,15 @@ class Tail:
             return None
         group = self.decoded(found[0])
         return Behind(found[0].seq, 0, seq) if group is None else Behind(group.seq, group.id, group.before)
+
+    def hear(self, message: StoredMessage, body_bytes: int) -> int | None:
+        """Note a group that was just stored, whose body is not here. Returns its id; None: it is no group."""
+        group = self.decoded(message)
+        # The next look shows what is not taken from here: what large entries take is told by the body.
+        if group is not None and self._heads.life and not group.parts:
+            with contextlib.suppress(Gap):
+                self._heads.observe(group, stored_bytes(group, message) + body_bytes)
+        return group.id if group is not None else None
 
     def note(self, written: Written) -> None:
         """Keep a group that this process wrote."""
