@@ -29,7 +29,7 @@ from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.threads.lineage import deletion, new_parent
 from conftest import Deployment
-from helpers import eventually, fresh, query, run_of, said
+from helpers import eventually, fresh, let_all_go, query, run_of, said
 
 
 async def test_edits_are_read_before_they_are_flushed(deployment: Deployment) -> None:
@@ -135,18 +135,20 @@ async def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_flushed(
         partition = one.buffer.subjects.partition("dead")
         await one.save_thread(next(t for n in range(99) if one.buffer.subjects.partition(t := f"o{n}") == partition))
         await one.force_flush_all()
-        await one.buffer.log.purge(partition, await one.buffer.log.end(1))
-        ledger, publish = one.buffer.ledger, two.buffer.log.publish
+        await let_all_go(one)
+        stream = two.buffer.session.stream
+        ledger, publish = one.buffer.ledger, stream.publish
         tombstone = (await ledger.watermark("dead")).flushed_seq, "dead"
 
         async def burying(message: Any, timeout_s: float) -> int:
+            monkeypatch.undo()
+            await one.buffer.log.fence(tombstone[0] + 1)
             await ledger.bury([tombstone])
             assert (await ledger.watermark("dead")).flushed_seq == 0
             return await publish(message, timeout_s)
 
-        monkeypatch.setattr(two.buffer.log, "publish", burying)
+        monkeypatch.setattr(stream, "publish", burying)
         await two.checkpoint_append("dead", [2], run_of("dead"))
-        monkeypatch.undo()
         assert await one.load_messages("dead", consistency=Consistency.STRONG) == [2]
         assert await ledger.quarantined() == 0
 

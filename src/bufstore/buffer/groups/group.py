@@ -34,8 +34,9 @@ _RECORD = struct.Struct(f">{HASH_BYTES}sQIHxx")
 _LENGTHS = struct.Struct(">HH")
 #: In the length of an entry's own header: the payload stands elsewhere.
 _ELSEWHERE = 1 << 15
-#: What a message takes in the stream beside subject, header and body.
-_MESSAGE_BYTES = 50
+#: What nats-server's file takes of a message beside subject, headers and body; and what its headers take beside their
+#: values: version, names, line ends.
+_MESSAGE_BYTES = 34 + len("NATS/1.0....Bufstore-Entry: ..Nats-Expected-Last-Subject-Sequence: ..")
 #: What an entry costs beside its thread, its own header and its payload: its record in base64, and their lengths.
 ENTRY_BYTES = (_RECORD.size * 4 + 2) // 3 + _LENGTHS.size
 #: What the headers of the message have beside the records, at most.
@@ -175,7 +176,7 @@ def _placed(records: Sequence[Record], seq: int) -> list[Record]:
 def stored_bytes(group: Group, message: StoredMessage) -> int:
     """About how many bytes the log takes for a group, which this message is, and the parts of its large entries."""
     body = message.body
-    size = _MESSAGE_BYTES + len(message.subject) + len(message.header or "") + len(body)
+    size = _MESSAGE_BYTES + len(message.subject) + len(message.header or "") + len(str(group.before)) + len(body)
     for number in range(len(group.records)) if group.parts else ():
         with contextlib.suppress(MalformedEntry):
             entry = decode_entry(group, number, body)

@@ -90,7 +90,7 @@ class Verifier:
             ("settled <= cursor", "told to be settled", settled),
             ("erased <= cursor", "erased", erased),
         ):
-            if seq > cursor.seq:
+            if seq > cursor.seq and (what != "told to be settled" or await self._holds(partition, cursor.seq, seq)):
                 found.append((rule, f"{what} up to {seq}, the cursor stands at {cursor.seq}"))
         if cursor.seq > end:
             found.append(("cursor <= log", f"the cursor stands at {cursor.seq}, the log ends at {end}"))
@@ -99,6 +99,12 @@ class Verifier:
             if message is None or entry_id(message) != cursor.id:
                 found.append(("cursor entry", f"position {cursor.seq} does not hold the entry at the cursor"))
         return found
+
+    async def _holds(self, partition: int, above: int, below: int) -> bool:
+        """Whether the partition has an entry between: where it has none, everything there is settled."""
+        async for _, message in self._log.scan(above, partitions=[partition]):
+            return message.seq < below
+        return False
 
     # --- threads ----------------------------------------------------------------------------------------------
 
