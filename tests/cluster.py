@@ -161,7 +161,7 @@ async def lead_log_and_cluster(store: Any, cluster: Cluster, deployment: Deploym
         if meta is not None:
             wish = {"placement": {"preferred": f"n{meta}"}}
             with suppress(BufstoreError):
-                await store.buffer.log.api(f"STREAM.LEADER.STEPDOWN.{deployment.log.stream}", wish)
+                await store.buffer.session.stream.api(f"STREAM.LEADER.STEPDOWN.{deployment.log.stream}", wish)
         return None
 
     found: int = await eventually(same, 60)

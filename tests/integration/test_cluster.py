@@ -122,7 +122,7 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
         for size in (1000, 1):  # to the last byte
             with suppress(LogFull):
                 while True:
-                    await store.buffer.log.publish(Outgoing(f"{deployment.log.subject}.unused.0", b"x" * size), 5)
+                    await store.buffer.session.stream.publish(Outgoing(store.buffer.subjects.parts, b"x" * size), 5)
 
         async def read() -> int | None:
             found = await store.load_messages(thread_id, consistency=Consistency.STRONG)
@@ -195,9 +195,9 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
             await load.acknowledged(100)  # the others have elected
             assert await leader_of(outside, deployment) != leader
             # One that has seen more of the log than this leader is connected to it again.
-            inside.buffer.log._same.note(await outside.buffer.log.end(5.0))
-            before = inside.buffer.log._connection.client()
-            inside.buffer.log._connection._drop(before, "by the test")
+            inside.buffer.session.stream._same.note(await outside.buffer.session.stream.end(5.0))
+            before = inside.buffer.session.connection.client()
+            inside.buffer.session.connection._drop(before, "by the test")
             with suppress(TimeoutError):  # it may well not let itself be connected
                 await eventually(lambda: _reconnected(inside, before), 2.5)
         finally:
@@ -223,7 +223,7 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
         stores.append(new := await cluster.open(deployment, *({0, 1, 2} - {leader}), flusher=False, **PATIENCE))
         await old.checkpoint_append(thread_id, ["before"], run_of(thread_id))
         assert await new.load_messages(thread_id) == ["before"]
-        both, log = old.buffer.log._connection, old.buffer.log
+        both, log = old.buffer.session.connection, old.buffer.log
         cluster.isolate(leader, silently=True)
         try:
 
@@ -234,7 +234,7 @@ async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(serv
                 return False
 
             await eventually(written, 60)
-            both.write = new.buffer.log._connection.write
+            both.write = new.buffer.session.connection.write
             subject = old.buffer.subjects.of(thread_id)
             assert await log.ends([subject], 2.0) < await new.buffer.log.ends([subject], 2.0), "it still answers"
             for level in (Consistency.READ_YOUR_WRITES, Consistency.STRONG):
@@ -268,7 +268,7 @@ async def _counted_as_flushed(store: Any) -> bool:
 
 
 async def _reconnected(store: BufferedThreadStore, before: object) -> bool:
-    return store.buffer.log._connection._client not in (None, before)
+    return store.buffer.session.connection._client not in (None, before)
 
 
 async def _takes_writes(store: BufferedThreadStore, thread_id: str) -> bool:

@@ -117,7 +117,7 @@ class Faults:
 
         Without the cluster's leader nobody makes a consumer. A store that is not connected is told nothing.
         """
-        log: Any = store.buffer.log
+        log: Any = store.buffer.session.stream
         client = log._connection._client
         stream, bucket = self._deployment.log.stream, self._deployment.log.bucket
         answers = await asyncio.gather(
