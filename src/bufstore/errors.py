@@ -17,6 +17,7 @@ BufstoreError
 │   ├── StaleClaim              the mailbox claim is over: somebody else may hold the thread; stop working
 │   │   └── ClaimInterrupted    the thread was interrupted: stop working, then end the claim
 │   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
+│   ├── ConcurrentWriter        another worker has written to the LangGraph thread since it was read
 │   ├── LogFull                 too many bytes are not flushed or still needed: slow down and retry
 │   ├── TokenBusy               the key has unfinished work, or another holds the lock
 │   └── TokenQueueFull          the key's queue is full
@@ -41,8 +42,8 @@ BufstoreError
 
 Import an error from `bufstore`, or, if only one package raises it, from that package:
 `bufstore.mailbox` (StaleClaim, ClaimInterrupted, StepUnknown), `bufstore.tokens` (TokenBusy, TokenQueueFull, TokenLost,
-SubmitUnknown), `bufstore.notify` (NotifyUnavailable), `bufstore.spark` (DataLoss, ArchiveOvertaken) and
-`bufstore.embedded` (EmbeddedError).
+SubmitUnknown), `bufstore.notify` (NotifyUnavailable), `bufstore.spark` (DataLoss, ArchiveOvertaken),
+`bufstore.langgraph` (ConcurrentWriter) and `bufstore.embedded` (EmbeddedError).
 """
 
 from __future__ import annotations
@@ -154,6 +155,14 @@ class ThreadQuarantined(Rejected):
         )
         self.thread_id = thread_id
         self.since = since
+
+
+class ConcurrentWriter(Rejected):
+    """Another worker has written to the thread since this saver read it: read it again, and decide what to do."""
+
+    def __init__(self, thread_id: str) -> None:
+        super().__init__(f"another worker has written to thread {thread_id!r} since it was read; nothing was stored")
+        self.thread_id = thread_id
 
 
 class LogFull(Rejected):

@@ -20,7 +20,14 @@ from bufstore import errors
 LAZY = ["bufstore", "bufstore.mailbox", "bufstore.notify", "bufstore.tokens"]
 
 #: Packages that have errors of their own.
-WITH_ERRORS = ["bufstore.embedded", "bufstore.mailbox", "bufstore.notify", "bufstore.spark", "bufstore.tokens"]
+WITH_ERRORS = [
+    "bufstore.embedded",
+    "bufstore.langgraph",
+    "bufstore.mailbox",
+    "bufstore.notify",
+    "bufstore.spark",
+    "bufstore.tokens",
+]
 SOURCES = Path(inspect.getfile(bufstore)).parent
 ROOT = Path(__file__).parent.parent.parent
 #: What docs/COMPATIBILITY.md says is public.
