@@ -55,9 +55,8 @@ class Place:
     @asynccontextmanager
     async def saver(self, *, flush: float | None = None, **options: Any) -> AsyncIterator[AsyncBufferedSaver]:
         """A saver. `flush`: how likely what it has written is flushed at once; nothing is flushed by itself then."""
-        ours = {
-            k: options.pop(k) for k in ("serde", "consistency", "new_threads", "cache_bytes", "nats") if k in options
-        }
+        names = ("serde", "consistency", "new_threads", "on_conflict", "cache_bytes", "nats")
+        ours = {name: options.pop(name) for name in names if name in options}
         interval = {"flush_interval_s": 0.02 if flush is None else 3600.0}
         buffer = BufferConfig.fitting(self.log, **({"lease_s": 4} | interval | options))
         saver = await AsyncBufferedSaver.open(self.store(), **({"nats": self.nats} | ours), config=buffer)

@@ -9,8 +9,15 @@ See docs/LANGGRAPH.md. Needs the extra ``bufstore[langgraph]``.
 """
 
 from bufstore.errors import ConcurrentWriter
+from bufstore.langgraph.blocking_saver import BufferedSaver
 from bufstore.langgraph.memory_store import MemoryCheckpointStore
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.saver import AsyncBufferedSaver
 
-__all__ = ["AsyncBufferedSaver", "ConcurrentWriter", "MemoryCheckpointStore", "PostgresCheckpointStore"]
+__all__ = [
+    "AsyncBufferedSaver",
+    "BufferedSaver",
+    "ConcurrentWriter",
+    "MemoryCheckpointStore",
+    "PostgresCheckpointStore",
+]
