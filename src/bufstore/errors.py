@@ -234,6 +234,9 @@ class StepUnknown(BufstoreError):
     interrupt.
     """
 
+    #: Of an enqueue: the id to ask for, also one that the store chose.
+    dispatch_id: str | None = None
+
 
 class SubmitUnknown(BufstoreError):
     """The item was sent and no answer came, or no worker could be told: it may or may not be worked on.
