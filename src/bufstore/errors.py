@@ -175,9 +175,12 @@ class LogFull(Rejected):
 class TokenBusy(Rejected):
     """The key has unfinished work and takes no second item, or another holds the lock. Nothing was submitted."""
 
-    def __init__(self, key: str) -> None:
-        super().__init__(f"{key!r} is busy: nothing was submitted or acquired")
+    def __init__(self, key: str, holder: str = "") -> None:
+        by = f" (held by {holder})" if holder else ""
+        super().__init__(f"{key!r} is busy{by}: nothing was submitted or acquired")
         self.key = key
+        #: The name that its holder gave itself; empty when nobody holds it, or that is not known.
+        self.holder = holder
 
 
 class TokenQueueFull(Rejected):
