@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 
@@ -107,7 +107,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     turn: bool = False
 
 
-class Holder(NamedTuple):
+class Holder(msgspec.Struct, frozen=True):
     """Who holds a key."""
 
     name: str
@@ -116,7 +116,7 @@ class Holder(NamedTuple):
     silent_s: float
 
 
-class Statistics(NamedTuple):
+class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """What exclusive work has to do, as the server counts it; no scan."""
 
     #: Stored and not done, with the messages that give waiting keys their turn.
@@ -163,6 +163,12 @@ def check_name(name: str) -> None:
 def seconds(stamp: str) -> float:
     """A time of the server's, in seconds since 1970."""
     return datetime.fromisoformat(stamp).timestamp()
+
+
+def oldest_s(info: Mapping[str, Any]) -> float:
+    """The age of the oldest message of a stream, by its STREAM.INFO; 0 if there is none."""
+    state = info["state"]
+    return max(0.0, seconds(info["ts"]) - seconds(state["first_ts"])) if state["messages"] else 0.0
 
 
 def first_token(unix_ms: int) -> int:

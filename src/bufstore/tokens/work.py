@@ -51,6 +51,7 @@ from bufstore.tokens.model import (
     TokensConfig,
     attempt_of,
     backoff_s,
+    oldest_s,
     seconds,
 )
 from bufstore.tokens.pull import Delivery, Puller
@@ -230,7 +231,7 @@ class ExclusiveWork:
         return Statistics(
             stored=stream["state"]["messages"],
             bytes=stream["state"]["bytes"],
-            oldest_s=_oldest_s(stream),
+            oldest_s=oldest_s(stream),
             untold=consumer["num_pending"],
             told=consumer["num_ack_pending"],
             told_again=consumer["num_redelivered"],
@@ -390,7 +391,7 @@ class ExclusiveWork:
         """
         c = self._config
         info = await self._items.api(f"STREAM.INFO.{self._stream}")
-        if _oldest_s(info) < c.ttl_s:
+        if oldest_s(info) < c.ttl_s:
             return None
         page = await self._items.read(f"{c.name}.item.*", self._position, c.timeout_s, limit=_LOOKED_AT)
         self._position = page[-1].seq if len(page) == _LOOKED_AT else 0
@@ -449,11 +450,6 @@ class ExclusiveWork:
                 await task.retry(backoff_s(task.attempt))
             except (TokenLost, LogUnavailable) as e:
                 _log.warning("%s", e, extra={"action": "token_lost"})
-
-
-def _oldest_s(info: dict[str, Any]) -> float:
-    state = info["state"]
-    return max(0.0, seconds(info["ts"]) - seconds(state["first_ts"])) if state["messages"] else 0.0
 
 
 async def _unless(stopping: asyncio.Event, waiting: Any) -> Any:
