@@ -59,7 +59,7 @@ async def test_postgres_goes_in_the_middle_of_a_run(own: Servers, place: Place) 
 
 async def test_another_process_reads_a_thread_that_the_log_has_whole(own: Servers, place: Place) -> None:
     thread_id = fresh()
-    async with place.saver() as one, place.saver() as other:
+    async with place.saver(read_timeout_s=3.0) as one, place.saver(read_timeout_s=3.0) as other:
         await assistant(one).ainvoke({"said": ["user: hello"]}, config(thread_id))
         own.postgres.stop()
         done = await assistant(other).ainvoke(Command(resume="yes"), config(thread_id))
@@ -73,7 +73,10 @@ async def test_only_postgres_can_tell_of_a_thread_that_nobody_here_has_read(own:
     thread_id = fresh()
     put = checkpoint({"a": "1"}, {"a": [1]})
     metadata: Any = {"source": "loop", "step": 0, "parents": {}}
-    async with place.saver() as careful, place.saver(new_threads="assume") as bold:
+    async with (
+        place.saver(read_timeout_s=3.0) as careful,
+        place.saver(read_timeout_s=3.0, new_threads="assume") as bold,
+    ):
         own.postgres.stop()
         with pytest.raises(StoreUnavailable):
             await careful.aget_tuple(config(thread_id))

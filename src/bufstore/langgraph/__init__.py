@@ -12,9 +12,10 @@ from bufstore.errors import ConcurrentWriter
 from bufstore.langgraph.blocking_saver import BufferedSaver
 from bufstore.langgraph.memory_store import MemoryCheckpointStore
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
-from bufstore.langgraph.saver import AsyncBufferedSaver
+from bufstore.langgraph.saver import DEFAULT_LOG, AsyncBufferedSaver
 
 __all__ = [
+    "DEFAULT_LOG",
     "AsyncBufferedSaver",
     "BufferedSaver",
     "ConcurrentWriter",
