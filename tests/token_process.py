@@ -85,6 +85,7 @@ async def main(options: dict[str, Any]) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     loop.add_signal_handler(signal.SIGUSR1, step_clock, chance)
+    history.write("listening", "", 0)
     nats = NatsConfig(servers=options["servers"], user=options["user"], password=options["password"])
     while not stopping.is_set():
         with contextlib.suppress(BufstoreError):

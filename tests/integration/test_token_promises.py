@@ -121,6 +121,28 @@ async def test_what_is_to_be_done_is_done_after_the_consumer_was_removed(opened:
     assert await nothing_left(other)
 
 
+async def test_what_a_leader_that_lags_still_shows_is_not_done_again(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = await opened()
+    for payload in (b"1", b"2", b"3"):
+        await work.submit("a", payload)
+    look, shown = work._items.after, await work._items.after(f"{work._config.name}.item.YQ", 0, 5)
+    for _ in range(2):
+        async with await took(work) as task:
+            await task.done()
+    lagging = iter([shown, shown[1:]])
+
+    async def after(subject: str, seq: int, timeout_s: float, limit: int = 0) -> Any:
+        return next(lagging, None) or await look(subject, seq, timeout_s, limit)
+
+    monkeypatch.setattr(work._items, "after", after)
+    async with await took(work) as task:
+        assert task.payload == b"3"
+        await task.done()
+    assert await work.take(0.1) is None
+
+
 # Streams that are made anew.
 
 

@@ -72,8 +72,16 @@ class Site:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._starts = 0
 
-    def start(self, process: str) -> None:
-        """Start one, or start it again."""
+    async def start(self, process: str) -> None:
+        """Start one, or start it again; return when it listens to signals."""
+        before = self._listened(process)
+        self._start(process)
+        await eventually(lambda: asyncio.to_thread(lambda: self._listened(process) > before), 60)
+
+    def _listened(self, process: str) -> int:
+        return sum(what == "listening" for _, what, *_ in self.history(process))
+
+    def _start(self, process: str) -> None:
         role, number = process.split()
         self._starts += 1
         options = {
@@ -149,7 +157,7 @@ class Faults:
         process = self._chance.choice(self._site.names(role))
         if self._site.alive(process):
             await self._site.kill(process)
-            self._site.start(process)
+            await self._site.start(process)
 
     async def _paused(self, role: str) -> None:
         process = self._chance.choice(self._site.names(role))
@@ -194,8 +202,7 @@ async def run(
     deck: list[str] = []
     try:
         async with await eventually(lambda: _open(site), 60) as work:
-            for process in site.names():
-                site.start(process)
+            await asyncio.gather(*map(site.start, site.names()))
             while any(site.alive(p) for p in site.names("requester")) or verdict.faults.total() < faults_max:
                 if faults_max and verdict.faults.total() >= faults_max:
                     await asyncio.sleep(0.1)
@@ -211,8 +218,7 @@ async def run(
             except TimeoutError:
                 verdict.wrong.append(f"stuck: {await work.statistics()}")
             for process in site.names("worker"):
-                # One that was started just now may not listen to the signal yet.
-                if await site.stop(process) not in (0, -signal.SIGTERM):
+                if await site.stop(process):
                     verdict.wrong.append(f"{process} ended with an error: see its log")
         judge({process: site.history(process) for process in site.names()}, healed, verdict)
     finally:

@@ -26,7 +26,7 @@ from bufstore.jetstream.errors import (
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.tokens import ExclusiveWork, Policy, Task, TokensConfig
 from bufstore.tokens.fence import Register
-from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, encode, first_token
+from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode, first_token
 from bufstore.tokens.pull import Puller
 from bufstore.tokens.setup import items_config
 from unit.fake_log import run
@@ -54,7 +54,7 @@ def test_the_policies_are_the_streams() -> None:
 
 
 def test_records() -> None:
-    record = Record("me", "mark", 3, 7, 5, 2, lease_s=30.0)
+    record = Record("me", "mark", 3, 7, 5, "s", 2, lease_s=30.0)
     assert decode(encode(record)) == record
     assert decode(b"") == decode(b"\x91\x01") == Record()
 
@@ -64,6 +64,12 @@ def test_attempts_are_those_of_the_item() -> None:
     assert attempt_of(Record(item=5, attempt=3), 5) == 4
     assert attempt_of(Record(item=4, attempt=3), 5) == 1
     assert attempt_of(Record(item=5, attempt=3, done=True), 5) == 1
+
+
+def test_what_is_done_is_told_from_the_record_of_the_same_stream() -> None:
+    assert done_to(Record(item=5, stream="s", done=True), "s") == 5
+    assert done_to(Record(item=5, stream="s"), "s") == 4
+    assert done_to(Record(item=5, stream="s", done=True), "another") == 0
 
 
 @given(st.integers(1, 10**9))

@@ -96,8 +96,9 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
     number: int = 0
     #: The holder's; 0 in its first record, whose sequence it is.
     token: int = 0
-    #: The item worked on, or the last one done: its sequence in the stream.
+    #: The item worked on, or the last one done: its sequence in the stream, and which stream that was.
     item: int = 0
+    stream: str = ""
     #: How often that was begun.
     attempt: int = 0
     done: bool = False
@@ -142,6 +143,11 @@ def decode(body: bytes) -> Record:
         return _decoder.decode(body)
     except msgspec.MsgspecError:
         return Record()
+
+
+def done_to(record: Record, stream: str) -> int:
+    """Up to which sequence of this stream the key's items are done. A leader that lags may still show them."""
+    return record.item - (not record.done) if record.stream == stream else 0
 
 
 def attempt_of(record: Record, item: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ WORKERS = "workers"
 #: A record that nobody has touched for this long is forgotten; the key's next token is larger all the same.
 _RECORD_AGE_S = 7 * 24 * 3600
 _S = 1_000_000_000
+_ID = "bufstore.id"
 
 
 def items_config(config: TokensConfig) -> dict[str, Any]:
@@ -78,9 +80,12 @@ def _common(storage: Storage, name: str, subjects: list[str]) -> dict[str, Any]:
     }
 
 
-async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> None:
-    """Create what is missing, and check the rest. Raises ConfigDrift, ConfigError, LogUnavailable."""
-    await ensure_stream(items, items_config(config), "TokensConfig", tokens=False)
+async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> str:
+    """Create what is missing, and check the rest. Raises ConfigDrift, ConfigError, LogUnavailable.
+
+    Returns what tells the stream of the items from one of the same name before or after it.
+    """
+    stream = await ensure_stream(items, items_config(config), "TokensConfig", tokens=False)
     await ensure_stream(fence, fence_config(config), "TokensConfig", tokens=True)
     wanted = consumer_config(config)
     name = f"{config.name}-items"
@@ -92,17 +97,19 @@ async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> 
     check(
         f"consumer {WORKERS} of {name}", wanted, info["config"], "TokensConfig", f"nats consumer edit {name} {WORKERS}"
     )
+    return stream
 
 
-async def ensure_stream(stream: NatsStream, wanted: dict[str, Any], ours: str, *, tokens: bool) -> None:
+async def ensure_stream(stream: NatsStream, wanted: dict[str, Any], ours: str, *, tokens: bool) -> str:
     """The same for one stream. Sequences of a new one begin at the clock's time, those of `tokens` above all before."""
     name = wanted["name"]
     try:
         info = await stream.api(f"STREAM.INFO.{name}")
     except StreamMissing:
         first = first_token(time.time_ns() // 1_000_000)
+        identity = {"metadata": {_ID: secrets.token_hex(8)}}
         try:
-            info = await stream.api(f"STREAM.CREATE.{name}", {**wanted, "first_seq": first})
+            info = await stream.api(f"STREAM.CREATE.{name}", {**wanted, "first_seq": first, **identity})
         except StreamTaken:  # by another process just now, at another time
             info = await stream.api(f"STREAM.INFO.{name}")
         # Of two clocks the later: ours may be behind that of whoever created the stream before.
@@ -110,3 +117,4 @@ async def ensure_stream(stream: NatsStream, wanted: dict[str, Any], ours: str, *
         if tokens and info["state"]["last_seq"] < first - first_token(1000):
             await stream.api(f"STREAM.PURGE.{name}", {"seq": first})
     check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
+    return str((info["config"].get("metadata") or {}).get(_ID, ""))

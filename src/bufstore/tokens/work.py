@@ -51,6 +51,7 @@ from bufstore.tokens.model import (
     TokensConfig,
     attempt_of,
     backoff_s,
+    done_to,
     oldest_s,
     seconds,
 )
@@ -80,6 +81,7 @@ class ExclusiveWork:
         self._config = config
         self._holder = holder or f"{socket.gethostname()}:{os.getpid()}"
         self._stream = f"{config.name}-items"
+        self._id = ""
         self._items = NatsStream(connection, api, self._stream, config.replicas)
         self._fences = NatsStream(connection, api, f"{config.name}-fence", config.replicas)
         self._register = Register(self._fences, f"{config.name}-fence", config.timeout_s)
@@ -111,7 +113,7 @@ class ExclusiveWork:
         work = cls(connection, nats_config.api, config, holder)
         await connection.open()
         try:
-            await ensure(config, work._items, work._fences)
+            work._id = await ensure(config, work._items, work._fences)
         except BaseException:
             await connection.aclose()
             raise
@@ -295,8 +297,8 @@ class ExclusiveWork:
         is_turn = delivery is not None and (delivery.count > 1 or ".turn." in delivery.subject)
         while True:
             (seq, record), items = await asyncio.gather(self._register.read(subject), self._waiting(name, 2))
-            if items and record.done and items[0].seq == record.item:
-                await self._remove(record.item)  # its holder died just before
+            if items and items[0].seq <= done_to(record, self._id):
+                await self._remove(items[0].seq)  # its holder died just before, or this leader lags
                 continue
             if not items:
                 await self._drop(delivery)
@@ -314,7 +316,12 @@ class ExclusiveWork:
             began = asyncio.get_running_loop().time()
             item = items[0]
             mine = Record(
-                self._holder, secrets.token_hex(8), 0, 0, item.seq, attempt_of(record, item.seq), lease_s=c.ttl_s
+                self._holder,
+                secrets.token_hex(8),
+                item=item.seq,
+                stream=self._id,
+                attempt=attempt_of(record, item.seq),
+                lease_s=c.ttl_s,
             )
             try:
                 given = await self._register.write(subject, mine, seq)
