@@ -80,6 +80,11 @@ powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop m
 chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that nothing was lost, doubled or stale
 	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED)
 
+ITEMS ?= 10000
+.PHONY: tokens
+tokens: $(READY) ## Exclusive work of ITEMS=10000 on three replicas while things break as SEED=1 says (some minutes)
+	$(LONG) sweep.tokens --items $(ITEMS) --seed $(SEED)
+
 .PHONY: model
 model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, each against an oracle (no servers)
 	PYTHONHASHSEED=0 $(LONG) store_model.run $(SECONDS) $(SEED)

@@ -53,7 +53,7 @@ TARGETS: Mapping[str, Mapping[str, float]] = {
     "recovery.seconds": {"lease + 2 s": 1.0},
     "recovery_start.seconds": {"3 s": 1.0},
     "notify.wakeups_per_item": {"1.1": 1.0},
-    "tokens.hot_key": {"2 s": 1.0, "with Sources": 10.0},
+    "tokens.hot_key": {"2 s": 1.0},
 }
 
 

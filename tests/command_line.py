@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import bufstore
+import forked_command
 from bufstore import PostgresThreadStore
 from bufstore.cli.conversations.generated import conversation
 from conftest import Deployment
@@ -46,15 +47,9 @@ class Result:
 
 
 def bufstore_cli(*arguments: object, stdin: bytes = b"", **environment: str) -> Result:
-    return Result(
-        subprocess.run(
-            [*COMMAND, *map(str, arguments)],
-            input=stdin,
-            capture_output=True,
-            env=ENVIRONMENT | environment,
-            timeout=60,
-        )
-    )
+    """Run a command to its end, in a process of its own that is forked."""
+    env = ENVIRONMENT | environment
+    return Result(forked_command.run([*map(str, arguments)], stdin=stdin, env=env, timeout_s=60))
 
 
 def where(deployment: Deployment) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bufstore.embedded import Servers
 from bufstore.mailbox import (
@@ -18,21 +18,26 @@ from bufstore.mailbox import (
 )
 from bufstore.mailbox.store import MailboxStore
 
+if TYPE_CHECKING:
+    from cluster import Cluster
+
 KINDS = ("memory", "nats", "postgres")
 
 
 class Mailboxes:
-    """One deployment of a kind."""
+    """One deployment of a kind; on NATS with three replicas if a cluster is given."""
 
-    def __init__(self, kind: str, servers: Servers) -> None:
+    def __init__(self, kind: str, servers: Servers, cluster: Cluster | None = None) -> None:
         self.kind = kind
         self.servers = servers
+        self.cluster = cluster
         self.name = f"m{secrets.token_hex(5)}"
         self._shared = MemoryMailbox()
 
     @property
     def names(self) -> NatsMailboxNames:
-        return NatsMailboxNames(bucket=self.name, max_bytes=256 << 20)
+        replicas = 1 if self.cluster is None else 3
+        return NatsMailboxNames(bucket=self.name, max_bytes=256 << 20, replicas=replicas)
 
     def store(self, **config: Any) -> MailboxStore:
         """An instance, to be opened."""
@@ -40,7 +45,8 @@ class Mailboxes:
         if self.kind == "memory":
             return MemoryMailboxStore(self._shared, config=settings)
         if self.kind == "nats":
-            return NatsMailboxStore(self.servers.nats.url, names=self.names, config=settings)
+            nats = self.servers.nats.url if self.cluster is None else self.cluster.nats()
+            return NatsMailboxStore(nats, names=self.names, config=settings)
         return PostgresMailboxStore(self.servers.postgres.dsn, schema=self.name, pool_size=3, config=settings)
 
     @asynccontextmanager

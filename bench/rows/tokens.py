@@ -1,6 +1,6 @@
 """`tokens.*`: exclusive work on distinct keys and on one hot key, and locks; nothing is to be done for an item.
 
-Ours is the direct form; beside it the one with Sources, as the pattern is usually built.
+Beside it a work queue of JetStream with nats-py, which excludes nobody and gives no token: what the exclusion costs.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import secrets
 import time
 from collections.abc import Iterator
 
+import nats
+from nats.js.api import RetentionPolicy
 from psycopg import AsyncConnection
 
 from bench.results import Benchmark, compared
 from bench.stage import Stage
-from bufstore.tokens import ExclusiveWork, Form, Locks, Task, TokensConfig
+from bufstore.tokens import ExclusiveWork, Locks, Task, TokensConfig
 
 _HOT_ITEMS = 12
 _KEYS = 2000
 _CONCURRENCY = 32
 _LOCKS = 500
-#: The form with Sources takes 24 s for the hot key, every time.
 _ROUNDS_MAX = 3
 
 
@@ -31,9 +32,10 @@ def tokens(stage: Stage) -> Iterator[Benchmark]:
     locks: dict[str, list[float]] = {"ours": [], "row in Postgres": []}
     count = stage.count(_LOCKS, 20)
     for _ in range(min(stage.rounds, _ROUNDS_MAX)):
-        for form, who in ((Form.DIRECT, "ours"), (Form.SOURCED, "with Sources")):
-            for what, value in asyncio.run(_measure(stage.servers.nats, form, keys, hot)).items():
-                found[what].setdefault(who, []).append(value)
+        for what, value in asyncio.run(_measure(stage.servers.nats, keys, hot)).items():
+            found[what].setdefault("ours", []).append(value)
+        for what, value in asyncio.run(_work_queue(stage.servers.nats, keys)).items():
+            found[what].setdefault("work queue", []).append(value)
         locks["ours"].append(asyncio.run(_locks(stage.servers.nats, count)))
         locks["row in Postgres"].append(asyncio.run(_rows(stage.servers.dsn, count)))
     found["hot_key"]["2 s"] = [2.0]
@@ -43,8 +45,8 @@ def tokens(stage: Stage) -> Iterator[Benchmark]:
     yield compared("tokens.lock_and_release", "1/s", locks)
 
 
-async def _measure(url: str, form: Form, keys: int, hot_items: int) -> dict[str, float]:
-    async with await ExclusiveWork.open(url, TokensConfig(name=f"bench-{secrets.token_hex(4)}", form=form)) as work:
+async def _measure(url: str, keys: int, hot_items: int) -> dict[str, float]:
+    async with await ExclusiveWork.open(url, TokensConfig(name=f"bench-{secrets.token_hex(4)}")) as work:
         for i in range(hot_items):
             await work.submit("hot", str(i).encode())
         hot = await _work_off(work, hot_items, 4)
@@ -69,6 +71,31 @@ async def _work_off(work: ExclusiveWork, items: int, concurrency: int) -> float:
     async with asyncio.timeout(300):
         await work.run(handler, stopping, concurrency=concurrency)
     return time.perf_counter() - began
+
+
+async def _work_queue(url: str, keys: int) -> dict[str, float]:
+    client = await nats.connect(url)
+    try:
+        stream, name = client.jetstream(), f"bench-{secrets.token_hex(4)}"
+        await stream.add_stream(name=name, subjects=[f"{name}.*"], retention=RetentionPolicy.WORK_QUEUE)
+        began = time.perf_counter()
+        for i in range(0, keys, _CONCURRENCY):
+            await asyncio.gather(*(stream.publish(f"{name}.{n}") for n in range(i, min(i + _CONCURRENCY, keys))))
+        submitted = keys / (time.perf_counter() - began)
+        pull = await stream.pull_subscribe(f"{name}.*", "workers")
+        left = keys
+
+        async def worker() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                await (await pull.fetch(1))[0].ack_sync()
+
+        began = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(_CONCURRENCY)))
+        return {"submitted": submitted, "worked": keys / (time.perf_counter() - began)}
+    finally:
+        await client.close()
 
 
 async def _locks(url: str, count: int) -> float:

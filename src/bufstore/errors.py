@@ -17,6 +17,7 @@ BufstoreError
 │   ├── StaleClaim              the mailbox claim is over: somebody else may hold the thread; stop working
 │   │   └── ClaimInterrupted    the thread was interrupted: stop working, then end the claim
 │   ├── ThreadQuarantined       the thread's chain is broken until a full checkpoint or a replay heals it
+│   ├── ConcurrentWriter        another worker has written to the LangGraph thread since it was read
 │   ├── LogFull                 too many bytes are not flushed or still needed: slow down and retry
 │   ├── TokenBusy               the key has unfinished work, or another holds the lock
 │   └── TokenQueueFull          the key's queue is full
@@ -41,8 +42,8 @@ BufstoreError
 
 Import an error from `bufstore`, or, if only one package raises it, from that package:
 `bufstore.mailbox` (StaleClaim, ClaimInterrupted, StepUnknown), `bufstore.tokens` (TokenBusy, TokenQueueFull, TokenLost,
-SubmitUnknown), `bufstore.notify` (NotifyUnavailable), `bufstore.spark` (DataLoss, ArchiveOvertaken) and
-`bufstore.embedded` (EmbeddedError).
+SubmitUnknown), `bufstore.notify` (NotifyUnavailable), `bufstore.spark` (DataLoss, ArchiveOvertaken),
+`bufstore.langgraph` (ConcurrentWriter) and `bufstore.embedded` (EmbeddedError).
 """
 
 from __future__ import annotations
@@ -156,6 +157,14 @@ class ThreadQuarantined(Rejected):
         self.since = since
 
 
+class ConcurrentWriter(Rejected):
+    """Another worker has written to the thread since this saver read it: read it again, and decide what to do."""
+
+    def __init__(self, thread_id: str) -> None:
+        super().__init__(f"another worker has written to thread {thread_id!r} since it was read; nothing was stored")
+        self.thread_id = thread_id
+
+
 class LogFull(Rejected):
     """The log is full of bytes that are not flushed or still needed; the message gives both numbers.
 
@@ -166,9 +175,12 @@ class LogFull(Rejected):
 class TokenBusy(Rejected):
     """The key has unfinished work and takes no second item, or another holds the lock. Nothing was submitted."""
 
-    def __init__(self, key: str) -> None:
-        super().__init__(f"{key!r} is busy: nothing was submitted or acquired")
+    def __init__(self, key: str, holder: str = "") -> None:
+        by = f" (held by {holder})" if holder else ""
+        super().__init__(f"{key!r} is busy{by}: nothing was submitted or acquired")
         self.key = key
+        #: The name that its holder gave itself; empty when nobody holds it, or that is not known.
+        self.holder = holder
 
 
 class TokenQueueFull(Rejected):
@@ -224,6 +236,9 @@ class StepUnknown(BufstoreError):
     Ask `load_dispatch` once the store answers again. You may repeat an enqueue with an id or dedupe key, an ack and an
     interrupt.
     """
+
+    #: Of an enqueue: the id to ask for, also one that the store chose.
+    dispatch_id: str | None = None
 
 
 class SubmitUnknown(BufstoreError):

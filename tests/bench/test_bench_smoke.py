@@ -68,8 +68,8 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
     ),
     "notify": (["notify.wakeups_per_item", "notify.first_wake"], {"NATS, KV", "NATS, no hints", "Postgres, no hints"}),
     "tokens": (
-        ["tokens.hot_key", "tokens.submitted_distinct_keys", "tokens.worked_distinct_keys"],
-        {"with Sources"},
+        ["tokens.submitted_distinct_keys", "tokens.worked_distinct_keys"],
+        {"work queue"},
     ),
 }
 _MORE_IS_BETTER = {"1/s", "checkpoints/transaction", "checkpoints/row", "slowest/fastest"}

@@ -1,11 +1,16 @@
 """What every mailbox and every notifier of ours promises, check by check, in the form of `bufstore.testing`."""
 
 from bufstore.testing import Check
-from conformance import mailbox_lists, mailbox_queue, mailbox_together, notify_events, notify_schedulings
+from conformance import mailbox_lists, mailbox_queue, mailbox_stuck, mailbox_together, notify_events, notify_schedulings
 from conformance.notify_schedulings import Notifiers
 
 #: What a mailbox does: each takes two `MailboxStore`s, instances of one deployment that nothing else uses.
-MAILBOX_CHECKS: list[Check] = [*mailbox_queue.CHECKS, *mailbox_lists.CHECKS, *mailbox_together.CHECKS]
+MAILBOX_CHECKS: list[Check] = [
+    *mailbox_queue.CHECKS,
+    *mailbox_lists.CHECKS,
+    *mailbox_together.CHECKS,
+    *mailbox_stuck.CHECKS,
+]
 #: The same for a mailbox with live deliveries.
 LIVE_MAILBOX_CHECKS: list[Check] = mailbox_together.LIVE_CHECKS
 #: What a notifier does: each takes a `Notifiers`.

@@ -6,45 +6,27 @@ import asyncio
 import contextlib
 import os
 import random
-import secrets
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import token_instances
 import token_sink
 from bufstore.embedded import NatsServer, Servers
 from bufstore.errors import LogUnavailable, SubmitUnknown, TokenLost
-from bufstore.tokens import ExclusiveWork, Task, TokensConfig
-from bufstore.tokens.setup import names
+from bufstore.tokens import ExclusiveWork, Task
 from helpers import eventually, query
-from integration.test_tokens import stall, took, working
+from token_instances import Open, nothing_left, stall, took, working
 
 #: They measure time or let it run out.
 pytestmark = pytest.mark.alone
 
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def name() -> str:
-    return f"t{secrets.token_hex(5)}"
-
-
-@pytest.fixture
-async def opened(servers: Servers, name: str) -> AsyncIterator[Open]:
-    """Opens instances of this test's own work; closes them in the end."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def open_(url: str = "", **config: Any) -> ExclusiveWork:
-            work = await ExclusiveWork.open(url or servers.nats.url, TokensConfig(**{"name": name} | config))
-            return await stack.enter_async_context(work)
-
-        yield open_
+name, opened = token_instances.name, token_instances.opened
 
 
 @pytest.fixture
@@ -120,9 +102,9 @@ async def test_the_server_is_killed_and_nothing_is_lost_or_done_twice(opened: Op
     for instance in instances:
         finish = instance._finish
 
-        async def noted(task: Task, seq: int, finish: Any = finish) -> None:
+        async def noted(task: Task, finish: Any = finish) -> None:
             completed[task.key].append(int(task.payload))  # the answer to `done` came; it may be lost in a kill
-            await finish(task, seq)
+            await finish(task)
 
         instance._finish = noted
 
@@ -140,8 +122,7 @@ async def test_the_server_is_killed_and_nothing_is_lost_or_done_twice(opened: Op
 
     async def is_all_done() -> bool:
         with contextlib.suppress(LogUnavailable):
-            state = (await instances[0]._inbox.api(f"STREAM.INFO.{names(instances[0]._config)[0]}"))["state"]
-            return bool(state["messages"] == 0)
+            return await nothing_left(instances[0])
         return False
 
     async with working(handler, *instances, concurrency=2):

@@ -3,64 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import secrets
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
 import pytest
 
+import token_instances
 from bufstore import ConfigDrift, InvalidId, TooLarge
 from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
 from bufstore.jetstream.messages import Outgoing
-from bufstore.tokens import ExclusiveWork, Form, Policy, Task, TokensConfig
+from bufstore.tokens import Policy, Task
 from helpers import eventually
+from token_instances import Open, nothing_left, stall, took, working
 
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def name() -> str:
-    return f"t{secrets.token_hex(5)}"
-
-
-@pytest.fixture
-async def opened(servers: Servers, name: str) -> AsyncIterator[Open]:
-    """Opens instances of this test's own work; closes them in the end."""
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def open_(url: str = "", **config: Any) -> ExclusiveWork:
-            work = await ExclusiveWork.open(url or servers.nats.url, TokensConfig(**{"name": name} | config))
-            return await stack.enter_async_context(work)
-
-        yield open_
-
-
-async def took(work: ExclusiveWork, wait_s: float = 10) -> Task:
-    task = await work.take(wait_s)
-    assert task is not None
-    return task
-
-
-def stall(task: Task) -> None:
-    """The holder shows no sign of life any more, as if its process were paused."""
-    task._keeping.cancel()
-
-
-@contextlib.asynccontextmanager
-async def working(
-    handler: Callable[[Task], Awaitable[None]], *instances: ExclusiveWork, concurrency: int
-) -> AsyncIterator[None]:
-    """The instances work until the block ends, and have stopped before they are closed, also when it fails."""
-    stopping = asyncio.Event()
-    async with asyncio.TaskGroup() as runs:
-        for instance in instances:
-            runs.create_task(instance.run(handler, stopping, concurrency=concurrency))
-        yield
-        stopping.set()
+name, opened = token_instances.name, token_instances.opened
 
 
 # Order and exclusion.
@@ -84,12 +41,9 @@ async def test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time(opened: O
     keys = [f"key {i}" for i in range(5)]
     async with working(handler, *instances, concurrency=4):
         await asyncio.gather(*(submit(key) for key in keys))
-        await eventually(lambda: true(sum(map(len, worked.values())) >= 125), 30)
+        await eventually(lambda: nothing_left(instances[0]), 30)
     assert worked == {key: list(range(25)) for key in keys}
-
-
-async def true(value: object) -> bool:
-    return bool(value)
+    assert [(await instance.statistics()).found for instance in instances] == [0, 0, 0]
 
 
 async def test_no_item_is_left_lying(opened: Open) -> None:
@@ -111,7 +65,7 @@ async def test_no_item_is_left_lying(opened: Open) -> None:
 
     async with working(handler, work, other, concurrency=3), asyncio.timeout(25):
         await asyncio.gather(*(submitter(n) for n in range(4)))
-        await eventually(lambda: true(worked >= 240))
+        await eventually(lambda: nothing_left(work))
     assert worked == 240
 
 
@@ -147,9 +101,8 @@ async def test_any_text_is_a_key_and_any_bytes_a_payload(opened: Open) -> None:
 # Policies.
 
 
-@pytest.mark.parametrize("form", Form)
-async def test_refused_while_the_key_is_busy(opened: Open, form: Form) -> None:
-    work = await opened(policy=Policy.REFUSE, form=form)
+async def test_refused_while_the_key_is_busy(opened: Open) -> None:
+    work = await opened(policy=Policy.REFUSE)
     await work.submit("a")
     with pytest.raises(TokenBusy):
         await work.submit("a")
@@ -190,27 +143,6 @@ async def test_the_newest_replaces_what_waits(opened: Open) -> None:
     assert await work.take(0.1) is None
 
 
-@pytest.mark.parametrize("policy", [Policy.QUEUE, Policy.REPLACE])
-async def test_the_form_with_sources(opened: Open, policy: Policy) -> None:
-    """The server moves the next item in, some two seconds after the key is free."""
-    work = await opened(form=Form.SOURCED, policy=policy, waiting_max=2)
-    await work.submit("a", b"1")
-    task = await took(work)
-    await work.submit("a", b"2")
-    if policy is Policy.QUEUE:
-        # What is on its way may still count, so the bound is not exact.
-        with pytest.raises(TokenQueueFull):
-            for _ in range(4):
-                await work.submit("a", b"3")
-    else:
-        await work.submit("a", b"3")
-    assert await work.take(0.1) is None
-    await task.done()
-    async with await took(work, 20) as task:
-        assert task.payload in ((b"2",) if policy is Policy.QUEUE else (b"2", b"3"))
-        await task.done()
-
-
 # The token.
 
 
@@ -226,8 +158,8 @@ async def test_the_tokens_of_a_key_grow_with_every_holder(opened: Open, servers:
             tokens.append(task.token)
             await task.done()
     # Also when somebody removes all there is and it is made again.
-    for stream in ("inbox", "work", "fence"):
-        await work._work.api(f"STREAM.DELETE.{work._config.name}-{stream}")
+    for stream in ("items", "fence"):
+        await work._items.api(f"STREAM.DELETE.{work._config.name}-{stream}")
     again = await opened()
     await again.submit("a")
     tokens.append((await took(again)).token)
@@ -245,9 +177,8 @@ async def test_a_long_task_stays_its_holders(opened: Open) -> None:
     assert await work.take(0.1) is None
 
 
-@pytest.mark.parametrize("form", Form)
-async def test_a_holder_that_stalled_finds_its_token_lost(opened: Open, form: Form) -> None:
-    work, other = await opened(ttl_s=1, form=form), await opened(ttl_s=1, form=form)
+async def test_a_holder_that_stalled_finds_its_token_lost(opened: Open) -> None:
+    work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a", b"1")
     stalled = await took(work)
     stall(stalled)
@@ -271,26 +202,25 @@ async def test_a_renewal_finds_that_another_has_the_key(opened: Open) -> None:
     work, other = await opened(ttl_s=1.5), await opened(ttl_s=1.5)
     await work.submit("a")
     first = await took(work)
-    # The server takes it away (an operator, or a renewal that came too late).
-    await work._give_back(first.delivery, 0)
+    await other.release("a", force=True)
     second = await took(other)
     async with asyncio.timeout(5):
         await first.lost.wait()
-    with pytest.raises(TokenLost, match="another holder"):
+    with pytest.raises(TokenLost, match="another has it"):
         first.check()
     second.check()
     await second.done()
 
 
 async def test_a_late_delivery_does_not_steal_the_key(opened: Open) -> None:
-    """A worker that was given the key and slept before it wrote its name finds a later one there."""
+    """A worker that was told of the key and slept before it wrote its name finds another one there."""
     work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a")
     puller = work._new_puller()
     early = await puller.next(5)
     assert early is not None
     holder = await took(other)
-    assert await work._begin(early) is None
+    assert await work._begin("a", "YQ", early) is None
     holder.check()
     await holder.done()
 
@@ -300,7 +230,7 @@ async def test_done_is_done_whatever_becomes_of_the_ack(opened: Open, monkeypatc
     await work.submit("a", b"1")
     task = await took(work)
 
-    async def dies(task: Task, seq: int) -> None:
+    async def dies(task: Task) -> None:
         """The process ends between the two."""
 
     monkeypatch.setattr(task, "_finish", dies)
@@ -372,7 +302,7 @@ async def test_a_handler_whose_token_is_lost_is_cancelled(opened: Open) -> None:
     stopping, cancelled = asyncio.Event(), asyncio.Event()
 
     async def handler(task: Task) -> None:
-        await work._give_back(task.delivery, 0)
+        await other.release("a", force=True)
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
@@ -389,18 +319,25 @@ async def test_a_handler_whose_token_is_lost_is_cancelled(opened: Open) -> None:
     await task.done()
 
 
-async def test_what_anybody_publishes_into_the_work_queue_is_removed(opened: Open, name: str) -> None:
+async def test_what_anybody_publishes_into_the_streams_is_removed_or_not_looked_at(opened: Open, name: str) -> None:
     work = await opened()
-    await work._work.publish(Outgoing(f"{name}.work.!", b"?"), 5)
-    await work._work.publish(Outgoing(f"{name}.work.YQ", b"?"), 5)  # of key "a", which has no items
+    await work._items.publish(Outgoing(f"{name}.item.!", b"?"), 5)
+    await work._items.publish(Outgoing(f"{name}.turn.YQ", b"?"), 5)  # of key "a", which has no items
+    await work._fences.publish(Outgoing(f"{name}.fence.YQ", b"?"), 5)
     assert await work.take(0.3) is None
-    assert (await work._work.api(f"STREAM.INFO.{name}-work"))["state"]["messages"] == 0
+    assert (await work.statistics()).stored == 0
     await work.submit("a")
     await (await took(work)).done()
 
 
 async def test_another_configuration_is_refused(opened: Open) -> None:
     await opened()
-    for other in ({"policy": Policy.REPLACE}, {"ttl_s": 7}, {"form": Form.SOURCED}, {"waiting_max": 5}):
+    for other in (
+        {"policy": Policy.REPLACE},
+        {"ttl_s": 7},
+        {"waiting_max": 5},
+        {"max_bytes": 5},
+        {"storage": "memory"},
+    ):
         with pytest.raises(ConfigDrift):
             await opened(**other)

@@ -36,6 +36,15 @@ def test_importing_bufstore_imports_no_spark() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_spark_finds_the_source_without_a_driver_of_postgres() -> None:
+    """Each step of planning a read is a process that imports the source anew."""
+    code = (
+        "import sys, pyspark_threadlog; assert pyspark_threadlog.DefaultSource; print(sys.modules.keys() & {'psycopg'})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"
+
+
 def test_what_goes_to_the_executors_can_go_there() -> None:
     config = SinkConfig(
         app_id="a", nats=NatsConfig(servers=("nats://h:4222",), token="hush"), postgres="postgresql://h/db"

@@ -64,7 +64,7 @@ def test_operations_say_what_to_do_about_every_public_error() -> None:
 
 def test_every_file_that_the_architecture_names_exists() -> None:
     text = (_ROOT / "docs" / "ARCHITECTURE.md").read_text()
-    named = set(re.findall(r"`((?:buffer|jetstream|threads|nats|postgres|memory)/[\w/]+\.py)`", text))
+    named = set(re.findall(r"`((?:buffer|jetstream|threads|langgraph|nats|postgres|memory)/[\w/]+\.py)`", text))
     assert len(named) > 40
     assert not {name for name in named if not (_ROOT / "src" / "bufstore" / name).exists()}
 

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from nats.errors import ConnectionClosedError
 
 from bufstore import BufstoreError, ConfigError, NatsConfig
@@ -22,63 +24,57 @@ from bufstore.jetstream.errors import (
     to_error,
 )
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
-from bufstore.tokens import ExclusiveWork, Form, Policy, Task, TokensConfig
+from bufstore.tokens import ExclusiveWork, Policy, Task, TokensConfig
 from bufstore.tokens.fence import Register
-from bufstore.tokens.model import Fence, decode, encode, first_token
+from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode, first_token
 from bufstore.tokens.pull import Puller
-from bufstore.tokens.setup import check_server, inbox_config, work_config
+from bufstore.tokens.setup import items_config
 from unit.fake_log import run
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"name": ""}, {"name": "a.b"}, {"name": "x" * 65}, {"ttl_s": 0.5}, {"ttl_s": 1e9}, {"timeout_s": 0},
-     {"waiting_max": 0}, {"replicas": 0}, {"replicas": 6}],
+     {"waiting_max": 0}, {"replicas": 0}, {"replicas": 6}, {"storage": "paper"}, {"max_bytes": 0},
+     {"max_attempts": -1}],
 )  # fmt: skip
 def test_a_configuration_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         TokensConfig(**wrong)
 
 
-def test_the_policies_are_the_inboxs() -> None:
-    def inbox(policy: Policy) -> tuple[int, str, bool]:
-        c = inbox_config(TokensConfig(policy=policy, waiting_max=7))
+def test_the_policies_are_the_streams() -> None:
+    def items(policy: Policy) -> tuple[int, str, bool]:
+        c = items_config(TokensConfig(policy=policy, waiting_max=7))
         return c["max_msgs_per_subject"], c["discard"], c["discard_new_per_subject"]
 
-    assert inbox(Policy.QUEUE) == (7, "new", True)
-    assert inbox(Policy.REPLACE) == (1, "old", False)
-    assert inbox(Policy.REFUSE) == (1, "new", True)
-    assert "sources" not in work_config(TokensConfig())
-    assert "sources" in work_config(TokensConfig(form=Form.SOURCED))
-    assert "sources" not in work_config(TokensConfig(form=Form.SOURCED, policy=Policy.REFUSE))
+    assert items(Policy.QUEUE) == (7, "new", True)
+    assert items(Policy.REPLACE) == (1, "new", False)
+    assert items(Policy.REFUSE) == (1, "new", True)
 
 
-@pytest.mark.parametrize(
-    ("form", "version", "good"),
-    [
-        (Form.SOURCED, (2, 12, 5), False),
-        (Form.SOURCED, (2, 11, 17), False),
-        (Form.SOURCED, (2, 12, 6), True),
-        (Form.SOURCED, (2, 14, 0), True),
-        (Form.DIRECT, (2, 11, 0), True),
-    ],
-)
-def test_servers_that_double_items_are_refused(form: Form, version: tuple[int, int, int], good: bool) -> None:
-    found = SimpleNamespace(major=version[0], minor=version[1], patch=version[2])
-    client: Any = SimpleNamespace(connected_server_version=found)
-    if good:
-        check_server(TokensConfig(form=form), client)
-        return
-    with pytest.raises(ConfigError, match=r"2\.12\.6"):
-        check_server(TokensConfig(form=form), client)
+def test_records() -> None:
+    record = Record("me", "mark", 3, 7, 5, "s", 2, lease_s=30.0)
+    assert decode(encode(record)) == record
+    assert decode(b"") == decode(b"\x91\x01") == Record()
 
 
-def test_records_and_their_order() -> None:
-    fence = Fence("a", 7, 2, 5)
-    assert decode(encode(fence)) == fence
-    assert decode(b"") is None
-    assert decode(b"\x91\x01") is None
-    assert [fence.outranks(*d) for d in ((7, 1), (7, 2), (7, 3), (8, 1), (6, 9))] == [True, False, False, False, True]
+def test_attempts_are_those_of_the_item() -> None:
+    assert attempt_of(Record(), 5) == 1
+    assert attempt_of(Record(item=5, attempt=3), 5) == 4
+    assert attempt_of(Record(item=4, attempt=3), 5) == 1
+    assert attempt_of(Record(item=5, attempt=3, done=True), 5) == 1
+
+
+def test_what_is_done_is_told_from_the_record_of_the_same_stream() -> None:
+    assert done_to(Record(item=5, stream="s", done=True), "s") == 5
+    assert done_to(Record(item=5, stream="s"), "s") == 4
+    assert done_to(Record(item=5, stream="s", done=True), "another") == 0
+
+
+@given(st.integers(1, 10**9))
+def test_the_pause_grows_with_the_attempts_and_has_an_end(attempt: int) -> None:
+    assert 0 < backoff_s(attempt) <= backoff_s(attempt + 1) <= 60
 
 
 def test_the_tokens_of_a_stream_made_later_are_larger() -> None:
@@ -124,6 +120,9 @@ def test_every_error_code_has_its_error(code: int, text: str, kind: type[Excepti
     assert text in str(error) or code in (10076, 10039)
 
 
+MINE = Record("me", "mark")
+
+
 class Lossy:
     """One subject; answers are lost as told: before or after the write was stored."""
 
@@ -153,15 +152,15 @@ class Lossy:
 @pytest.mark.parametrize("outcomes", [[], ["lost before"], ["lost after"], ["away", "lost before", "lost after"]])
 async def test_a_write_ends_as_stored_whatever_answers_are_lost(outcomes: list[str]) -> None:
     stream: Any = Lossy(*outcomes)
-    register = Register(stream, 5)
-    assert await register.write("s", b"mine", 0, mine=lambda body: body == b"mine") == 1
-    assert (stream.seq, stream.body) == (1, b"mine")
+    register = Register(stream, "S", 5)
+    assert await register.write("s", MINE, 0) == 1
+    assert (stream.seq, stream.body) == (1, encode(MINE))
 
 
 async def test_a_write_that_came_too_late_is_a_conflict_also_after_lost_answers() -> None:
     stream: Any = Lossy("lost before")
-    register = Register(stream, 5)
-    writing = asyncio.ensure_future(register.write("s", b"mine", 0, mine=lambda body: body == b"mine"))
+    register = Register(stream, "S", 5)
+    writing = asyncio.ensure_future(register.write("s", MINE, 0))
     await asyncio.sleep(0)
     stream.seq, stream.body = 1, b"another's"
     with pytest.raises(Conflict):
@@ -172,7 +171,7 @@ async def test_a_write_that_came_too_late_is_a_conflict_also_after_lost_answers(
 async def test_a_write_that_nobody_answers_says_so() -> None:
     stream: Any = Lossy(*["away"] * 10_000)
     with pytest.raises(LogUnavailable):
-        await Register(stream, 0.1).write("s", b"mine", 0, mine=lambda body: False)
+        await Register(stream, "S", 0.1).write("s", MINE, 0)
 
 
 def test_all_errors_are_ours() -> None:

@@ -16,6 +16,7 @@ from bufstore.cli.operate.repair import repair
 from bufstore.cli.operate.setup import setup
 from bufstore.cli.operate.spark import spark
 from bufstore.cli.operate.status import status
+from bufstore.cli.operate.tokens import tokens
 from bufstore.cli.operate.verify import verify
 from bufstore.cli.running import Commands
 
@@ -32,6 +33,6 @@ def app() -> None:
 
 
 for command in (
-    demo, import_, status, flush, erase, quarantine, verify, doctor, log, repair, spark, setup, permissions,
+    demo, import_, status, flush, erase, quarantine, verify, doctor, log, repair, spark, tokens, setup, permissions,
 ):  # fmt: skip
     app.add_command(command)

@@ -177,7 +177,7 @@ class Options:
 
 
 def connects(
-    *, embedded_by_default: bool = False, nats_needed: bool = True
+    *, embedded_by_default: bool = False, nats_needed: bool = True, postgres_needed: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command: add the shared options, and pass what they say as `options`."""
 
@@ -186,7 +186,7 @@ def connects(
         def wrapped(**given: Any) -> None:
             shared = {name: given.pop(name) for name in _NAMES}
             configure_logs(shared["verbose"])
-            options = Options(shared["as_json"], _target(shared, embedded_by_default, nats_needed))
+            options = Options(shared["as_json"], _target(shared, embedded_by_default, nats_needed, postgres_needed))
             reporting_errors(command)(options=options, **given)
 
         for option in reversed(_OPTIONS):
@@ -200,7 +200,9 @@ _NAMES = ("nats", "postgres", "embedded", "data", "nats_creds", "nats_user", "tl
           "stream", "bucket", "as_json", "verbose")  # fmt: skip
 
 
-def _target(shared: dict[str, Any], embedded_by_default: bool, nats_needed: bool) -> Endpoints | None:
+def _target(
+    shared: dict[str, Any], embedded_by_default: bool, nats_needed: bool, postgres_needed: bool
+) -> Endpoints | None:
     """The target that the options name, servers not started; None if they name none."""
     context = click.get_current_context()
     typed = [n for n in ("nats", "postgres") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE]
@@ -218,7 +220,7 @@ def _target(shared: dict[str, Any], embedded_by_default: bool, nats_needed: bool
         return Endpoints(nats=NatsConfig(), postgres="", servers=reporting_errors(_servers)(shared["data"]), **names)
     if not nats and not postgres:
         return None
-    if not postgres or (not nats and nats_needed):
+    if (not postgres and postgres_needed) or (not nats and nats_needed):
         missing = "--postgres (or BUFSTORE_POSTGRES)" if nats else "--nats (or BUFSTORE_NATS)"
         raise click.UsageError(f"{missing} is missing; both are needed, or --embedded.")
     config = reporting_errors(_nats_config)(nats, shared) if nats else NatsConfig()

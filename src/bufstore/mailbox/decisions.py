@@ -128,9 +128,16 @@ def ack(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
 
 
 def _again(
-    thread: MailboxThread, active: Dispatch, event: Transition, available_at_ms: int, error: str | None, now_ms: int
+    thread: MailboxThread,
+    active: Dispatch,
+    event: Transition,
+    available_at_ms: int,
+    error: str | None,
+    now_ms: int,
+    *,
+    attempts: int | None = None,
 ) -> Step:
-    attempts = active.attempts + 1
+    attempts = active.attempts + 1 if attempts is None else attempts
     if is_stale(active, thread):
         status = Status.SUPERSEDED
     elif attempts >= active.max_attempts:
@@ -153,6 +160,13 @@ def _again(
 def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | None, now_ms: int) -> Step:
     """It is handed back, to be tried again from `retry_at_ms` on, unless it was interrupted or has no attempt left."""
     return _again(thread, held(thread, claim), Transition.NACK, retry_at_ms, error, now_ms)
+
+
+def release(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
+    """It is handed back untouched: nobody got the claim. Like all that is handed back it is not new in the queue."""
+    active = held(thread, claim)
+    at_ms = max(active.available_at_ms, active.created_at_ms + 1)
+    return _again(thread, active, Transition.NACK, at_ms, None, now_ms, attempts=active.attempts)
 
 
 def expire(thread: MailboxThread, now_ms: int) -> Step | None:

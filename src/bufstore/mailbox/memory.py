@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from msgspec.structs import replace
 
@@ -20,6 +21,8 @@ from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.store import MailboxStore
+
+_SOON_MS = 30_000
 
 
 @dataclass
@@ -59,8 +62,9 @@ class MemoryMailbox:
 
 
 class _MemorySignal:
-    def __init__(self, shared: MemoryMailbox, thread_id: str, wake: _Wake, ack_wait_s: float) -> None:
-        self._shared = shared
+    def __init__(self, backend: MemoryBackend, thread_id: str, wake: _Wake, ack_wait_s: float) -> None:
+        self._backend = backend
+        self._shared = backend.shared
         self.thread_id = thread_id
         self.deliveries = wake.deliveries
         self._number = wake.number
@@ -70,13 +74,22 @@ class _MemorySignal:
         wake = self._shared.wakes.get(self.thread_id)
         return wake if wake is not None and wake.number == self._number else None
 
-    async def ack(self) -> None:
+    async def ack(self) -> bool:
         if self._mine() is not None:
-            del self._shared.wakes[self.thread_id]
+            if (await self._backend.thread(self.thread_id)).active is not None:
+                return False
+            waits = [d.available_at_ms - self._backend.now_ms() for d in self._backend.waiting(self.thread_id)]
+            # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
+            if min(waits, default=_SOON_MS) < _SOON_MS:
+                await self.nack(max(0, min(waits)) / 1000)
+            else:
+                del self._shared.wakes[self.thread_id]
+        return True
 
     async def nack(self, delay_s: float) -> None:
         if (wake := self._mine()) is not None:
             wake.due = time.monotonic() + delay_s
+            self._shared.news.set()
 
     async def working(self) -> None:
         await self.nack(self._ack_wait_s)
@@ -86,9 +99,11 @@ class MemoryBackend:
     """See `bufstore.mailbox.ports.Backend`."""
 
     def __init__(self, shared: MemoryMailbox, clock: Callable[[], float]) -> None:
-        self._shared = shared
+        self.shared = self._shared = shared
         self._clock = clock
         self._closed = False
+        #: Up to where lost signals were looked for.
+        self._looked = 0
 
     async def open(self) -> None:
         self._closed = False
@@ -165,10 +180,11 @@ class MemoryBackend:
         return self._thread(thread_id)
 
     async def queue(self, thread_id: str, now_ms: int) -> Queue:
-        ready = [d for d in self._queued(thread_id) if d.available_at_ms <= now_ms]
+        ready = [d for d in self.waiting(thread_id) if d.available_at_ms <= now_ms]
         return Queue(self._thread(thread_id), sorted(ready, key=lambda d: d.order)[:100])
 
-    def _queued(self, thread_id: str) -> list[Dispatch]:
+    def waiting(self, thread_id: str) -> list[Dispatch]:
+        """What is queued, superseded or delayed or not."""
         return list(self._state().queued.get(thread_id, {}).values())
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
@@ -178,14 +194,14 @@ class MemoryBackend:
         return thread, self._shared.dispatches.get(thread_id, {}).get(dispatch_id)
 
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
-        return [d for d in self._queued(thread_id) if below_epoch is None or d.epoch < below_epoch][:limit]
+        return [d for d in self.waiting(thread_id) if below_epoch is None or d.epoch < below_epoch][:limit]
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         return await self.thread(thread_id), list(self._shared.dispatches.get(thread_id, {}).values())
 
     async def queued_threads(self, limit: int) -> list[str]:
         threads = list(self._state().queued)
-        return [t for t in threads if any(d.epoch >= self._thread(t).epoch for d in self._queued(t))][:limit]
+        return [t for t in threads if any(d.epoch >= self._thread(t).epoch for d in self.waiting(t))][:limit]
 
     async def finished(self, limit: int) -> list[Dispatch]:
         every = [d for known in self._state().dispatches.values() for d in known.values() if d.status.finished]
@@ -220,11 +236,28 @@ class MemoryBackend:
         due = [t for t, at in self._state().delayed.items() if at <= now_ms][:limit]
         for thread_id in due:
             del self._shared.delayed[thread_id]
-            later = [d.available_at_ms for d in self._queued(thread_id) if d.available_at_ms > now_ms]
+            later = [d.available_at_ms for d in self.waiting(thread_id) if d.available_at_ms > now_ms]
             if later:
                 self._shared.delayed[thread_id] = min(later)
             self._shared.wake(thread_id)
         return len(due)
+
+    async def wake(self, thread_id: str) -> None:
+        self._state().wake(thread_id)
+
+    async def signal_lost(self, now_ms: int, limit: int) -> int:
+        shared = self._state()
+        next_ones = list(islice(shared.queued, self._looked, self._looked + limit))
+        self._looked = self._looked + limit if len(next_ones) == limit else 0
+        free = [t for t in next_ones if t not in shared.wakes and self._thread(t).active is None]
+        lost = [t for t in free if any(d.available_at_ms <= now_ms for d in self.waiting(t))]
+        for thread_id in lost:
+            shared.wake(thread_id)
+        return len(lost)
+
+    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        threads = [await self.thread(t) for t in thread_ids]
+        return {t.thread_id: (t.active.token if t.active is not None else 0, t.epoch) for t in threads}
 
     async def sweeps(self, interval_s: float) -> bool:
         now = time.monotonic()
@@ -253,7 +286,7 @@ class MemoryBackend:
         wake = self._shared.wakes[thread_id]
         wake.due = until
         wake.deliveries += 1
-        return _MemorySignal(self._shared, thread_id, wake, ack_wait_s)
+        return _MemorySignal(self, thread_id, wake, ack_wait_s)
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         handlers = list(self._state().listeners.get(thread_id, ()))

@@ -97,6 +97,8 @@ class MailboxThread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priorities: tuple[int, ...] = ()
     #: A random id of the step that wrote it, to recognise it when its answer was lost.
     step: str = ""
+    #: Signals up to this number found nothing to do (where a signal that was answered may still be seen).
+    answered: int = 0
 
 
 class Interruption(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +107,10 @@ class Interruption(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     #: The dispatch that somebody works on; it keeps the thread until it ends (`supersede_claimed` ends it).
     active: Dispatch | None
-    #: What was queued and is now superseded.
+    #: What was queued and is now superseded, as far as it was taken out of the queue in the call's time.
     superseded: list[Dispatch]
+    #: Whether that is all. The rest is superseded, too, and is taken out by whoever claims next.
+    complete: bool = True
 
 
 def check_dispatch(d: Dispatch, *, payload_max: int) -> Dispatch:

@@ -7,15 +7,19 @@ docs/adr/0013.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
+from msgspec.structs import replace
+
 from bufstore.config import NatsConfig, as_nats_config
-from bufstore.errors import Closed, ConfigDrift, TooLarge
+from bufstore.errors import Closed, ConfigDrift, LogUnavailable, MalformedEntry, TooLarge
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import StreamMissing, TooManyResults
@@ -27,13 +31,20 @@ from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
 from bufstore.mailbox.nats_agenda import Agenda
-from bufstore.mailbox.nats_keys import THREAD_GONE_S, Keys, bucket_config
+from bufstore.mailbox.nats_keys import SLOT_MS, THREAD_GONE_S, Keys, bucket_config
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import MailboxStore
 
+_log = logging.getLogger(__name__)
+
 _PAGE = 1000
+#: How long to wait for a copy that is behind its leader.
+_BEHIND_S = 0.005
+_NEVER_MS = 1 << 53
+#: So old is an entry of a lease whose thread is not there at all.
+_FORGOTTEN_MS = 24 * 3600_000
 #: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.
 #: What a read costs the server grows with the queue: so of a long one many are read at once.
 #: Every step reads before it writes, which takes less than this share of a group's time.
@@ -54,9 +65,12 @@ class NatsBackend:
         self._connection = Connection(nats, "bufstore mailbox")
         self._stream = NatsStream(self._connection, nats.api, f"KV_{names.bucket}", names.replicas)
         self._writes = GroupCommit(self._stream, linger=_LINGER)
-        self._signals = NatsSignals(self._connection, self._stream, nats.api, names)
+        self._signals = NatsSignals(self._connection, self._stream, nats.api, names, self._again_in)
         self._live = NatsLive(self._connection, self._stream, names)
-        self._agenda = Agenda(self._stream, self._keys, self._put, config.timeout_s)
+        self._leases, self._delays = (
+            Agenda(kind, self._stream, self._keys, self._write_each, self._purge, config.timeout_s) for kind in "ld"
+        )
+        self._walks = [_Walk(self._keys.of("q", "*", "*", "*")), _Walk(self._keys.of("r", "*", "*"))]
         self._replicated = names.replicas > 1
         #: Per thread and priority: the first of the queue, in order.
         self._ahead: OrderedDict[tuple[str, int], _Ahead] = OrderedDict()
@@ -64,6 +78,8 @@ class NatsBackend:
         self._returned: OrderedDict[str, int] = OrderedDict()
         #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
         self._doubted: set[str] = set()
+        #: Sequences of messages that cannot be read, of which was told.
+        self._set_aside: set[int] = set()
         #: The server's clock minus ours.
         self._offset_ms = 0
         self._open = False
@@ -125,8 +141,7 @@ class NatsBackend:
     # Writing
 
     async def _put(self, messages: Sequence[Outgoing]) -> int:
-        if not self._open:
-            raise Closed("the mailbox is closed or not open")
+        self._check_open()
         limit = self._connection.client().max_payload
         for message in messages:
             if len(message.body) + _OVERHEAD > limit:
@@ -200,17 +215,38 @@ class NatsBackend:
     # Reading
 
     async def _last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
-        """The last message of each; of one moment, on a stream without replicas."""
-        if not self._open:
-            raise Closed("the mailbox is closed or not open")
+        """The last message of each, as the leader has it; of one moment, on a stream without replicas."""
+        self._check_open()
         if not self._replicated:
             return await self._stream.last(subjects, self._config.timeout_s)
-        # From the leader first: what the rest, of a follower, shows too old is refused by the compare-and-set.
-        exact = [s for s in subjects if "*" not in s]
-        found = await self._stream.last(exact, self._config.timeout_s)
-        if wild := [s for s in subjects if "*" in s]:
-            found |= await self._stream.last(wild, self._config.timeout_s)
+        found = await self._stream.last([s for s in subjects if "*" not in s], self._config.timeout_s)
+        wild = [s for s in subjects if "*" in s]
+        # The leader shows no more than one message of a wildcard. It tells how far a copy must be that shows them all.
+        ends = await self._stream.ends(wild, self._config.timeout_s)
+        if wild := [s for s, end in zip(wild, ends, strict=True) if end]:
+            found |= await self._copy(wild, max(ends))
         return found
+
+    async def _copy(self, subjects: Sequence[str], end: int = 0) -> dict[str, StoredMessage]:
+        """The same as any copy has it that is as far as `end`. At most 1024 messages."""
+        found: dict[str, StoredMessage] = {}
+        deadline = time.monotonic() + self._config.timeout_s
+        start = 0
+        while True:
+            messages, more, reached = await self._stream.shown(subjects, start, self._config.timeout_s)
+            if reached < end and not more:
+                if time.monotonic() > deadline:
+                    raise LogUnavailable("the copies of the mailbox are behind their leader")
+                await asyncio.sleep(_BEHIND_S)
+                continue
+            found |= {m.subject: m for m in messages}
+            if not more or not messages:
+                return found
+            start = messages[-1].seq + 1
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise Closed("the mailbox is closed or not open")
 
     async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
         raise InSteps
@@ -220,18 +256,23 @@ class NatsBackend:
         return self._keys.state((await self._last([subject])).get(subject), thread_id)
 
     async def queue(self, thread_id: str, now_ms: int) -> Queue:
+        return (await self._look(thread_id, now_ms))[0]
+
+    async def _look(self, thread_id: str, now_ms: int, *more: str) -> tuple[Queue, list[Dispatch], list[int]]:
+        """The queue, what was handed back or delayed, and the sequences of `more` subjects as they were before."""
         subject = self._keys.thread(thread_id)
         returned = self._keys.of("r", token(thread_id), "*")
         try:
             found, _ = await asyncio.gather(
-                self._last([subject, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
+                self._last([*more, subject, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
             )
         except TooManyResults:
-            found = await self._last([subject])
+            found = await self._last([*more, subject])
             found |= {m.subject: m for m in await self._all(returned)}
+        seqs = [found.pop(s).seq if s in found else 0 for s in more]
         thread = self._keys.state(found.pop(subject, None), thread_id)
         if thread.active is not None:
-            return Queue(thread, [])
+            return Queue(thread, []), [], seqs
         handed_back = self._noted(found.values())
         heads = [d for d in handed_back if d.available_at_ms <= now_ms]
         known = {d.dispatch_id for d in handed_back}
@@ -239,7 +280,65 @@ class NatsBackend:
             ahead = islice((await self._read_ahead(thread_id, priority)).values(), AT_ONCE)
             heads += [d for d in ahead if d.dispatch_id not in known]
         heads = await self._not_ended(thread_id, sorted(heads, key=lambda d: d.order)[:AT_ONCE])
-        return Queue(thread, heads)
+        return Queue(thread, heads), handed_back, seqs
+
+    async def _again_in(self, thread_id: str, signal: int) -> float | None:
+        """See `AgainIn`. The look comes before the answer, and what comes after the look has a signal of its own."""
+        now_ms = self.now_ms()
+        queue, handed_back, (newest,) = await self._look(thread_id, now_ms, self._keys.signal(thread_id).subject)
+        if newest > signal:
+            return None
+        if newest < signal or queue.thread.active is not None:
+            raise Conflict("the thread is claimed, or what was read is older than the signal")
+        if queue.heads:
+            return 0.0
+        # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
+        soon = min((d.available_at_ms - now_ms for d in handed_back), default=_NEVER_MS) / 1000
+        if 0 < soon <= self._config.signal_nack_max_delay_s:
+            return soon
+        if queue.thread.step:
+            await self._put([self._keys.written(replace(queue.thread, answered=signal), queue.thread.version)])
+        return None
+
+    async def wake(self, thread_id: str) -> None:
+        await self._put([self._keys.signal(thread_id)])
+
+    async def signal_lost(self, now_ms: int, limit: int) -> int:
+        lost = 0
+        for walk in self._walks:
+            page = await self._stream.read(walk.subject, walk.position, self._config.timeout_s, min(limit, walk.size))
+            walk.read(page, min(limit, walk.size))
+            first: dict[str, StoredMessage] = {}
+            for d, m in self._dispatches(page):
+                if d.available_at_ms <= now_ms:
+                    first.setdefault(d.thread_id, m)
+            # Most have their signal: so a copy is asked first.
+            for t in self._untold(first, await self._copy(self._told_by(first)) if first else {}):
+                seen = await self._last(self._told_by([t]))
+                queued = (await self._last([first[t].subject])).get(first[t].subject)
+                if self._untold([t], seen) and queued is not None and queued.seq == first[t].seq:
+                    await self.wake(t)
+                    lost += 1
+        return lost
+
+    def _told_by(self, thread_ids: Iterable[str]) -> list[str]:
+        return [s for t in thread_ids for s in (self._keys.thread(t), self._keys.signal(t).subject)]
+
+    def _untold(self, thread_ids: Iterable[str], found: Mapping[str, StoredMessage]) -> list[str]:
+        """Threads that are free and have no signal, or one that was answered."""
+        untold = []
+        for thread_id in thread_ids:
+            subject, signal = self._told_by([thread_id])
+            with suppress(MalformedEntry):
+                state = self._keys.state(found.get(subject), thread_id)
+                if state.active is None and (signal not in found or found[signal].seq <= state.answered):
+                    untold.append(thread_id)
+        return untold
+
+    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        found = await self._copy([self._keys.thread(t) for t in thread_ids])
+        states = [self._keys.state(found.get(self._keys.thread(t)), t) for t in thread_ids]
+        return {s.thread_id: (s.active.token if s.active is not None else 0, s.epoch) for s in states if s.version}
 
     async def _not_ended(self, thread_id: str, queued: list[Dispatch]) -> list[Dispatch]:
         """Of a thread in doubt: without those that have ended, or been handed back, which are removed once more."""
@@ -263,9 +362,13 @@ class NatsBackend:
         self._ahead.move_to_end(key)
         subject = self._keys.of("q", token(thread_id), str(priority), "*")
         while not ahead.dispatches:
-            found = await self._stream.after(subject, ahead.floor, self._config.timeout_s, ahead.next_read)
+            found = await self._stream.read(subject, ahead.floor, self._config.timeout_s, ahead.next_read)
             more = len(found) >= ahead.next_read
-            ahead.read(found, [self._keys.dispatch(m) for m in found if m.body])
+            if self._replicated and not more and not any(m.body for m in found):
+                # What any copy shows is first in the queue; whether there is nothing only the leader knows.
+                seq = found[-1].seq if found else ahead.floor
+                found += await self._stream.after(subject, seq, self._config.timeout_s, 2)
+            ahead.read(found, [d for d, _ in self._dispatches(found)])
             if not more:
                 break
         if len(self._ahead) > _THREADS_AHEAD:
@@ -274,45 +377,65 @@ class NatsBackend:
 
     def _noted(self, found: Iterable[StoredMessage]) -> list[Dispatch]:
         """Dispatches of messages under ``r``; where they were is remembered for their removal."""
-        dispatches = []
-        for message in found:
-            self._returned[message.subject] = message.seq
-            if message.body:
-                dispatches.append(self._keys.dispatch(message))
+        messages = list(found)
+        self._returned.update((m.subject, m.seq) for m in messages)
         while len(self._returned) > 50_000:
             self._returned.popitem(last=False)
-        return dispatches
+        return [d for d, _ in self._dispatches(messages)]
+
+    def _dispatches(self, found: Iterable[StoredMessage]) -> Iterator[tuple[Dispatch, StoredMessage]]:
+        """What can be read; what cannot is set aside: it stands where it is, and nothing waits for it."""
+        for message in found:
+            try:
+                if message.body:
+                    yield self._keys.dispatch(message), message
+            except MalformedEntry as e:
+                if message.seq not in self._set_aside:
+                    _log.warning("%s; it is set aside", e, extra={"action": "mailbox_foreign"})
+                self._set_aside = {message.seq, *islice(self._set_aside, 1000)}
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
-        found = await self._last(self._keys.by_id(thread_id, dispatch_id))
-        thread = self._keys.state(found.pop(self._keys.thread(thread_id), None), thread_id)
-        if thread.active is not None and thread.active.dispatch_id == dispatch_id:
-            return thread, thread.active
-        # It may be in several places (see `Keys`): its end counts, then that it was handed back.
-        for subject in self._keys.by_id(thread_id, dispatch_id)[1:3]:
-            if subject in found and found[subject].body:
-                return thread, self._noted([found[subject]])[0]
-        for message in found.values():
-            if message.body:
-                return thread, self._keys.dispatch(message)
-        return thread, None
+        version = None
+        while True:
+            found = await self._last(self._keys.by_id(thread_id, dispatch_id))
+            thread = self._keys.state(found.pop(self._keys.thread(thread_id), None), thread_id)
+            if thread.active is not None and thread.active.dispatch_id == dispatch_id:
+                return thread, thread.active
+            # It may be in several places (see `Keys`): its end counts, then that it was handed back.
+            places = [found[s] for s in self._keys.by_id(thread_id, dispatch_id)[1:3] if s in found]
+            if there := [d for messages in (places, found.values()) for d, _ in self._dispatches(messages)]:
+                self._noted(places)
+                return thread, there[0]
+            # On replicas the reads are not of one moment, and it may have gone from the one to the other meanwhile.
+            if not self._replicated or thread.version == version:
+                return thread, None
+            version = thread.version
 
     async def _all(self, subject: str, limit: int | None = None) -> list[StoredMessage]:
         """All (or the first `limit`) that a filter has, in the stream's order."""
         messages: list[StoredMessage] = []
-        seq = 0
+        deadline = time.monotonic() + self._config.timeout_s
+        seq = end = 0
         while limit is None or len(messages) < limit:
-            page = await self._stream.after(subject, seq, self._config.timeout_s, _PAGE)
+            page = await self._stream.read(subject, seq, self._config.timeout_s, _PAGE)
             messages += [m for m in page if m.body]
-            if len(page) < _PAGE:
+            seq = page[-1].seq if page else seq
+            if len(page) >= _PAGE:
+                deadline = time.monotonic() + self._config.timeout_s
+                continue
+            if self._replicated and seq >= end:
+                (end,) = await self._stream.ends([subject], self._config.timeout_s)
+            if seq >= end:
                 break
-            seq = page[-1].seq
+            if time.monotonic() > deadline:
+                raise LogUnavailable("the copies of the mailbox are behind their leader")
+            await asyncio.sleep(_BEHIND_S)
         return messages[:limit]
 
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
         t = token(thread_id)
         active = (await self.thread(thread_id)).active
-        found = [self._keys.dispatch(m) for m in await self._all(self._keys.of("q", t, "*", "*"), limit)]
+        found = [d for d, _ in self._dispatches(await self._all(self._keys.of("q", t, "*", "*"), limit))]
         found += self._noted(await self._all(self._keys.of("r", t, "*")))
         known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
         wanted = [d for d in known.values() if below_epoch is None or d.epoch < below_epoch][:limit]
@@ -330,39 +453,44 @@ class NatsBackend:
                 found |= {m.subject: m for m in await self._all(f)}
         thread = self._keys.state(found.pop(subject, None), thread_id)
         # In the order q, r, x: of what is in several places (see `Keys`) the last counts.
-        messages = sorted((m for m in found.values() if m.body), key=lambda m: self._keys.kind(m.subject))
-        dispatches = {d.dispatch_id: d for d in map(self._keys.dispatch, messages)}
+        messages = sorted(found.values(), key=lambda m: self._keys.kind(m.subject))
+        dispatches = {d.dispatch_id: d for d, _ in self._dispatches(messages)}
         if thread.active is not None:
             dispatches.pop(thread.active.dispatch_id, None)
         return thread, list(dispatches.values())
 
     async def _states(self, thread_ids: Iterable[str]) -> dict[str, MailboxThread]:
-        subjects = {self._keys.thread(t): t for t in thread_ids}
-        found = await self._last(list(subjects)) if subjects else {}
-        return {t: self._keys.state(found.get(s), t) for s, t in subjects.items()}
+        """As any copy has them; of those that cannot be read the empty one."""
+        states = {t: MailboxThread(thread_id=t) for t in thread_ids}
+        subjects = list(map(self._keys.thread, states))
+        for i in range(0, len(subjects), _PAGE):
+            for message in (await self._copy(subjects[i : i + _PAGE])).values():
+                with suppress(MalformedEntry):
+                    state = self._keys.state(message, untoken(message.subject.rpartition(".")[2]))
+                    states[state.thread_id] = state
+        return states
 
     async def queued_threads(self, limit: int) -> list[str]:
         epochs: dict[str, int] = {}
         for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*")):
-            for message in await self._all(kind):
-                d = self._keys.dispatch(message)
+            for d, _ in self._dispatches(await self._all(kind)):
                 epochs[d.thread_id] = max(d.epoch, epochs.get(d.thread_id, 0))
         states = await self._states(epochs)
         return [t for t, epoch in epochs.items() if epoch >= states[t].epoch][:limit]
 
     async def finished(self, limit: int) -> list[Dispatch]:
-        return [self._keys.dispatch(m) for m in await self._all(self._keys.of("x", "*", "*"), limit)]
+        return [d for d, _ in self._dispatches(await self._all(self._keys.of("x", "*", "*"), limit))]
 
     async def counts(self) -> dict[Status, int]:
         counts = dict.fromkeys(Status, 0)
         states = {}
         for message in await self._all(self._keys.of("t", "*")):
-            state = self._keys.state(message, "")
-            states[state.thread_id] = state
-            counts[Status.CLAIMED] += state.active is not None
+            with suppress(MalformedEntry):
+                state = self._keys.state(message, "")
+                states[state.thread_id] = state
+                counts[Status.CLAIMED] += state.active is not None
         for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*"), self._keys.of("x", "*", "*")):
-            for message in await self._all(kind):
-                d = self._keys.dispatch(message)
+            for d, _ in self._dispatches(await self._all(kind)):
                 thread = states.get(d.thread_id)
                 stale = d.status is Status.QUEUED and thread is not None and d.epoch < thread.epoch
                 counts[Status.SUPERSEDED if stale else d.status] += 1
@@ -371,19 +499,27 @@ class NatsBackend:
     # Keeping order
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
-        old: list[StoredMessage] = []
-        for message in await self._all(self._keys.of("x", "*", "*"), limit):
-            if (self._keys.dispatch(message).completed_at_ms or 0) >= finished_before_ms:
+        subject, position, old = self._keys.of("x", "*", "*"), 0, 0
+        size = 1  # mostly nothing is old enough
+        while old < limit:
+            size = min(size, limit - old)
+            page = await self._stream.read(subject, position, self._config.timeout_s, size)
+            readable = list(self._dispatches(page))
+            part = list(takewhile(lambda r: (r[0].completed_at_ms or 0) < finished_before_ms, readable))
+            if part:
+                # First what makes room also where there is none; an id of which nothing is left may be used again.
+                await self._purge(subject, part[-1][1].seq)
+                await self._drop_keys([d for d, _ in part])
+                await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d, _ in part}))
+                old += len(part)
+            if len(part) < len(readable) or len(page) < size:
                 break
-            old.append(message)
-        if not old:
-            return 0
-        dispatches = [self._keys.dispatch(m) for m in old]
-        await self._drop_keys(dispatches)
-        request = {"filter": self._keys.of("x", "*", "*"), "seq": old[-1].seq + 1}
+            position, size = page[-1].seq, 64
+        return old
+
+    async def _purge(self, subject: str, seq: int) -> None:
+        request = {"filter": subject, "seq": seq + 1}
         await self._stream.api(f"STREAM.PURGE.KV_{self._names.bucket}", request)
-        await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d in dispatches}))
-        return len(old)
 
     async def _drop_keys(self, finished: Sequence[Dispatch]) -> None:
         holders: dict[str, bytes] = {}
@@ -413,28 +549,60 @@ class NatsBackend:
     async def _drop(self, messages: Iterable[StoredMessage]) -> None:
         await self._write_each([self._keys.gone(m.subject, m.seq) for m in messages])
 
-    async def _write_each(self, messages: Iterable[Outgoing]) -> None:
-        writes = [self._put([m]) for m in messages]
-        for outcome in await asyncio.gather(*writes, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, (Conflict, AppendUnknown)):
+    async def _write_each(self, messages: Iterable[Outgoing]) -> set[str]:
+        """Write each by itself; the subjects of those that were not, or not surely."""
+        each = list(messages)
+        failed = set()
+        for m, outcome in zip(
+            each, await asyncio.gather(*(self._put([m]) for m in each), return_exceptions=True), strict=True
+        ):
+            if isinstance(outcome, (Conflict, AppendUnknown)):
+                failed.add(m.subject)
+            elif isinstance(outcome, BaseException):
                 raise outcome
+        return failed
 
     async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
-        due = await self._agenda.leases(now_ms, limit)
-        states = await self._states(due)
-        expired = [s for s in states.values() if is_expired(s, now_ms)]
-        await self._agenda.settle(due, {s.thread_id for s in expired}, now_ms)
-        return expired[:limit]
+        expired: dict[str, MailboxThread] = {}
+        left: set[int] = set()
+        async for page in self._leases.due(now_ms):
+            entries = {m: e for m in page if (e := self._keys.entry(m)).at_ms < now_ms}
+            states = await self._states({e.thread_id for e in entries.values()})
+            expired |= {t: s for t, s in states.items() if is_expired(s, now_ms)}
+            kept = {
+                m.subject
+                for m, e in entries.items()
+                # An entry comes with a state: a copy that shows only the first is behind.
+                if e.thread_id in expired or (states[e.thread_id].version < m.seq and e.at_ms > now_ms - _FORGOTTEN_MS)
+            }
+            await self._leases.settle(page, kept, now_ms, left)
+            if len(expired) >= limit:
+                break
+        return list(expired.values())[:limit]
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
-        return await self._agenda.signal(now_ms, limit)
+        signalled: set[str] = set()
+        left: set[int] = set()
+        async for page in self._delays.due(now_ms):
+            ripe = [(m, e) for m in page if (e := self._keys.entry(m)).at_ms <= now_ms]
+            threads = {e.thread_id for _, e in ripe}
+            failed = await self._write_each(self._keys.signal(t) for t in threads)
+            told = {t for t in threads if self._keys.signal(t).subject not in failed}
+            running = [m for m, e in ripe if (e.slot + 1) * SLOT_MS > now_ms and e.thread_id in told]
+            await self._write_each(self._keys.gone(m.subject, m.seq) for m in running)
+            await self._delays.settle(page, {m.subject for m, e in ripe if e.thread_id not in told}, now_ms, left)
+            signalled |= told
+            if len(signalled) >= limit:
+                break
+        return len(signalled)
 
     async def sweeps(self, interval_s: float) -> bool:
+        # Whoever has not the turn keeps its clock, too.
+        self._set_clock(await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}"))
         try:
             await self._put([Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s)))])
         except Conflict:
             return False
-        self._set_clock(await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}"))
         await self._signals.forget_answered()
         return True
 
@@ -448,6 +616,20 @@ class NatsBackend:
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         return await self._live.listen(thread_id, handler)
+
+
+class _Walk:
+    """How far all queued dispatches were looked at, in pages of about so many bytes."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.position = 0
+        self.size = 16
+
+    def read(self, page: list[StoredMessage], asked: int) -> None:
+        self.position = page[-1].seq if len(page) >= asked else 0
+        large = sum(len(m.body) for m in page) > _AHEAD_BYTES // 2
+        self.size = max(16, self.size // 2) if large else min(_AHEAD_MAX, 2 * self.size)
 
 
 class _Ahead:

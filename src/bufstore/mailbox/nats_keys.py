@@ -9,7 +9,7 @@
     i.<thread>.<dispatch>             an id that the caller chose
     s.<thread>                        a signal: look at the thread
     l.<slot>.<thread>                 look at the thread's lease in this slot of time
-    d.<slot>.<thread>                 signal the thread in this slot of time
+    d.<slot>.<thread>.<dispatch>      signal the thread in this slot of time, when this dispatch is due
     sweep                             the present sweeper
 
 A key that is removed is replaced by an empty message, in the same batch as what it is about. nats-server 2.15 may
@@ -24,14 +24,14 @@ Every key leads with what it is read by: a queue, a slot of time, a thread. Ids 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
 
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage
-from bufstore.jetstream.subject_tokens import token
+from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.decisions import Step
 from bufstore.mailbox.model import DEFAULT_PRIORITY, OWN, Dispatch, MailboxThread, Status
@@ -43,9 +43,20 @@ _GONE_S = 1
 #: And a thread's, which must not come back as it once was.
 THREAD_GONE_S = 7 * 24 * 3600
 
+#: Of what is not an entry of ours: never.
+_NEVER = 1 << 62
+
 _encode = msgspec.msgpack.Encoder().encode
 _dispatch = msgspec.msgpack.Decoder(Dispatch).decode
 _thread = msgspec.msgpack.Decoder(MailboxThread).decode
+
+
+class Entry(NamedTuple):
+    """A message under ``l`` or ``d``."""
+
+    slot: int
+    thread_id: str
+    at_ms: int
 
 
 class Keys:
@@ -60,6 +71,17 @@ class Keys:
 
     def thread(self, thread_id: str) -> str:
         return self.of("t", token(thread_id))
+
+    def signal(self, thread_id: str) -> Outgoing:
+        return Outgoing(self.of("s", token(thread_id)), b"")
+
+    def entry(self, found: StoredMessage) -> Entry:
+        """What a message under ``l`` or ``d`` says; one that is not ours never comes due."""
+        try:
+            slot, thread, *_ = found.subject.removeprefix(self.prefix).split(".")[1:]
+            return Entry(int(slot), untoken(thread), int(found.body))
+        except (ValueError, MalformedEntry):
+            return Entry(_NEVER, "", _NEVER)
 
     def is_returned(self, d: Dispatch) -> bool:
         """Whether a queued dispatch is under ``r``."""
@@ -110,10 +132,7 @@ class Keys:
     def enqueued(self, draft: Dispatch, state: MailboxThread, keys: list[Outgoing]) -> tuple[Dispatch, list[Outgoing]]:
         """The dispatch (its position still to come) and the messages that enqueue it; its own is the last."""
         d = replace(draft, epoch=state.epoch, position=0)
-        if self.is_returned(d):
-            announced = self._due("d", d.thread_id, d.available_at_ms)
-        else:
-            announced = Outgoing(self.of("s", token(d.thread_id)), b"")
+        announced = self._delayed(d) if self.is_returned(d) else self.signal(d.thread_id)
         return d, [*keys, announced, Outgoing(self.queued(d), _encode(d), expected=0)]
 
     def is_new_priority(self, d: Dispatch, state: MailboxThread) -> bool:
@@ -123,7 +142,7 @@ class Keys:
     def new_priority(self, d: Dispatch, state: MailboxThread) -> Outgoing:
         """The message that makes claimers look for dispatches of this priority; it stays true whatever follows."""
         known = replace(state, priorities=tuple(sorted({*state.priorities, d.priority})))
-        return Outgoing(self.thread(d.thread_id), _encode(known), expected=state.version)
+        return self.written(known, state.version)
 
     def step(self, before: MailboxThread, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
         """The messages of a step, the thread's own last; `returned`: sequences under ``r`` by subject."""
@@ -146,19 +165,26 @@ class Keys:
             else:
                 put(Outgoing(self.queued(after), _encode(after)))
                 if after.available_at_ms > now_ms:
-                    put(self._due("d", thread_id, after.available_at_ms))
+                    put(self._delayed(after))
         if step.wake:
-            put(Outgoing(self.of("s", token(thread_id)), b""))
+            put(self.signal(thread_id))
         active, was = step.thread.active, before.active
         if active is not None and (was is None or was.lease_until_ms != active.lease_until_ms):
-            due = self._due("l", thread_id, active.lease_until_ms or 0)
+            due = self._entry(active.lease_until_ms or 0, "l", token(thread_id))
             # Of a claim: that the dispatch has not ended already.
             put(replace(due, expected=0, expected_of=self.ended(active)) if was is None else due)
-        put(Outgoing(self.thread(thread_id), _encode(step.thread), expected=before.version))
+        put(self.written(step.thread, before.version))
         return list(messages.values())
 
-    def _due(self, kind: str, thread_id: str, at_ms: int) -> Outgoing:
-        return Outgoing(self.of(kind, str(at_ms // SLOT_MS), token(thread_id)), str(at_ms).encode())
+    def written(self, state: MailboxThread, expected: int) -> Outgoing:
+        """The message that makes this the thread's state."""
+        return Outgoing(self.thread(state.thread_id), _encode(state), expected=expected)
+
+    def _delayed(self, d: Dispatch) -> Outgoing:
+        return self._entry(d.available_at_ms, "d", token(d.thread_id), token(d.dispatch_id))
+
+    def _entry(self, at_ms: int, kind: str, *words: str) -> Outgoing:
+        return Outgoing(self.of(kind, str(at_ms // SLOT_MS), *words), str(at_ms).encode())
 
 
 def _decoded(decode: Any, found: StoredMessage) -> Any:

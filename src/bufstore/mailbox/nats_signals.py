@@ -22,6 +22,7 @@ from bufstore.errors import ConfigError, LogUnavailable, MalformedEntry
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import ConsumerMissing
+from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import NatsMailboxNames
@@ -31,19 +32,34 @@ from bufstore.mailbox.ports import Live, LiveHandler, Signal
 _log = logging.getLogger(__name__)
 
 
+#: When to look at a thread again whose signal of this number is answered: in so many seconds, or (None) with the next
+#: signal. Raises Conflict, AppendUnknown while that cannot be said.
+AgainIn = Callable[[str, int], Awaitable[float | None]]
+
+
 class NatsSignal:
     """See `bufstore.mailbox.ports.Signal`. Answers are hints too: a lost one makes the signal come again."""
 
-    def __init__(self, connection: Connection, reply: str, thread_id: str) -> None:
+    def __init__(self, connection: Connection, reply: str, thread_id: str, again_in: AgainIn) -> None:
         self.thread_id = thread_id
         words = reply.split(".")
-        # $JS.ACK.<stream>.<consumer>.<delivered>. …, from 2.16 on with domain and account hash before the stream.
-        self.deliveries = int(words[4 if len(words) < 11 else 6])
+        # $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>. …, from 2.16 on with domain and account hash before.
+        first = 4 if len(words) < 11 else 6
+        self.deliveries, self._seq = int(words[first]), int(words[first + 1])
         self._connection = connection
         self._reply = reply
+        self._again_in = again_in
 
-    async def ack(self) -> None:
-        await self._answer(b"+ACK")
+    async def ack(self) -> bool:
+        try:
+            again_in = await self._again_in(self.thread_id, self._seq)
+        except (Conflict, AppendUnknown):
+            return False
+        if again_in is None:
+            await self._answer(b"+ACK")
+        else:
+            await self.nack(again_in)
+        return True
 
     async def nack(self, delay_s: float) -> None:
         await self._answer(b"-NAK " + json.dumps({"delay": round(delay_s * 1e9)}).encode())
@@ -59,11 +75,14 @@ class NatsSignal:
 class NatsSignals:
     """Pulls signals, and removes those that were answered."""
 
-    def __init__(self, connection: Connection, stream: NatsStream, api: str, names: NatsMailboxNames) -> None:
+    def __init__(
+        self, connection: Connection, stream: NatsStream, api: str, names: NatsMailboxNames, again_in: AgainIn
+    ) -> None:
         self._connection = connection
         self._stream = stream
         self._names = names
         self._keys = Keys(names.bucket)
+        self._again_in = again_in
         self._consumer = f"KV_{names.bucket}.{names.consumer}"
         self._pull = f"{api}.CONSUMER.MSG.NEXT.{self._consumer}"
         self._ack_wait_s = 30.0
@@ -121,7 +140,7 @@ class NatsSignals:
 
     def _signal(self, msg: Msg) -> Signal | None:
         try:
-            return NatsSignal(self._connection, msg.reply, untoken(msg.subject.rpartition(".")[2]))
+            return NatsSignal(self._connection, msg.reply, untoken(msg.subject.rpartition(".")[2]), self._again_in)
         except MalformedEntry:
             _log.warning(
                 "ignoring a signal that belongs to no thread: %s",
@@ -170,9 +189,6 @@ class NatsLive:
         """See `Backend.listen_live`."""
         listening = _Listening(self._prefix + token(thread_id), handler)
         client = self._connection.client()
-        self._handlers.append(listening)
-        await listening.start(client)
-        await self._told()
 
         async def stop() -> None:
             if listening in self._handlers:
@@ -182,6 +198,13 @@ class NatsLive:
             with contextlib.suppress(LogUnavailable):
                 await self._told()
 
+        self._handlers.append(listening)
+        try:
+            await listening.start(client)
+            await self._told()
+        except BaseException:
+            await stop()
+            raise
         return stop
 
     async def _told(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -38,8 +38,11 @@ class Signal(Protocol):
         """How many times the signal has come, this time included."""
         ...
 
-    async def ack(self) -> None:
-        """The thread has no more work now (what comes later makes a new signal)."""
+    async def ack(self) -> bool:
+        """The receiver found no more work: end the signal, unless the store sees something to claim (see `nack`).
+
+        False when the thread is claimed, or has moved meanwhile: then nothing was done.
+        """
         ...
 
     async def nack(self, delay_s: float) -> None:
@@ -140,6 +143,21 @@ class Backend(Protocol):
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
         """Signal the threads whose delayed dispatches became due; how many."""
+        ...
+
+    async def wake(self, thread_id: str) -> None:
+        """Signal a thread, behind those that wait."""
+        ...
+
+    async def signal_lost(self, now_ms: int, limit: int) -> int:
+        """Go on to the next `limit` of what is queued, and signal free threads of which no signal tells; how many.
+
+        In normal life there are none. What has become due and what is superseded counts, what is delayed does not.
+        """
+        ...
+
+    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Token (0: none) and epoch of each thread; any copy may tell, for whoever asks again soon."""
         ...
 
     async def sweeps(self, interval_s: float) -> bool:

@@ -55,6 +55,9 @@ class PostgresBackend:
         self._sql = queries(_FOLDER, schema)
         self._numbers = sql.Identifier(schema, "mailbox_numbers").as_string()
         self._timeout_s = config.timeout_s
+        self._patience_ms = round(1000 * (config.signal_ack_wait_s + config.signal_nack_max_delay_s))
+        #: Up to which thread lost signals were looked for.
+        self._looked = ""
         self._owns_pool = owns_pool
         self._notifier = notifier
         self._kind = f"mailbox of {schema}"
@@ -115,11 +118,15 @@ class PostgresBackend:
         except psycopg.errors.UniqueViolation as e:
             same_id = e.diag.constraint_name == "mailbox_dispatch"
             raise KeyTaken(d.dispatch_id if same_id else await self._holder(d), same_id=same_id) from None
-        self._news.set()
-        if self._notifier is not None and d.available_at_ms <= now_ms:
-            await self._notifier.notify_scheduled(self._kind)
+        if d.available_at_ms <= now_ms:
+            await self._tell()
         position, epoch = rows[0]
         return replace(d, position=position, epoch=epoch)
+
+    async def _tell(self) -> None:
+        self._news.set()
+        if self._notifier is not None:
+            await self._notifier.notify_scheduled(self._kind)
 
     async def _holder(self, d: Dispatch) -> str:
         """The holder of the dedupe key; if it is free again, an id that does not exist."""
@@ -145,7 +152,7 @@ class PostgresBackend:
                     thread.step,
                     active.dispatch_id if active is not None else None,
                     active.lease_until_ms if active is not None else None,
-                    now_ms if step.wake else None,
+                    self.now_ms() if step.wake else None,
                     arrays.texts(d.dispatch_id for d, _ in changed),
                     arrays.ints(_NUMBERS[was] for _, was in changed),
                     arrays.ints(_NUMBERS[d.status] for d, _ in changed),
@@ -160,9 +167,7 @@ class PostgresBackend:
         if not rows:
             raise Conflict("the thread has moved")
         if step.wake:
-            self._news.set()
-            if self._notifier is not None:
-                await self._notifier.notify_scheduled(self._kind)
+            await self._tell()
         version = rows[0][0]
         if active is not None and active.token == OWN:
             active = replace(active, token=version)
@@ -238,6 +243,21 @@ class PostgresBackend:
     async def signal_due(self, now_ms: int, limit: int) -> int:
         return 0  # a thread's next time stands in its row, where workers look
 
+    async def wake(self, thread_id: str) -> None:
+        with _unknown():
+            await self._run("wake", thread_id, self.now_ms(), self._numbers)
+        await self._tell()
+
+    async def signal_lost(self, now_ms: int, limit: int) -> int:
+        # Whoever pulls a signal, or hands it back, puts the next look no further than this.
+        late = now_ms + self._patience_ms
+        rows = await self._run("signal_lost", self._looked, limit, now_ms, late, self._numbers)
+        self._looked = rows[-1][0] if len(rows) >= limit else ""
+        return sum(signalled for _, signalled in rows)
+
+    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        return {row[0]: (row[1], row[2]) for row in await self._run("held", arrays.texts(thread_ids))}
+
     async def sweeps(self, interval_s: float) -> bool:
         await self._set_clock()
         return bool(await self._run("sweeps", interval_s / 2))
@@ -278,10 +298,11 @@ class PostgresBackend:
                 unlisten, self._listening = self._listening, None
                 await unlisten()
 
-    async def answer(self, name: str, *parameters: Any) -> None:
+    async def answer(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         """Answer a signal. One that is lost makes the signal come again."""
         with suppress(NoAnswer):
-            await self._run(name, *parameters)
+            return await self._run(name, *parameters)
+        return []
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         return Live.NO_SUBSCRIBER  # Postgres cannot tell whether anybody listens
@@ -301,8 +322,8 @@ class _PostgresSignal:
         self._wake_at: int = row[2]
         self._ack_wait_s = ack_wait_s
 
-    async def ack(self) -> None:
-        await self._backend.answer("signal_ack", self.thread_id, self._wake_at)
+    async def ack(self) -> bool:
+        return (await self._backend.answer("signal_ack", self.thread_id, self._wake_at)) != [(False,)]
 
     async def nack(self, delay_s: float) -> None:
         await self._again(delay_s)

@@ -6,7 +6,9 @@ long it is tried is here.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
@@ -14,7 +16,7 @@ from typing import Any, Self
 
 from msgspec.structs import replace
 
-from bufstore.errors import AlreadyExists, InvalidQuery, StaleClaim
+from bufstore.errors import AlreadyExists, BufstoreError, InvalidQuery, StaleClaim, StepUnknown
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions
 from bufstore.mailbox.config import MailboxConfig
@@ -105,30 +107,37 @@ class MailboxStore:
         tries = self._steps.tries()
 
         async def attempt() -> Dispatch:
+            if tries.unsure:  # with any id: an earlier attempt may have put it there, and it may have ended since
+                _, found = await self.backend.find(thread_id, draft.dispatch_id)
+                if found is not None and _same(found, draft):
+                    return found
             try:
                 return await self.backend.add(draft, own_id=dispatch_id is not None, now_ms=now)
             except KeyTaken as e:
-                found = await self._taken(draft, e, tries.unsure, now)
-                if found is None:
-                    raise Conflict("the key is free again") from None
-                return found
+                await self._check_taken(draft, e, tries.unsure, now)
+                raise Conflict("the key is free again, or the dispatch is there") from None
 
         with self.counters.timed("enqueue"):
-            stored = await tries(attempt)
+            try:
+                stored = await tries(attempt)
+            except StepUnknown as e:
+                e.add_note(f"ask load_dispatch({thread_id!r}, {draft.dispatch_id!r})")
+                e.dispatch_id = draft.dispatch_id
+                raise
         self.counters.count("enqueued")
         return stored
 
-    async def _taken(self, draft: Dispatch, taken: KeyTaken, unsure: bool, now_ms: int) -> Dispatch | None:
-        """What stands in the way of `draft`, if that is itself; None if nothing does any more. Raises AlreadyExists."""
+    async def _check_taken(self, draft: Dispatch, taken: KeyTaken, unsure: bool, now_ms: int) -> None:
+        """Raise AlreadyExists, unless nothing stands in the way of `draft` any more."""
         thread, found = await self.backend.find(draft.thread_id, taken.holder)
         if unsure and found is not None and _same(found, draft):
-            return found
+            return
         if not taken.same_id:
             if found is None or found.status.finished:
-                return None
+                return
             if found.status is Status.QUEUED and is_stale(found, thread):
                 await self._steps.drop_stale(thread, [found], now_ms)
-                return None
+                return
         self.counters.count("duplicates")
         what = f"id {draft.dispatch_id!r}" if taken.same_id else f"dedupe key {draft.dedupe_key!r}"
         raise AlreadyExists(f"thread {draft.thread_id!r} has a dispatch with {what}: {taken.holder!r}")
@@ -141,7 +150,7 @@ class MailboxStore:
         None when none is available, or the thread has a claim (also one whose lease is over: `reclaim_expired`).
         """
         check_id(thread_id, "thread_id")
-        now = self._now(now_ms)
+        now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
 
         async def at_once(claiming: Claiming, step_id: str) -> MailboxThread | None:
             return await self._steps.claim_first(thread_id, claiming, step_id)
@@ -149,7 +158,10 @@ class MailboxStore:
         async def find() -> tuple[MailboxThread, Dispatch | None]:
             queue = await self.backend.queue(thread_id, now)
             while queue.thread.active is None and queue.heads and is_stale(queue.heads[0], queue.thread):
-                await self._steps.drop_stale(queue.thread, queue.heads, now)
+                if time.monotonic() > deadline:
+                    raise Conflict("all that could be looked at in time is superseded")
+                stale = await self.backend.queued(thread_id, queue.thread.epoch, AT_ONCE)
+                await self._steps.drop_stale(queue.thread, stale, now)
                 queue = await self.backend.queue(thread_id, now)
             return queue.thread, queue.heads[0] if queue.heads else None
 
@@ -196,7 +208,17 @@ class MailboxStore:
             return await self._steps.write(thread, decisions.claim(thread, head, claiming), step_id, now)
 
         with self.counters.timed("claim"):
-            after = await self._steps.tries()(attempt)
+            claiming_it = asyncio.ensure_future(self._steps.tries()(attempt))
+            try:
+                after = await asyncio.shield(claiming_it)
+            except asyncio.CancelledError:
+                # Nobody would know of the claim; and when its lease was over, it would count as an attempt.
+                with suppress(BufstoreError):
+                    after = await claiming_it
+                    if after is not None and after.active is not None:
+                        held = after.active
+                        await self._end(held, now, lambda thread: decisions.release(thread, held, now))
+                raise
         if after is None or after.active is None:
             self.counters.count("claims_empty")
             return None
@@ -293,20 +315,29 @@ class MailboxStore:
         return done[1].moves[0].after
 
     async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
-        """Supersede all that is queued now, in one write, and tell the holder of a claim with its next step to stop."""
+        """Supersede all that is queued now, in one write, and tell the holder of a claim with its next step to stop.
+
+        What it superseded is listed as far as the call's time allows (`Interruption.complete`).
+        """
         check_id(thread_id, "thread_id")
-        now = self._now(now_ms)
+        now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
         done = await self._steps.change(thread_id, now, lambda: self.backend.thread(thread_id), decisions.interrupt)
         assert done is not None
         thread = done[0]
         self.counters.count("interrupted")
         superseded: list[Dispatch] = []
         # The one write above has superseded them; this takes them out of the way, a part at a time.
-        current = thread
-        while queued := await self.backend.queued(thread_id, thread.epoch, AT_ONCE):
-            current, dropped = await self._steps.drop_stale(current, queued, now)
-            superseded += dropped
-        return Interruption(epoch=thread.epoch, active=thread.active, superseded=superseded)
+        current, complete = thread, False
+        with suppress(Conflict, AppendUnknown, BufstoreError):
+            while not complete and time.monotonic() < deadline:
+                queued = await self.backend.queued(thread_id, thread.epoch, AT_ONCE)
+                current, dropped = await self._steps.drop_stale(current, queued, now)
+                superseded += dropped
+                complete = not queued
+        if not complete:  # then whoever claims next goes on
+            with suppress(BufstoreError):
+                await self.wake(thread_id)
+        return Interruption(epoch=thread.epoch, active=thread.active, superseded=superseded, complete=complete)
 
     async def current_epoch(self, thread_id: str) -> int:
         """A number that grows with each interrupt; 0 when there was none, or long ago."""
@@ -394,6 +425,11 @@ class MailboxStore:
         )
         self.counters.count("signals", len(signals))
         return signals
+
+    async def wake(self, thread_id: str) -> None:
+        """Signal a thread, whatever the store takes to be its state. A needless signal does no harm."""
+        check_id(thread_id, "thread_id")
+        await self._steps.tries()(lambda: self.backend.wake(thread_id))
 
     async def deliver_live(self, thread_id: str, payload: bytes, *, timeout_s: float | None = None) -> Live:
         """Hand something to the present listener of the thread; nothing is kept."""

@@ -1,4 +1,4 @@
-"""Periodic work: takes back expired claims, signals due dispatches, purges old finished ones.
+"""Periodic work: takes back expired claims, signals what is due and what no signal tells of, purges what is finished.
 
 Every instance runs one; of n instances one at a time does the work. A pass is bounded and costs what is due; what it
 leaves the next pass finds. Nothing ends it but `aclose`: an error is told once, waited out and tried again.
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Awaitable, Callable
 from typing import Self
 
 from bufstore.mailbox.store import MailboxStore
@@ -18,7 +19,8 @@ _log = logging.getLogger(__name__)
 
 #: How long to wait after a failed pass at most, in intervals.
 _WAIT_MAX = 6
-_PURGES_PER_PASS = 10
+_PARTS_PER_PASS = 10
+_LOST = {"action": "mailbox_resignalled"}
 
 
 class Sweeper:
@@ -52,15 +54,27 @@ class Sweeper:
         if not await box.backend.sweeps(c.sweep_interval_s):
             return False
         with box.counters.timed("sweep"):
-            reclaimed = await box.reclaim_expired(limit=c.sweep_limit)
-            signalled = await box.backend.signal_due(box.backend.now_ms(), c.sweep_limit)
-            box.counters.count("due_signalled", signalled)
+            await self._parts(self._reclaim)
+            await self._parts(self._signal_due)
+            lost = await box.backend.signal_lost(box.backend.now_ms(), c.sweep_limit)
+            if lost:
+                _log.warning("signalled %d threads with work of which no signal told", lost, extra=_LOST)
+            box.counters.count("resignalled", lost)
             if c.keep_finished_s is not None:
-                before = box.backend.now_ms() - round(1000 * c.keep_finished_s)
-                for _ in range(_PURGES_PER_PASS):
-                    if await box.purge_finished(max(0, before), limit=c.sweep_limit) < c.sweep_limit:
-                        break
+                before = max(0, box.backend.now_ms() - round(1000 * c.keep_finished_s))
+                await self._parts(lambda limit: box.purge_finished(before, limit=limit))
         box.counters.count("sweeps")
+        return True
+
+    async def _parts(self, part: Callable[[int], Awaitable[int]]) -> None:
+        """One part after the other, until one is not full."""
+        limit = self._mailbox.config.sweep_limit
+        for _ in range(_PARTS_PER_PASS):
+            if await part(limit) < limit:
+                break
+
+    async def _reclaim(self, limit: int) -> int:
+        reclaimed = await self._mailbox.reclaim_expired(limit=limit)
         for d in reclaimed:
             _log.warning(
                 "took back dispatch %r of thread %r: %s, now %s",
@@ -70,7 +84,12 @@ class Sweeper:
                 d.status.value,
                 extra={"action": "mailbox_reclaimed"},
             )
-        return True
+        return len(reclaimed)
+
+    async def _signal_due(self, limit: int) -> int:
+        signalled = await self._mailbox.backend.signal_due(self._mailbox.backend.now_ms(), limit)
+        self._mailbox.counters.count("due_signalled", signalled)
+        return signalled
 
     async def _run(self) -> None:
         failures = 0

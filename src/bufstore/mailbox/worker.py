@@ -1,15 +1,18 @@
 """A worker: pulls signals, claims what there is in the thread, hands it to a function, and ends each claim.
 
-While the function runs, lease and signal are renewed. When the claim is lost (StaleClaim) or the thread interrupted,
-the function is cancelled: whatever it still does is not this worker's any more. A signal is answered when its thread
-has nothing left to claim, so that of a worker that dies another finishes the queue.
+While the function runs, lease and signal are renewed, and every half second one read shows for all claims whether
+they are still held. When the claim is lost or the thread interrupted, the function is cancelled: whatever it still does
+is not this worker's any more. A signal is answered when its thread has nothing left to claim, so that of a worker that
+dies another finishes the queue. A worker without a free slot works on a thread for a turn, and then takes the next.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Self
 
 from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim
@@ -18,6 +21,11 @@ from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
 
 _log = logging.getLogger(__name__)
+
+#: How long a worker stays with one thread while it has no slot for another. Between two dispatches only.
+_TURN_S = 0.2
+#: How often a worker looks whether it still holds what it works on.
+_WATCH_S = 0.5
 
 #: Does the work of a claimed dispatch. Returning acks it; raising hands it back, to be retried.
 Handler = Callable[[Dispatch], Awaitable[None]]
@@ -37,13 +45,18 @@ class Worker:
         self._handler = handler
         self._config = mailbox.config
         self._pulling: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
+        #: What is worked on, by thread.
+        self._claims: dict[str, tuple[Dispatch, asyncio.Future[None]]] = {}
+        self._room = asyncio.Semaphore(self._config.max_concurrent_handlers)
         self._closing = False
         #: Why no signals could be pulled; None when they could.
         self.trouble: str | None = None
 
     async def __aenter__(self) -> Self:
         self._pulling = asyncio.create_task(self._pull(), name="bufstore-mailbox-worker")
+        self._watching = asyncio.create_task(self._watch(), name="bufstore-mailbox-watch")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -58,13 +71,13 @@ class Worker:
             self._pulling = None
         if self._running:
             await asyncio.wait(self._running, timeout=drain_s)
-        for task in self._running:
+        for task in (*self._running, *filter(None, [self._watching])):
             task.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._running, *filter(None, [self._watching]), return_exceptions=True)
 
     async def _pull(self) -> None:
         failures = 0
-        room = asyncio.Semaphore(self._config.max_concurrent_handlers)
+        room = self._room
         while True:
             await room.acquire()
             room.release()
@@ -87,14 +100,19 @@ class Worker:
                 task.add_done_callback(lambda _: room.release())
 
     async def _thread(self, signal: Signal) -> None:
-        """Work off a thread's queue, then answer its signal."""
+        """Work off a thread's queue, for one turn, then answer its signal."""
+        began = time.monotonic()
         try:
             while not self._closing and (claim := await self._mailbox.claim(signal.thread_id, self._name)) is not None:
                 await self._work(claim, signal)
-            busy = self._closing or (await self._mailbox.backend.thread(signal.thread_id)).active is not None
-            if not busy:
-                await signal.ack()
+                if self._closing or (self._room.locked() and time.monotonic() > began + _TURN_S):
+                    await self._mailbox.wake(signal.thread_id)
+                    break
+            if await signal.ack():
                 return
+        except asyncio.CancelledError:
+            await signal.nack(0)
+            raise
         except BufstoreError as e:
             _log.info("thread %r: %s", signal.thread_id, e, extra={"action": "mailbox_step_failed"})
         c = self._config
@@ -104,6 +122,7 @@ class Worker:
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
         task = asyncio.ensure_future(self._handler(claim))
+        self._claims[claim.thread_id] = claim, task
         renewing = asyncio.create_task(self._renew(claim, signal, task), name="bufstore-mailbox-renew")
         try:
             await asyncio.wait({task})
@@ -113,6 +132,7 @@ class Worker:
             await self._mailbox.nack(claim, error="the worker was stopped")
             raise
         finally:
+            del self._claims[claim.thread_id]
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
         try:
@@ -141,17 +161,33 @@ class Worker:
             await asyncio.sleep(every)
             try:
                 asked = asyncio.get_running_loop().time()
-                await self._mailbox.extend_lease(claim)
-                held_until = asked + c.lease_s
-                await signal.working()
+                async with asyncio.timeout_at(held_until):
+                    await self._mailbox.extend_lease(claim)
+                    held_until = asked + c.lease_s
+                    await signal.working()
             except StaleClaim as e:
-                why = "interrupted" if isinstance(e, ClaimInterrupted) else "lost"
-                self._mailbox.counters.count(f"work_{why}")
-                task.cancel()
+                self._lost(task, "interrupted" if isinstance(e, ClaimInterrupted) else "lost")
+                return
+            except TimeoutError:
+                # Nobody says so, but by now another may hold it.
+                self._lost(task, "lost")
                 return
             except BufstoreError as e:
                 _log.info("cannot renew a claim; tries again: %s", e, extra={"action": "mailbox_renew_failed"})
-                if asyncio.get_running_loop().time() > held_until:
-                    # Nobody says so, but by now another may hold it.
-                    task.cancel()
-                    return
+
+    async def _watch(self) -> None:
+        """Stop what is interrupted or lost soon, however long its lease."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            working = dict(self._claims)
+            if not working:
+                continue
+            with suppress(BufstoreError):  # then the renewal says so
+                for thread_id, (token, epoch) in (await self._mailbox.backend.held(list(working))).items():
+                    claim, task = working[thread_id]
+                    if not task.done() and (token != claim.token or epoch > claim.epoch):
+                        self._lost(task, "lost" if token != claim.token else "interrupted")
+
+    def _lost(self, task: asyncio.Future[None], how: str) -> None:
+        self._mailbox.counters.count(f"work_{how}")
+        task.cancel()

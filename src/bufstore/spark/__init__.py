@@ -3,30 +3,39 @@
 Importing this does not import Spark.
 """
 
-from bufstore.errors import ArchiveOvertaken, DataLoss
-from bufstore.spark.config import Deployment, SinkConfig
-from bufstore.spark.drain import DrainReport, bulk_drain
-from bufstore.spark.java import ensure_java
-from bufstore.spark.log_archive.archive_job import ArchiveReport, archive
-from bufstore.spark.log_archive.manifests import Manifest
-from bufstore.spark.log_archive.restore_job import RestoreReport, restore
-from bufstore.spark.sink.foreach_batch import CheckpointSink, checkpoint_sink
-from bufstore.spark.spark_session import session
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ArchiveOvertaken",
-    "ArchiveReport",
-    "CheckpointSink",
-    "DataLoss",
-    "Deployment",
-    "DrainReport",
-    "Manifest",
-    "RestoreReport",
-    "SinkConfig",
-    "archive",
-    "bulk_drain",
-    "checkpoint_sink",
-    "ensure_java",
-    "restore",
-    "session",
-]
+from bufstore import _lazy
+
+if TYPE_CHECKING:
+    from bufstore.errors import ArchiveOvertaken as ArchiveOvertaken
+    from bufstore.errors import DataLoss as DataLoss
+    from bufstore.spark.config import Deployment as Deployment
+    from bufstore.spark.config import SinkConfig as SinkConfig
+    from bufstore.spark.drain import DrainReport as DrainReport
+    from bufstore.spark.drain import bulk_drain as bulk_drain
+    from bufstore.spark.java import ensure_java as ensure_java
+    from bufstore.spark.log_archive.archive_job import ArchiveReport as ArchiveReport
+    from bufstore.spark.log_archive.archive_job import archive as archive
+    from bufstore.spark.log_archive.manifests import Manifest as Manifest
+    from bufstore.spark.log_archive.restore_job import RestoreReport as RestoreReport
+    from bufstore.spark.log_archive.restore_job import restore as restore
+    from bufstore.spark.sink.foreach_batch import CheckpointSink as CheckpointSink
+    from bufstore.spark.sink.foreach_batch import checkpoint_sink as checkpoint_sink
+    from bufstore.spark.spark_session import session as session
+else:
+    # Spark starts a process for each step of planning a read or a write of one of our formats, and each imports this.
+    __all__, __getattr__, __dir__ = _lazy.names(
+        __name__,
+        {
+            "bufstore.errors": ("ArchiveOvertaken", "DataLoss"),
+            "bufstore.spark.config": ("Deployment", "SinkConfig"),
+            "bufstore.spark.drain": ("DrainReport", "bulk_drain"),
+            "bufstore.spark.java": ("ensure_java",),
+            "bufstore.spark.log_archive.archive_job": ("ArchiveReport", "archive"),
+            "bufstore.spark.log_archive.manifests": ("Manifest",),
+            "bufstore.spark.log_archive.restore_job": ("RestoreReport", "restore"),
+            "bufstore.spark.sink.foreach_batch": ("CheckpointSink", "checkpoint_sink"),
+            "bufstore.spark.spark_session": ("session",),
+        },
+    )

@@ -11,8 +11,10 @@ if TYPE_CHECKING:
     from bufstore.errors import TokenQueueFull as TokenQueueFull
     from bufstore.tokens.lock import Lock as Lock
     from bufstore.tokens.lock import Locks as Locks
-    from bufstore.tokens.model import Form as Form
+    from bufstore.tokens.model import Holder as Holder
     from bufstore.tokens.model import Policy as Policy
+    from bufstore.tokens.model import Statistics as Statistics
+    from bufstore.tokens.model import Storage as Storage
     from bufstore.tokens.model import TokensConfig as TokensConfig
     from bufstore.tokens.task import Task as Task
     from bufstore.tokens.work import ExclusiveWork as ExclusiveWork
@@ -22,7 +24,7 @@ else:
         {
             "bufstore.errors": ("SubmitUnknown", "TokenBusy", "TokenLost", "TokenQueueFull"),
             "bufstore.tokens.lock": ("Lock", "Locks"),
-            "bufstore.tokens.model": ("Form", "Policy", "TokensConfig"),
+            "bufstore.tokens.model": ("Holder", "Policy", "Statistics", "Storage", "TokensConfig"),
             "bufstore.tokens.task": ("Task",),
             "bufstore.tokens.work": ("ExclusiveWork",),
         },

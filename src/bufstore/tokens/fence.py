@@ -3,36 +3,68 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import base64
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.errors import LogUnavailable
+from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
+from bufstore.tokens.model import Record, decode, encode, seconds
+
+
+class Seen(NamedTuple):
+    """A record, its sequence (0: there is none), and for how long it has stood, by the server's clock."""
+
+    seq: int
+    record: Record
+    age_s: float
 
 
 class Register:
-    """The last record of a subject, and the sequence of the write that stored it."""
+    """The last record of each subject, and the sequence of the write that stored it."""
 
-    def __init__(self, stream: NatsStream, timeout_s: float) -> None:
+    def __init__(self, stream: NatsStream, name: str, timeout_s: float) -> None:
         self._stream = stream
+        self._name = name
         self._timeout_s = timeout_s
 
-    async def read(self, subject: str) -> tuple[int, bytes]:
-        """Sequence and bytes of the record; 0 and nothing if there is none. Raises LogUnavailable."""
+    async def read(self, subject: str) -> tuple[int, Record]:
+        """Sequence and record; 0 and that of a free key if there is none. Raises LogUnavailable."""
         found = (await self._stream.last([subject], self._timeout_s)).get(subject)
-        return (found.seq, found.body) if found is not None else (0, b"")
+        return (found.seq, decode(found.body)) if found is not None else (0, Record())
 
-    async def write(
-        self, subject: str, body: bytes, expected: int, *, mine: Callable[[bytes], bool], ttl_s: int = 0
-    ) -> int:
+    async def seen(self, subjects: Sequence[str]) -> list[Seen]:
+        """The same with its age, from the leader. Raises LogUnavailable."""
+        found = await asyncio.gather(*(self._message(subject) for subject in subjects))
+        # Asked afterwards, so that nothing seems older than it is. One server's clock says both times.
+        now = seconds((await self._stream.api(f"STREAM.INFO.{self._name}", timeout_s=self._timeout_s))["ts"])
+        return [
+            Seen(m["seq"], decode(base64.b64decode(m.get("data", ""))), max(now - seconds(m["time"]), 0.0))
+            if m
+            else Seen(0, Record(), float("inf"))
+            for m in found
+        ]
+
+    async def _message(self, subject: str) -> dict[str, Any]:
+        try:
+            request = {"last_by_subj": subject}
+            answer = await self._stream.api(f"STREAM.MSG.GET.{self._name}", request, self._timeout_s)
+        except MessageMissing:
+            return {}
+        message: dict[str, Any] = answer["message"]
+        return message
+
+    async def write(self, subject: str, record: Record, expected: int, ttl_s: int = 0) -> int:
         """Replace the record of sequence `expected` (0: none). Returns the new one. Raises Conflict, LogUnavailable.
 
-        Without an answer, read whether it was stored (`mine` recognizes our own record), and if not, try again: the
-        expectation lets only one of all attempts through.
+        Without an answer, read whether it was stored, and if not, try again: the expectation lets only one of all
+        attempts through. So no two records that are written may be equal.
         """
-        message = Outgoing(subject, body, expected=expected, ttl_s=ttl_s)
+        message = Outgoing(subject, encode(record), expected=expected, ttl_s=ttl_s)
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for attempt in AsyncRetrying(
@@ -40,17 +72,17 @@ class Register:
                     retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
                 ):
                     with attempt:
-                        return await self._attempt(message, mine, attempt.retry_state.attempt_number > 1)
+                        return await self._attempt(message, record, attempt.retry_state.attempt_number > 1)
         except TimeoutError:
             pass
         raise LogUnavailable(f"{subject} may or may not be written: no answer in time")
 
-    async def _attempt(self, message: Outgoing, mine: Callable[[bytes], bool], again: bool) -> int:
+    async def _attempt(self, message: Outgoing, record: Record, again: bool) -> int:
         try:
             return await self._stream.publish(message, self._timeout_s)
         except Conflict:
             if again:  # perhaps with our own earlier attempt
-                seq, body = await self.read(message.subject)
-                if seq and mine(body):
+                seq, found = await self.read(message.subject)
+                if seq and found == record:
                     return seq
             raise

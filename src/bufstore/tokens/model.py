@@ -1,28 +1,26 @@
-"""Exclusive work: its options and the record that decides who holds a key. No I/O.
+"""Exclusive work and locks: options, and the record that decides who holds a key. No I/O.
 
-JetStream proposes a holder for a key by delivering its message. But it does not fence: it accepts the acknowledgement
-of a holder that was given up long ago like any other. So the receiver of a delivery writes itself into the key's
-*fence*, by compare-and-set. The sequence of that write is the **fencing token**: it grows with every holder. The item
-is done when the last holder has written so, by compare-and-set on its own token; acknowledging only cleans up.
+The record of a key is written by compare-and-set only. Whoever writes itself into it holds the key, and the sequence of
+that write is the **fencing token**: it grows with every holder. A holder writes again to stay it (a lease), and writes
+in the end that the item is done. Messages that are delivered only hint at keys that may have work: one that is lost,
+late or repeated costs time, and nothing else.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
 
 import msgspec
 
 from bufstore.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-def check_name(name: str) -> None:
-    """Raise ConfigError for what cannot be the first word of subjects and stream names."""
-    if not _NAME.fullmatch(name):
-        raise ConfigError("the name of tokens or locks must be 1 to 64 of A-Z a-z 0-9 _ -")
+_BACKOFF_S, _BACKOFF_MAX_S = 0.1, 60.0
 
 
 class Policy(enum.Enum):
@@ -36,33 +34,42 @@ class Policy(enum.Enum):
     REFUSE = "refuse"
 
 
-class Form(enum.Enum):
-    """How waiting items get their turn."""
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where a stream of tokens or locks is kept. Set by the operator."""
 
-    #: A message per key says that it has work, and its holder reads the items. Fast on a hot key.
-    DIRECT = "direct"
-    #: The server moves items from the inbox to the work queue by itself, and tries a busy key every 2 s.
-    SOURCED = "sourced"
+    replicas: int = 1
+    storage: Literal["file", "memory"] = "file"
+    #: The server's `placement`: ``{"cluster": …, "tags": […]}``.
+    placement: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replicas <= 5:
+            raise ConfigError("replicas must be 1 to 5")
+        if self.storage not in ("file", "memory"):
+            raise ConfigError("storage must be 'file' or 'memory'")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokensConfig:
-    """One kind of exclusive work; the same for all submitters and workers. Set by the developer except `replicas`."""
+class TokensConfig(Storage):
+    """One kind of exclusive work; the same for all submitters and workers. Set by the developer, but for storage."""
 
     #: First word of the subjects, and of the names of the streams.
     name: str = "tokens"
     policy: Policy = Policy.QUEUE
-    form: Form = Form.DIRECT
     #: QUEUE: the limit of items of one key, the one in work included.
     waiting_max: int = 1000
     #: A holder that shows no sign of life for this long loses the key.
     ttl_s: float = 30.0
     #: How long a call may take.
     timeout_s: float = 5.0
-    #: Operator.
-    replicas: int = 1
+    #: An item that was begun so often goes to `run`'s `dead_letter`; 0: never.
+    max_attempts: int = 0
+    #: Operator: the limit of all items together; then LogFull. -1: none.
+    max_bytes: int = -1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_name(self.name)
         if not 1 <= self.ttl_s <= 24 * 3600:
             raise ConfigError("TokensConfig.ttl_s must be 1 s to a day")
@@ -70,8 +77,8 @@ class TokensConfig:
             raise ConfigError("TokensConfig.timeout_s must be positive")
         if not 1 <= self.waiting_max <= 1_000_000:
             raise ConfigError("TokensConfig.waiting_max must be 1 to 1000000")
-        if not 1 <= self.replicas <= 5:
-            raise ConfigError("TokensConfig.replicas must be 1 to 5")
+        if self.max_attempts < 0 or self.max_bytes < -1 or self.max_bytes == 0:
+            raise ConfigError("TokensConfig.max_attempts and max_bytes must be positive (or 0 and -1: none)")
 
     @property
     def per_key(self) -> int:
@@ -79,36 +86,95 @@ class TokensConfig:
         return self.waiting_max if self.policy is Policy.QUEUE else 1
 
 
-class Fence(msgspec.Struct, frozen=True, array_like=True):
-    """A key's record: its last holder, the item, and whether that is done."""
+class Record(msgspec.Struct, frozen=True, array_like=True):
+    """A key's record: its holder, the item, and whether that is done."""
 
-    #: Random, drawn for each holder.
-    holder: str
-    #: The delivered message and which delivery of it: together they order the holders of one message.
-    message: int
-    delivery: int
-    #: The item worked on: its place in the inbox (DIRECT), or the message itself (SOURCED).
-    item: int
+    #: The holder's name, for people; empty when nobody holds the key.
+    holder: str = ""
+    #: Random, drawn for each holder, and a number for each of its writes: it knows its own writes by them.
+    mark: str = ""
+    number: int = 0
+    #: The holder's; 0 in its first record, whose sequence it is.
+    token: int = 0
+    #: The item worked on, or the last one done: its sequence in the stream, and which stream that was.
+    item: int = 0
+    stream: str = ""
+    #: How often that was begun.
+    attempt: int = 0
     done: bool = False
-
-    def outranks(self, message: int, delivery: int) -> bool:
-        """Whether another holder got the key by a later delivery than this one, or by a later message."""
-        return (self.message, self.delivery) > (message, delivery)
-
-
-_decoder = msgspec.msgpack.Decoder(Fence)
+    #: For so long after this was written nobody else takes the key: a holder's lease, or the delay before a retry.
+    lease_s: float = 0.0
+    #: Others wait behind the item that is done: it is the turn of whoever has the message that says so.
+    turn: bool = False
 
 
-def encode(fence: Fence) -> bytes:
-    return msgspec.msgpack.encode(fence)
+class Holder(msgspec.Struct, frozen=True):
+    """Who holds a key."""
+
+    name: str
+    token: int
+    #: Seconds since its last sign of life.
+    silent_s: float
 
 
-def decode(body: bytes) -> Fence | None:
-    """The record, or None for bytes that are not a record."""
+class Statistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What exclusive work has to do, as the server counts it; no scan."""
+
+    #: Stored and not done, with the messages that give waiting keys their turn.
+    stored: int
+    bytes: int
+    #: Age of the oldest of them.
+    oldest_s: float
+    #: How many of them no worker was told of yet, how many are in the hands of one, and how many of these again.
+    untold: int
+    told: int
+    told_again: int
+    #: Keys that this instance found with work that nobody had been told of: more than 0 is worth a look.
+    found: int
+
+
+_decoder = msgspec.msgpack.Decoder(Record)
+encode = msgspec.msgpack.encode
+
+
+def decode(body: bytes) -> Record:
+    """The record; that of a key which nobody holds for bytes that are none."""
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError:
-        return None
+        return Record()
+
+
+def done_to(record: Record, stream: str) -> int:
+    """Up to which sequence of this stream the key's items are done. A leader that lags may still show them."""
+    return record.item - (not record.done) if record.stream == stream else 0
+
+
+def attempt_of(record: Record, item: int) -> int:
+    """Which attempt it is to begin this item now."""
+    return record.attempt + 1 if record.item == item and not record.done else 1
+
+
+def backoff_s(attempt: int) -> float:
+    """How long to wait after this attempt has failed."""
+    return min(_BACKOFF_S * 2.0 ** min(attempt, 20), _BACKOFF_MAX_S)
+
+
+def check_name(name: str) -> None:
+    """Raise ConfigError for what cannot be the first word of subjects and stream names."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError("the name of tokens or locks must be 1 to 64 of A-Z a-z 0-9 _ -")
+
+
+def seconds(stamp: str) -> float:
+    """A time of the server's, in seconds since 1970."""
+    return datetime.fromisoformat(stamp).timestamp()
+
+
+def oldest_s(info: Mapping[str, Any]) -> float:
+    """The age of the oldest message of a stream, by its STREAM.INFO; 0 if there is none."""
+    state = info["state"]
+    return max(0.0, seconds(info["ts"]) - seconds(state["first_ts"])) if state["messages"] else 0.0
 
 
 def first_token(unix_ms: int) -> int:

@@ -1,76 +1,51 @@
-"""The streams and the consumer of exclusive work, as they must be."""
+"""The streams and the consumer of exclusive work and of locks, as they must be."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import Any
 
-from nats.aio.client import Client
-
-from bufstore.errors import ConfigError
 from bufstore.jetstream.drift import check
-from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
+from bufstore.jetstream.errors import ConsumerMissing, StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
-from bufstore.tokens.model import Form, Policy, TokensConfig, first_token
+from bufstore.tokens.model import Policy, Storage, TokensConfig, first_token, seconds
 
 #: All workers use one durable consumer of this name.
 WORKERS = "workers"
-#: A fence that nobody has touched for this long is forgotten; its next token is larger all the same.
-_FENCE_AGE_S = 7 * 24 * 3600
+#: A record that nobody has touched for this long is forgotten; the key's next token is larger all the same.
+_RECORD_AGE_S = 7 * 24 * 3600
 _S = 1_000_000_000
-_SOURCED_SINCE = (2, 12, 6)
+_ID = "bufstore.id"
 
 
-def check_server(config: TokensConfig, client: Client) -> None:
-    """Raise ConfigError for a server on which the SOURCED form would work on items more than once."""
-    found = client.connected_server_version
-    version = (found.major, found.minor, found.patch)
-    if config.form is Form.SOURCED and version < _SOURCED_SINCE:
-        raise ConfigError(
-            f"nats-server {'.'.join(map(str, version))} doubles items that it cannot move immediately: "
-            "Form.SOURCED needs 2.12.6, Form.DIRECT does not"
-        )
-
-
-def names(config: TokensConfig) -> tuple[str, str, str]:
-    return f"{config.name}-inbox", f"{config.name}-work", f"{config.name}-fence"
-
-
-def inbox_config(config: TokensConfig) -> dict[str, Any]:
-    """Items that are not done (DIRECT), or not yet moved to the work queue (SOURCED)."""
+def items_config(config: TokensConfig) -> dict[str, Any]:
+    """Items that are not done, and a message for each key that waits for its turn."""
     return {
-        **_common(config, f"{config.name}-inbox", [f"{config.name}.inbox.*"]),
-        "retention": "limits" if config.form is Form.DIRECT else "workqueue",
+        **_common(config, f"{config.name}-items", [f"{config.name}.item.*", f"{config.name}.turn.*"]),
         "max_msgs_per_subject": config.per_key,
-        # "old": the newest item of a key replaces the one before.
-        "discard": "old" if config.policy is Policy.REPLACE else "new",
+        # Not per subject: the newest item of a key replaces the one before, and never one of another key.
         "discard_new_per_subject": config.policy is not Policy.REPLACE,
-    }
-
-
-def work_config(config: TokensConfig) -> dict[str, Any]:
-    """One message per key: refused while there is one, gone when it is acknowledged."""
-    wanted = {
-        **_common(config, f"{config.name}-work", [f"{config.name}.work.*"]),
-        "retention": "workqueue",
-        "max_msgs_per_subject": 1,
         "discard": "new",
-        "discard_new_per_subject": True,
+        "max_bytes": config.max_bytes,
     }
-    if config.form is Form.SOURCED and config.policy is not Policy.REFUSE:
-        move = {"src": f"{config.name}.inbox.*", "dest": f"{config.name}.work.{{{{wildcard(1)}}}}"}
-        wanted["sources"] = [{"name": f"{config.name}-inbox", "subject_transforms": [move]}]
-    return wanted
 
 
 def fence_config(config: TokensConfig) -> dict[str, Any]:
-    """The last record of each key."""
+    """The last record of each key. Without a bound: what makes room for items writes here."""
     return {
         **_common(config, f"{config.name}-fence", [f"{config.name}.fence.*"]),
-        "retention": "limits",
         "max_msgs_per_subject": 1,
-        "discard": "old",
-        "max_age": _FENCE_AGE_S * _S,
+        "max_age": _RECORD_AGE_S * _S,
+    }
+
+
+def locks_config(name: str, storage: Storage) -> dict[str, Any]:
+    """A record per lock that is held."""
+    return {
+        **_common(storage, f"{name}-locks", [f"{name}.lock.*"]),
+        "max_msgs_per_subject": 1,
+        "allow_msg_ttl": True,
     }
 
 
@@ -89,45 +64,57 @@ def consumer_config(config: TokensConfig) -> dict[str, Any]:
     }
 
 
-def _common(config: TokensConfig, name: str, subjects: list[str]) -> dict[str, Any]:
+def _common(storage: Storage, name: str, subjects: list[str]) -> dict[str, Any]:
     return {
         "name": name,
         "subjects": subjects,
-        "storage": "file",
-        "num_replicas": config.replicas,
+        "retention": "limits",
+        "discard": "old",
+        "storage": storage.storage,
+        "num_replicas": storage.replicas,
         "max_age": 0,
         "max_msgs": -1,
         "max_bytes": -1,
         "allow_direct": True,
+        **({"placement": dict(storage.placement)} if storage.placement else {}),
     }
 
 
-async def ensure(config: TokensConfig, inbox: NatsStream, work: NatsStream, fence: NatsStream) -> None:
-    """Create what is missing, and check the rest. Raises ConfigDrift, ConfigError, LogUnavailable."""
-    await _stream(inbox, inbox_config(config))
-    await _stream(work, work_config(config))
-    await _stream(fence, fence_config(config), first_seq=first_token(time.time_ns() // 1_000_000))
+async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> str:
+    """Create what is missing, and check the rest. Raises ConfigDrift, ConfigError, LogUnavailable.
+
+    Returns what tells the stream of the items from one of the same name before or after it.
+    """
+    stream = await ensure_stream(items, items_config(config), "TokensConfig", tokens=False)
+    await ensure_stream(fence, fence_config(config), "TokensConfig", tokens=True)
     wanted = consumer_config(config)
-    name = f"{config.name}-work"
+    name = f"{config.name}-items"
     try:
-        info = await work.api(f"CONSUMER.INFO.{name}.{WORKERS}")
+        info = await items.api(f"CONSUMER.INFO.{name}.{WORKERS}")
     except ConsumerMissing:
         body = {"stream_name": name, "config": wanted, "action": ""}
-        info = await work.api(f"CONSUMER.CREATE.{name}.{WORKERS}", body)
+        info = await items.api(f"CONSUMER.CREATE.{name}.{WORKERS}", body)
     check(
         f"consumer {WORKERS} of {name}", wanted, info["config"], "TokensConfig", f"nats consumer edit {name} {WORKERS}"
     )
+    return stream
 
 
-async def _stream(stream: NatsStream, wanted: dict[str, Any], **once: Any) -> None:
+async def ensure_stream(stream: NatsStream, wanted: dict[str, Any], ours: str, *, tokens: bool) -> str:
+    """The same for one stream. Sequences of a new one begin at the clock's time, those of `tokens` above all before."""
     name = wanted["name"]
     try:
         info = await stream.api(f"STREAM.INFO.{name}")
     except StreamMissing:
-        info = await stream.api(f"STREAM.CREATE.{name}", {**wanted, **once})
-    found = info["config"]
-    if "sources" in wanted and "sources" in found:
-        # The server adds to what it was given; only the origin says whether it is the same work.
-        wanted = {**wanted, "sources": [s["name"] for s in wanted["sources"]]}
-        found = {**found, "sources": [s["name"] for s in found["sources"]]}
-    check(f"stream {name}", wanted, found, "TokensConfig", f"nats stream edit {name}")
+        first = first_token(time.time_ns() // 1_000_000)
+        identity = {"metadata": {_ID: secrets.token_hex(8)}}
+        try:
+            info = await stream.api(f"STREAM.CREATE.{name}", {**wanted, "first_seq": first, **identity})
+        except StreamTaken:  # by another process just now, at another time
+            info = await stream.api(f"STREAM.INFO.{name}")
+        # Of two clocks the later: ours may be behind that of whoever created the stream before.
+        first = first_token(int(seconds(info["ts"]) * 1000))
+        if tokens and info["state"]["last_seq"] < first - first_token(1000):
+            await stream.api(f"STREAM.PURGE.{name}", {"seq": first})
+    check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
+    return str((info["config"].get("metadata") or {}).get(_ID, ""))

@@ -1,31 +1,24 @@
-"""One item in the hands of one holder: kept alive, found lost, completed once.
-
-Three guards, each for what the previous one cannot see. A clock of our own: without a confirmed renewal the holder
-stops before the server may give the key away. The fence, read with every renewal, shows whether another holder got the
-key. And the completion is a compare-and-set on the holder's own token: a holder that slept through the other guards
-finds here that it is too late.
-"""
+"""One item in the hands of one holder, completed once."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Self
 
-from bufstore.errors import BufstoreError, LogUnavailable, TokenLost
-from bufstore.jetstream.messages import AppendUnknown, Conflict
+from msgspec.structs import replace
+
+from bufstore.errors import TokenLost, Unavailable
 from bufstore.tokens.fence import Register
-from bufstore.tokens.model import Fence, decode, encode
+from bufstore.tokens.lease import Lease
+from bufstore.tokens.model import Record
 from bufstore.tokens.pull import Delivery
 
 _log = logging.getLogger(__name__)
 
-#: The fraction of its time before the end at which a holder that could not renew stops.
-_MARGIN = 0.1
 
-
-class Task:
+class Task(Lease):
     """What `ExclusiveWork.take` gives. Use it as a context manager, or call `done` or `retry` in the end.
 
     Leaving the block without either gives the item back at once.
@@ -36,38 +29,27 @@ class Task:
         *,
         key: str,
         payload: bytes,
-        token: int,
-        delivery: Delivery,
-        fence: Fence,
-        subject: str,
+        seq: int,
+        record: Record,
         register: Register,
-        extend: Callable[[Delivery], Awaitable[None]],
-        give_back: Callable[[Delivery, float], Awaitable[None]],
-        finish: Callable[[Task, int], Awaitable[None]],
-        ttl_s: float,
-        confirmed_at: float,
+        subject: str,
+        began: float,
+        delivery: Delivery | None,
+        others_wait: bool,
+        answer: Callable[[Delivery | None, bytes], Awaitable[None]],
+        finish: Callable[[Task], Awaitable[None]],
     ) -> None:
-        """`extend` keeps the delivery ours, `give_back` has it delivered again, after so many seconds."""
-        self.key = key
+        """`delivery` told of the item, if any did; `answer` answers it. `others_wait`: behind this item."""
+        super().__init__(key, seq, record, register, subject, record.lease_s, began)
         self.payload = payload
-        #: Larger than that of every earlier holder of any item of this key. Pass it to everything that the work writes
-        #: to.
-        self.token = token
-        #: Which delivery this is: above 1 another holder had it before.
-        self.attempt = delivery.count
-        #: Set when the token was found lost.
-        self.lost = asyncio.Event()
+        #: Which attempt of this item this is: above 1 another holder began it before.
+        self.attempt = record.attempt
         self.delivery = delivery
-        self.fence = fence
-        self._subject = subject
-        self._register = register
-        self._extend, self._give_back = extend, give_back
-        self._finish = finish
-        self._ttl_s = ttl_s
-        self._until = confirmed_at + ttl_s * (1 - _MARGIN)
-        self._reason = ""
-        self._over = False
-        self._keeping = asyncio.create_task(self._keep(), name="bufstore-token")
+        self.item = record.item
+        self.others_wait = others_wait
+        self._answer, self._finish = answer, finish
+        self._over = self._done = False
+        self._keep()
 
     async def __aenter__(self) -> Self:
         return self
@@ -76,16 +58,15 @@ class Task:
         if not self._over:
             try:
                 await self.retry()
-            except (TokenLost, LogUnavailable) as e:
+            except (TokenLost, Unavailable) as e:
                 # It comes back when its time is over.
                 _log.debug("cannot hand the item back; it comes again later: %s", e, extra={"action": "token_retry"})
+        self._stop()
 
-    def check(self) -> None:
-        """Raise TokenLost if the token is lost, or may be: before each step of the work that cannot be undone."""
-        if not self.lost.is_set() and asyncio.get_running_loop().time() >= self._until:
-            self._lose(_UNRENEWED)
-        if self.lost.is_set():
-            raise TokenLost(self.key, self._reason)
+    async def extend(self) -> None:
+        """Hold the key for `ttl_s` from now on. Raises TokenLost, and LogUnavailable when that is not known."""
+        await super().extend()
+        await self._answer(self.delivery, b"+WPI")
 
     async def done(self) -> None:
         """The item is done for good, and never handed out again.
@@ -94,66 +75,35 @@ class Task:
         answer to an earlier try was lost: then the item may be done). Raises LogUnavailable when that could not be
         found out; call it again.
         """
+        if self._done:
+            return
         await self._stop_keeping()
-        if self._reason and self._reason != _UNRENEWED:
-            raise TokenLost(self.key, self._reason)
-        record = Fence(self.fence.holder, self.fence.message, self.fence.delivery, self.fence.item, done=True)
-        seq = await self._write(record)
-        self._over = True
-        await self._finish(self, seq)
+        self._check_ours()
+        # Those behind it take turns with other keys: their turn comes with a message that `_finish` sends.
+        reserved_s = self._ttl_s if self.others_wait else 0.0
+        await self._change(replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait))
+        self._over = self._done = True
+        self._stop()
+        await self._finish(self)
 
     async def retry(self, delay_s: float = 0.0) -> None:
         """Not done: have any worker try it again after `delay_s`. The key stays busy. Raises like `done`."""
+        await self._give_back(delay_s, self.attempt)
+
+    async def release(self) -> None:
+        """As if it had never been taken: no attempt is counted. Raises like `done`."""
+        await self._give_back(0.0, self.attempt - 1)
+
+    def _check_ours(self) -> None:
+        if self._over:
+            raise TokenLost(self.key, "it was done or given back")
+
+    async def _give_back(self, delay_s: float, attempt: int) -> None:
         await self._stop_keeping()
-        # A new token that nobody holds: from here on this holder cannot complete the item.
-        await self._write(Fence("", self.fence.message, self.fence.delivery, self.fence.item))
+        self._check_ours()
+        # With another mark: from here on this holder cannot complete the item.
+        free = replace(self._record, holder="", mark=secrets.token_hex(8), attempt=attempt, lease_s=delay_s)
+        await self._change(free)
         self._over = True
-        await self._give_back(self.delivery, delay_s)
-
-    async def _write(self, record: Fence) -> int:
-        body = encode(record)
-        try:
-            return await self._register.write(self._subject, body, self.token, mine=lambda found: found == body)
-        except Conflict:
-            seq, found = await self._register.read(self._subject)
-            if found == body:
-                return seq  # an earlier call of ours, whose answer was lost
-            self._lose(f"it was given to another holder (token {seq})")
-            raise TokenLost(self.key, self._reason) from None
-
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(self._ttl_s / 3)
-            began = asyncio.get_running_loop().time()
-            try:
-                async with asyncio.timeout(self._ttl_s / 3):
-                    _, (seq, body) = await asyncio.gather(
-                        self._extend(self.delivery), self._register.read(self._subject)
-                    )
-            except (BufstoreError, AppendUnknown, TimeoutError) as e:
-                _log.warning(
-                    "cannot renew %r; tries again: %s", self.key, e or "no answer", extra={"action": "token_renew"}
-                )
-                if asyncio.get_running_loop().time() + self._ttl_s / 3 >= self._until:
-                    await asyncio.sleep(max(0.0, self._until - asyncio.get_running_loop().time()))
-                    self._lose(_UNRENEWED)
-                    return
-                continue
-            if seq != self.token:
-                other = decode(body)
-                self._lose("it was given to another holder" if other is not None else "its record is gone")
-                return
-            self._until = began + self._ttl_s * (1 - _MARGIN)
-
-    def _lose(self, reason: str) -> None:
-        self._reason = self._reason or reason
-        if not self.lost.is_set():
-            _log.warning("lost %r: %s", self.key, reason, extra={"action": "token_lost"})
-        self.lost.set()
-
-    async def _stop_keeping(self) -> None:
-        self._keeping.cancel()
-        await asyncio.gather(self._keeping, return_exceptions=True)
-
-
-_UNRENEWED = "it could not be renewed in time"
+        self._stop()
+        await self._answer(self.delivery, b'-NAK {"delay": %d}' % round(delay_s * 1e9) if delay_s > 0 else b"-NAK")

@@ -1,13 +1,12 @@
 """Exclusive work: items per key, in order, one at a time, however many workers there are.
 
-DIRECT, the default. Items wait in the inbox until they are done. A message per key in the work queue (a second one is
-refused) says that the key has items; its receiver works on the first one. When the last item is done, the message is
-acknowledged. The submitter makes sure that an item submitted in this very moment is not left behind: its message was
-refused, so it looks at the fence. If work is in progress, the holder looks into the inbox again afterwards. If all is
-done, the holder may have looked already, so the submitter tries again until its message is accepted or not needed.
+A submitter stores the item, and that is all. Items are delivered to workers in the order in which they came; a delivery
+says that its key may have work. Its receiver reads the key's record: if nobody holds the key, it takes the key's first
+item. If another does, that one looks again when it is done, and its own delivery comes again should it die. When items
+of a key wait, the next one's turn comes with a message that is stored behind everything else: keys take turns.
 
-SOURCED. The server itself moves an item from the inbox to the work queue when the key is free. It looks every two
-seconds, and an item that it cannot move holds up the items of other keys behind it.
+Whatever went wrong with deliveries, items that nobody works on are found: each worker looks at some of the oldest now
+and then (`_look`).
 """
 
 from __future__ import annotations
@@ -15,23 +14,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-from tenacity import (
-    AsyncRetrying,
-    RetryError,
-    retry_any,
-    retry_if_exception_type,
-    retry_if_result,
-    stop_after_delay,
-    wait_random_exponential,
-)
+import nats.errors
+from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import (
+    ConfigError,
+    LogFull,
     LogUnavailable,
     MalformedEntry,
     SubmitUnknown,
@@ -39,16 +35,28 @@ from bufstore.errors import (
     TokenLost,
     TokenQueueFull,
     TooLarge,
+    Unavailable,
 )
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, SubjectFull
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.tokens.fence import Register
-from bufstore.tokens.model import Fence, Form, Policy, TokensConfig, decode, encode
+from bufstore.tokens.model import (
+    Holder,
+    Policy,
+    Record,
+    Statistics,
+    TokensConfig,
+    attempt_of,
+    backoff_s,
+    done_to,
+    oldest_s,
+    seconds,
+)
 from bufstore.tokens.pull import Delivery, Puller
-from bufstore.tokens.setup import WORKERS, check_server, ensure, names
+from bufstore.tokens.setup import WORKERS, ensure
 from bufstore.tokens.task import Task
 from bufstore.types import check_id
 
@@ -58,6 +66,9 @@ _log = logging.getLogger(__name__)
 _HEADERS_BYTES = 1024
 #: After an error a worker waits this long, and up to twice that, before it asks again.
 _PAUSE_S = 0.5
+#: A worker looks at so many items, so often in `ttl_s`.
+_LOOKED_AT = 50
+_LOOKS = 10
 
 Handler = Callable[[Task], Awaitable[None]]
 
@@ -65,33 +76,44 @@ Handler = Callable[[Task], Awaitable[None]]
 class ExclusiveWork:
     """One kind of exclusive work; made by `open`."""
 
-    def __init__(self, connection: Connection, api: str, config: TokensConfig) -> None:
+    def __init__(self, connection: Connection, api: str, config: TokensConfig, holder: str = "") -> None:
         self._connection = connection
         self._config = config
-        inbox, work, fence = names(config)
-        self._inbox = NatsStream(connection, api, inbox, config.replicas)
-        self._work = NatsStream(connection, api, work, config.replicas)
-        self._fences = NatsStream(connection, api, fence, config.replicas)
-        self._register = Register(self._fences, config.timeout_s)
-        self._pull_subject = f"{api}.CONSUMER.MSG.NEXT.{work}.{WORKERS}"
+        self._holder = holder or f"{socket.gethostname()}:{os.getpid()}"
+        self._stream = f"{config.name}-items"
+        self._id = ""
+        self._items = NatsStream(connection, api, self._stream, config.replicas)
+        self._fences = NatsStream(connection, api, f"{config.name}-fence", config.replicas)
+        self._register = Register(self._fences, f"{config.name}-fence", config.timeout_s)
+        self._pull_subject = f"{api}.CONSUMER.MSG.NEXT.{self._stream}.{WORKERS}"
         self._pullers: list[Puller] = []
         self._idle: list[Puller] = []
-        self._returning: set[asyncio.Future[None]] = set()
+        self._ending: set[asyncio.Future[Any]] = set()
+        #: Where and when to look for items that nobody was told of, and how many were found.
+        self._position = 0
+        self._look_at = 0.0
+        self._found = 0
         connection.on_lost(self._lost)
 
     @classmethod
     async def open(
-        cls, nats: str | Sequence[str] | NatsConfig | Mapping[str, Any], config: TokensConfig | None = None
+        cls,
+        nats: str | Sequence[str] | NatsConfig | Mapping[str, Any],
+        config: TokensConfig | None = None,
+        *,
+        holder: str = "",
     ) -> Self:
-        """Connect, and create or check the streams. Raises ConfigError, ConfigDrift, LogUnavailable."""
+        """Connect, and create or check the streams. Raises ConfigError, ConfigDrift, LogUnavailable.
+
+        `holder`: what others see as the holder of keys taken here; without it, host and process.
+        """
         config = config or TokensConfig()
         nats_config = as_nats_config(nats)
         connection = Connection(nats_config, "bufstore-tokens")
-        work = cls(connection, nats_config.api, config)
+        work = cls(connection, nats_config.api, config, holder)
         await connection.open()
         try:
-            check_server(config, connection.client())
-            await ensure(config, work._inbox, work._work, work._fences)
+            work._id = await ensure(config, work._items, work._fences)
         except BaseException:
             await connection.aclose()
             raise
@@ -107,30 +129,29 @@ class ExclusiveWork:
         """Disconnect. Held items go to other workers when their time is over."""
         for puller in self._pullers:
             await puller.aclose()
-        await asyncio.gather(*self._returning, return_exceptions=True)
+        while self._ending:
+            await asyncio.gather(*self._ending, return_exceptions=True)
         await self._connection.aclose()
 
     async def submit(self, key: str, payload: bytes = b"") -> None:
         """Add an item of work for a key. When this returns it is stored, and will be worked on.
 
-        Raises TokenBusy or TokenQueueFull as `TokensConfig.policy` says, TooLarge, InvalidId and LogUnavailable:
-        nothing was submitted then. SubmitUnknown: it may have been.
+        Raises TokenBusy or TokenQueueFull as `TokensConfig.policy` says, LogFull, TooLarge, InvalidId and
+        LogUnavailable: nothing was submitted then. SubmitUnknown: it may have been.
         """
         name = token(check_id(key, "the key"))
-        limit = self._inbox.message_bytes_max - _HEADERS_BYTES
+        limit = self._items.message_bytes_max - _HEADERS_BYTES
         if len(payload) > limit:
             raise TooLarge(len(payload), limit)
         c = self._config
-        where = "work" if c.form is Form.SOURCED and c.policy is Policy.REFUSE else "inbox"
-        stream = self._work if where == "work" else self._inbox
         try:
-            await stream.publish(Outgoing(f"{c.name}.{where}.{name}", payload), c.timeout_s)
+            await self._items.publish(Outgoing(f"{c.name}.item.{name}", payload), c.timeout_s)
         except SubjectFull:
-            raise (TokenBusy(key) if c.policy is Policy.REFUSE else TokenQueueFull(key, c.waiting_max)) from None
+            if c.policy is Policy.QUEUE:
+                raise TokenQueueFull(key, c.waiting_max) from None
+            raise TokenBusy(key, (await self._register.read(self._fence(name)))[1].holder) from None
         except AppendUnknown as e:
             raise SubmitUnknown(key, str(e)) from None
-        if c.form is Form.DIRECT:
-            await self._announce(key, name)
 
     async def take(self, wait_s: float = 5.0) -> Task | None:
         """The next item whose key is free, or None when there is none for `wait_s`. Raises LogUnavailable."""
@@ -139,27 +160,40 @@ class ExclusiveWork:
         puller = self._idle.pop() if self._idle else self._new_puller()
         try:
             while True:
-                delivery = await puller.next(max(deadline - loop.time(), 0.001))
-                if delivery is None:
-                    return None
-                # To the end: a key that is taken by half would have no holder until its time is over.
-                beginning = asyncio.ensure_future(self._begin_or_return(delivery))
-                try:
-                    task = await asyncio.shield(beginning)
-                except asyncio.CancelledError:
-                    beginning.add_done_callback(self._abandon)
-                    raise
-                if task is not None:
+                if loop.time() >= self._look_at:
+                    self._look_at = loop.time() + self._config.ttl_s / _LOOKS
+                    taking = self._look()
+                else:
+                    delivery = await puller.next(max(min(deadline, self._look_at) - loop.time(), 0.001))
+                    if delivery is None:
+                        if loop.time() >= deadline:
+                            return None
+                        continue
+                    taking = self._begin_or_return(delivery)
+                if (task := await self._to_the_end(taking)) is not None:
                     return task
         finally:
             self._idle.append(puller)
 
-    async def run(self, handler: Handler, stopping: asyncio.Event, *, concurrency: int = 1) -> None:
+    async def run(
+        self,
+        handler: Handler,
+        stopping: asyncio.Event,
+        *,
+        concurrency: int = 1,
+        dead_letter: Handler | None = None,
+    ) -> None:
         """Work until `stopping`: call `handler` with each item, and mark the item done when it returns.
 
         An item whose handler fails is tried again, later each time. A handler whose token is lost is cancelled.
+        `dead_letter` gets an item instead that was begun `TokensConfig.max_attempts` times, also by processes that
+        died of it; when it returns, the item is done.
         """
-        workers = [asyncio.create_task(self._work_on(handler, stopping)) for _ in range(concurrency)]
+        if self._config.max_attempts and dead_letter is None:
+            raise ConfigError("TokensConfig.max_attempts needs a `dead_letter`: what shall become of such an item?")
+        workers = [
+            asyncio.create_task(self._work_on(handler, dead_letter or handler, stopping)) for _ in range(concurrency)
+        ]
         try:
             await asyncio.gather(*workers)
         finally:  # when one has failed, none works on after this has ended
@@ -167,44 +201,49 @@ class ExclusiveWork:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
 
-    # Submitting.
+    # For people.
 
-    async def _announce(self, key: str, name: str) -> None:
-        """Make sure that the key's holder, or its next one, finds the item just stored."""
-        telling = AsyncRetrying(
-            wait=wait_random_exponential(multiplier=0.002, max=0.1),
-            stop=stop_after_delay(self._config.timeout_s),
-            retry=retry_any(
-                retry_if_result(lambda told: not told),
-                retry_if_exception_type((LogUnavailable, AppendUnknown)),
-            ),
+    async def who(self, key: str) -> Holder | None:
+        """Who holds the key, if anybody does. Raises LogUnavailable."""
+        seen = (await self._register.seen([self._fence(token(check_id(key, "the key")))]))[0]
+        held = seen.record.holder and seen.age_s < seen.record.lease_s
+        return Holder(seen.record.holder, seen.record.token or seen.seq, seen.age_s) if held else None
+
+    async def release(self, key: str, *, force: bool = False) -> Holder | None:
+        """Take the key from its holder, who finds it lost; its item goes to another. Returns who that was.
+
+        Raises TokenBusy without `force`, LogFull and LogUnavailable.
+        """
+        found = await self.who(key)
+        if found is not None and not force:
+            raise TokenBusy(key, found.name)
+        name = token(key)
+        seq, record = await self._register.read(self._fence(name))
+        free = replace(record, holder="", mark=secrets.token_hex(8), lease_s=0.0, turn=False)
+        with contextlib.suppress(Conflict):  # another holds it meanwhile
+            await self._register.write(self._fence(name), free, seq)
+        await self._give_turn(name)
+        return found
+
+    async def statistics(self) -> Statistics:
+        """What there is to do, as the server counts it. Raises LogUnavailable."""
+        stream, consumer = await asyncio.gather(
+            self._items.api(f"STREAM.INFO.{self._stream}"), self._items.api(f"CONSUMER.INFO.{self._stream}.{WORKERS}")
         )
-        try:
-            await telling(self._tell, name)
-        except RetryError as e:
-            if (error := e.last_attempt.exception()) is not None:
-                raise SubmitUnknown(key, f"it is stored, but no worker could be told of it: {error}") from None
-            # The holder is between the last look and its ack, and does not go on: when its time is over, the message
-            # is delivered again, and the next holder looks.
-
-    async def _tell(self, name: str) -> bool:
-        c = self._config
-        subject = f"{c.name}.work.{name}"
-        try:
-            await self._work.publish(Outgoing(subject, b""), c.timeout_s)
-            return True
-        except SubjectFull:
-            pass
-        # In this order: a record read later than the message could belong to a later one.
-        _, body = await self._register.read(f"{c.name}.fence.{name}")
-        fence = decode(body)
-        if fence is None or not fence.done:
-            return True  # its holder looks into the inbox again when it is done
-        waiting = (await self._work.last([subject], c.timeout_s)).get(subject)
-        # A message other than the finished one has not been looked at: its receiver finds the item.
-        return waiting is not None and waiting.seq != fence.message
+        return Statistics(
+            stored=stream["state"]["messages"],
+            bytes=stream["state"]["bytes"],
+            oldest_s=oldest_s(stream),
+            untold=consumer["num_pending"],
+            told=consumer["num_ack_pending"],
+            told_again=consumer["num_redelivered"],
+            found=self._found,
+        )
 
     # Taking.
+
+    def _fence(self, name: str) -> str:
+        return f"{self._config.name}.fence.{name}"
 
     def _new_puller(self) -> Puller:
         puller = Puller(self._connection, self._pull_subject)
@@ -215,138 +254,176 @@ class ExclusiveWork:
         for puller in self._pullers:
             puller.lost()
 
-    def _abandon(self, beginning: asyncio.Future[Task | None]) -> None:
+    async def _to_the_end(self, taking: Coroutine[Any, Any, Task | None]) -> Task | None:
+        """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
+        beginning = asyncio.ensure_future(taking)
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            if not beginning.cancelled():
+                self._let_end(self._abandon(beginning))
+            raise
+
+    def _let_end(self, ending: Coroutine[Any, Any, None]) -> None:
+        future = asyncio.ensure_future(ending)
+        self._ending.add(future)
+        future.add_done_callback(self._ending.discard)
+
+    async def _abandon(self, beginning: asyncio.Future[Task | None]) -> None:
         """The caller is gone: hand back what was taken for it."""
-        if beginning.cancelled() or beginning.exception() is not None:
-            return
-        task = beginning.result()
-        if task is not None:
-            returning = asyncio.ensure_future(task.__aexit__())
-            self._returning.add(returning)
-            returning.add_done_callback(self._returning.discard)
+        with contextlib.suppress(Unavailable, TokenLost):
+            if (task := await beginning) is not None:
+                async with task:
+                    await task.release()
 
     async def _begin_or_return(self, delivery: Delivery) -> Task | None:
         try:
-            return await self._begin(delivery)
+            name = delivery.subject.rpartition(".")[2]
+            return await self._begin(untoken(name), name, delivery)
         except MalformedEntry as e:
-            _log.error("removed a malformed message from the work queue: %s", e, extra={"action": "token_malformed"})
-            await self._ack(delivery)
+            _log.error("removed a malformed message from the items: %s", e, extra={"action": "token_malformed"})
+            await self._remove(delivery.seq)
             return None
         except LogUnavailable:
-            with contextlib.suppress(LogUnavailable):
-                await self._give_back(delivery, 0)
+            await self._answer(delivery, b"-NAK")
             raise
 
-    async def _begin(self, delivery: Delivery) -> Task | None:
-        """The task of a delivery; None when it is not for us, or there is nothing to do."""
+    async def _begin(self, key: str, name: str, delivery: Delivery | None) -> Task | None:
+        """Take the key's first item; None when there is none, or its turn is not now. `delivery`: what told of it."""
         c = self._config
-        name = delivery.subject.rpartition(".")[2]
-        subject = f"{c.name}.fence.{name}"
-        key = untoken(name)
+        subject = self._fence(name)
+        # A delivery that came before may be the only one that will tell of the key when its holder is gone.
+        first_time = delivery is not None and delivery.count == 1 and c.per_key > 1
+        is_turn = delivery is not None and (delivery.count > 1 or ".turn." in delivery.subject)
         while True:
-            began = asyncio.get_running_loop().time()
-            # The first renewal tells that the delivery did not wait in a buffer of ours for too long.
-            _, (seq, body), first = await asyncio.gather(
-                self._extend(delivery), self._register.read(subject), self._first_item(delivery, name)
-            )
-            before = decode(body)
-            if before is not None and before.outranks(delivery.seq, delivery.count):
-                return None  # another holder got it after us
-            if before is not None and before.done and before.message == delivery.seq:
-                if c.form is Form.SOURCED:
-                    await self._ack(delivery)
-                    return None
-                if first is not None and first.seq == before.item:
-                    await self._remove(before.item)  # its holder died just before
-                    continue
-            if first is None:
-                # The holder before is done and has left this message, or the item was taken away by hand.
-                if before is None or not before.done or before.message != delivery.seq:
-                    await self._close(delivery, subject, seq)
-                    continue
-                await self._ack(delivery)
+            (seq, record), items = await asyncio.gather(self._register.read(subject), self._waiting(name, 2))
+            if items and items[0].seq <= done_to(record, self._id):
+                await self._remove(items[0].seq)  # its holder died just before, or this leader lags
+                continue
+            if not items:
+                await self._drop(delivery)
                 return None
-            fence = Fence(secrets.token_hex(8), delivery.seq, delivery.count, first.seq)
-            mine = encode(fence)
+            if record.lease_s and not (record.turn and is_turn):
+                if first_time:
+                    await self._drop(delivery)
+                    return None
+                seen = (await self._register.seen([subject]))[0]
+                if seen.seq != seq:
+                    continue
+                if (left := seen.record.lease_s - seen.age_s) > 0:
+                    await self._answer(delivery, b'-NAK {"delay": %d}' % (round(left * 1e9) + 1_000_000))
+                    return None
+            began = asyncio.get_running_loop().time()
+            item = items[0]
+            mine = Record(
+                self._holder,
+                secrets.token_hex(8),
+                item=item.seq,
+                stream=self._id,
+                attempt=attempt_of(record, item.seq),
+                lease_s=c.ttl_s,
+            )
             try:
-                given = await self._register.write(subject, mine, seq, mine=lambda b, mine=mine: b == mine)  # type: ignore[misc]
+                given = await self._register.write(subject, mine, seq)
             except Conflict:
                 continue
             return Task(
                 key=key,
-                payload=first.body,
-                token=given,
-                delivery=delivery,
-                fence=fence,
-                subject=subject,
+                payload=item.body,
+                seq=given,
+                record=mine,
                 register=self._register,
-                extend=self._extend,
-                give_back=self._give_back,
+                subject=subject,
+                began=began,
+                delivery=delivery,
+                others_wait=len(items) > 1,
+                answer=self._answer,
                 finish=self._finish,
-                ttl_s=c.ttl_s,
-                confirmed_at=began,
             )
 
-    async def _first_item(self, delivery: Delivery, name: str) -> StoredMessage | None:
-        if self._config.form is Form.SOURCED:
-            return StoredMessage(delivery.subject, delivery.seq, None, delivery.body)
-        found = await self._inbox.after(f"{self._config.name}.inbox.{name}", 0, self._config.timeout_s, limit=1)
-        return found[0] if found else None
+    async def _waiting(self, name: str, limit: int) -> list[Any]:
+        c = self._config
+        return await self._items.after(f"{c.name}.item.{name}", 0, c.timeout_s, limit=min(limit, c.per_key))
 
-    async def _close(self, delivery: Delivery, subject: str, seq: int) -> None:
-        """Write that nothing of this message is in work, before the inbox is looked into for the last time."""
-        record = encode(Fence(secrets.token_hex(8), delivery.seq, delivery.count, 0, done=True))
-        try:
-            await self._register.write(subject, record, seq, mine=lambda b: b == record)
-        except Conflict:
-            return  # looked at again by the caller
-
-    async def _finish(self, task: Task, seq: int) -> None:
+    async def _finish(self, task: Task) -> None:
         """After the item is done for good: clean up, and see to the next. Failing here costs time, nothing else."""
-        delivery = task.delivery
+        name, delivery = token(task.key), task.delivery
         try:
-            if self._config.form is Form.SOURCED:
-                await self._ack(delivery)
+            # Only now: what comes after this look is told of by a delivery of its own, to somebody who finds us done.
+            if task.others_wait or any(item.seq != task.item for item in await self._waiting(name, 2)):
+                try:
+                    await self._give_turn(name)
+                except LogFull:  # no room for a message: the one that told us tells another
+                    await self._answer(delivery, b"-NAK")
+                    return
+            if delivery is None or delivery.seq == task.item:
+                await self._remove(task.item)
+            else:
+                await asyncio.gather(self._remove(task.item), self._drop(delivery))
                 return
-            name = token(task.key)
-            await self._remove(task.fence.item)
-            # Only now: an item that comes after this look is announced by its submitter, which finds us done.
-            if await self._first_item(delivery, name) is None:
-                await self._ack(delivery)
-                return
-            # The message's receiver looks: submitters need not wait until then.
-            record = encode(Fence("", delivery.seq, delivery.count, task.fence.item))
-            with contextlib.suppress(Conflict):  # another worker has it
-                subject = f"{self._config.name}.fence.{name}"
-                await self._register.write(subject, record, seq, mine=lambda body: body == record)
-                await self._give_back(delivery, 0)
-        except (LogUnavailable, AppendUnknown) as e:
+            await self._answer(delivery, b"+ACK")
+        except (Unavailable, AppendUnknown) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
 
-    async def _remove(self, item: int) -> None:
+    async def _give_turn(self, name: str) -> None:
+        """Tell of the key behind all that is stored now."""
+        with contextlib.suppress(SubjectFull):  # there are such messages
+            try:
+                await self._items.publish(Outgoing(f"{self._config.name}.turn.{name}", b""), self._config.timeout_s)
+            except AppendUnknown as e:
+                raise LogUnavailable(str(e)) from None
+
+    async def _drop(self, delivery: Delivery | None) -> None:
+        """It need not come again. An item stays stored; a turn goes."""
+        if delivery is not None:
+            await self._answer(delivery, b"+ACK")
+            if ".turn." in delivery.subject:
+                await self._remove(delivery.seq)
+
+    async def _remove(self, seq: int) -> None:
         with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
-            await self._inbox.api(f"STREAM.MSG.DELETE.{names(self._config)[0]}", {"seq": item, "no_erase": True})
+            await self._items.api(f"STREAM.MSG.DELETE.{self._stream}", {"seq": seq, "no_erase": True})
 
-    async def _extend(self, delivery: Delivery) -> None:
-        """Tell the server that the delivery is being worked on, and hear that it knows."""
-        await self._respond(delivery, b"+WPI")
+    async def _answer(self, delivery: Delivery | None, what: bytes) -> None:
+        """Without waiting for it to arrive: a delivery without an answer comes again."""
+        if delivery is not None:
+            with contextlib.suppress(Unavailable, nats.errors.Error, OSError):
+                await self._connection.client().publish(delivery.reply, what)
 
-    async def _give_back(self, delivery: Delivery, delay_s: float) -> None:
-        delay = b' {"delay": %d}' % round(delay_s * 1_000_000_000) if delay_s > 0 else b""
-        await self._respond(delivery, b"-NAK" + delay)
+    async def _look(self) -> Task | None:
+        """Look at some of the oldest items, others each time: take one that nobody works on.
 
-    async def _ack(self, delivery: Delivery) -> None:
-        await self._respond(delivery, b"+ACK")
+        Its delivery was lost, or its holder's: a consumer was made anew, messages were removed by hand, a leader that
+        others had left answered. An item is not looked at before it and its key's record have stood for `ttl_s`.
+        """
+        c = self._config
+        info = await self._items.api(f"STREAM.INFO.{self._stream}")
+        if oldest_s(info) < c.ttl_s:
+            return None
+        page = await self._items.read(f"{c.name}.item.*", self._position, c.timeout_s, limit=_LOOKED_AT)
+        self._position = page[-1].seq if len(page) == _LOOKED_AT else 0
+        firsts = {message.subject.rpartition(".")[2]: message.seq for message in reversed(page)}
+        seen = await self._register.seen([self._fence(name) for name in firsts])
+        for (name, item), (_, record, age_s) in zip(firsts.items(), seen, strict=True):
+            if age_s < record.lease_s + c.ttl_s or await self._age_s(item) < c.ttl_s:
+                continue
+            with contextlib.suppress(MalformedEntry):
+                if (task := await self._begin(untoken(name), name, None)) is not None:
+                    self._found += 1
+                    _log.warning("nobody was told of an item of %r", task.key, extra={"action": "token_found"})
+                    return task
+        return None
 
-    async def _respond(self, delivery: Delivery, what: bytes) -> None:
-        try:
-            await self._connection.request(delivery.reply, what, self._config.timeout_s)
-        except AppendUnknown as e:
-            raise LogUnavailable(str(e)) from None
+    async def _age_s(self, item: int) -> float:
+        with contextlib.suppress(MessageMissing):
+            found = await self._items.api(f"STREAM.MSG.GET.{self._stream}", {"seq": item})
+            info = await self._items.api(f"STREAM.INFO.{self._stream}")
+            return seconds(info["ts"]) - seconds(found["message"]["time"])
+        return 0.0
 
     # Running.
 
-    async def _work_on(self, handler: Handler, stopping: asyncio.Event) -> None:
+    async def _work_on(self, handler: Handler, dead_letter: Handler, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
             try:
                 task = await _unless(stopping, self.take())
@@ -355,7 +432,8 @@ class ExclusiveWork:
                 await _unless(stopping, asyncio.sleep(_PAUSE_S * (1 + random.random())))  # noqa: S311 - no secret
                 continue
             if task is not None:
-                await self._handle(handler, task)
+                limit = self._config.max_attempts
+                await self._handle(dead_letter if 0 < limit < task.attempt else handler, task)
 
     async def _handle(self, handler: Handler, task: Task) -> None:
         async with task:
@@ -376,7 +454,7 @@ class ExclusiveWork:
                 _log.error(
                     "work on %r failed", task.key, exc_info=working.exception(), extra={"action": "token_failed"}
                 )
-                await task.retry(min(2.0**task.attempt / 10, 60.0))
+                await task.retry(backoff_s(task.attempt))
             except (TokenLost, LogUnavailable) as e:
                 _log.warning("%s", e, extra={"action": "token_lost"})
 

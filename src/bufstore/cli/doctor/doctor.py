@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import click
 from rich.console import Console
 from rich.table import Table
@@ -12,6 +14,7 @@ from bufstore.cli.doctor.diagnosis import Diagnosis, Level, diagnosis
 from bufstore.cli.doctor.disk_sync import check_sync
 from bufstore.cli.doctor.nats import check_nats
 from bufstore.cli.doctor.postgres import check_postgres
+from bufstore.cli.doctor.tokens import check_tokens
 from bufstore.nats.permissions import Role
 
 _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow", Level.BAD: "bold red"}
@@ -39,21 +42,27 @@ _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow",
     show_default=True,
     help="The role whose permissions the NATS user needs (`bufstore permissions`).",
 )
+@click.option("--tokens", metavar="NAME", multiple=True, help="Also look at the exclusive work and the locks NAME.")
 @connects()
-def doctor(options: Options, role: str, nats_sys: str | None, nats_monitor: str | None) -> None:
+def doctor(
+    options: Options, role: str, nats_sys: str | None, nats_monitor: str | None, tokens: tuple[str, ...]
+) -> None:
     """Look at the servers: versions, permissions, settings, durability, headroom. Changes nothing.
 
     Exit codes: 0 all fine; 1 it works, but something is worth a look or could not be found out; 2 it cannot work.
     """
-    found = options.run(lambda target: _look(target, Role(role), nats_sys, nats_monitor))
+    found = options.run(lambda target: _look(target, Role(role), nats_sys, nats_monitor, tokens))
     options.answer(found, _show, code=found.code)
 
 
-async def _look(target: Endpoints, role: Role, nats_sys: str | None, nats_monitor: str | None) -> Diagnosis:
+async def _look(
+    target: Endpoints, role: Role, nats_sys: str | None, nats_monitor: str | None, tokens: Sequence[str]
+) -> Diagnosis:
     nats, epoch = await check_nats(target, role)
     known = target.servers.nats.sync_interval if target.servers is not None else None
     sync = await check_sync(nats_sys, nats_monitor, target.nats.tls, known)
-    return diagnosis([*nats, *sync, *await check_postgres(target, epoch)])
+    of_tokens = [check for name in tokens for check in await check_tokens(target, name)]
+    return diagnosis([*nats, *sync, *await check_postgres(target, epoch), *of_tokens])
 
 
 def _show(found: Diagnosis) -> None:

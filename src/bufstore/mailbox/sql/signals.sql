@@ -9,12 +9,25 @@ WHERE t.thread_id = due.thread_id
 RETURNING t.thread_id, t.wakes, t.wake_at;
 
 -- name: signal_ack
--- Look again when the next one is due; not if a newer signal has come meanwhile.
-UPDATE {schema}.mailbox_threads t SET wakes = 0, wake_at = (
-    SELECT min(available_at) FROM {schema}.mailbox_dispatches d
-    WHERE d.thread_id = $1::text AND d.status = 0 AND d.epoch >= t.epoch
-)
-WHERE thread_id = $1::text AND wake_at = $2::bigint;
+-- Look again when the next one is due; not if a newer signal has come meanwhile. See 0004_signals.sql.
+SELECT {schema}.mailbox_answer_v1($1::text, $2::bigint);
+
+-- name: signal_lost
+-- Threads with work that nobody will look at. See 0004_signals.sql.
+SELECT looked_at, signalled FROM {schema}.mailbox_signal_lost_v1($1::text, $2::int, $3::bigint, $4::bigint, $5::text);
+
+-- name: wake
+-- Look at a thread now, if anything is kept of it.
+INSERT INTO {schema}.mailbox_threads AS t (thread_id, version, wake_at)
+SELECT $1::text, nextval($3::text::regclass), $2::bigint
+WHERE EXISTS (SELECT FROM {schema}.mailbox_dispatches WHERE thread_id = $1::text)
+ON CONFLICT (thread_id) DO UPDATE SET wakes = 0, wake_at = excluded.wake_at;
+
+-- name: held
+-- Who holds each of these threads.
+SELECT t.thread_id, coalesce(a.token, 0), t.epoch FROM {schema}.mailbox_threads t
+LEFT JOIN {schema}.mailbox_dispatches a ON a.thread_id = t.thread_id AND a.dispatch_id = t.active_id
+WHERE t.thread_id = ANY ($1::text[]);
 
 -- name: signal_nack
 -- Look again at a time of the worker's choice; not if a newer signal has come meanwhile.

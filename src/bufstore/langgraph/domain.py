@@ -1,0 +1,82 @@
+"""What the entries of a log of LangGraph checkpoints mean: see `bufstore.buffer.domain.Domain`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Inapplicable, State
+from bufstore.buffer.entry import StoredEntry
+from bufstore.langgraph.model import LangGraphChange, Operation
+from bufstore.langgraph.payload import decode_payload
+
+#: Where the rows come from that a tail belongs on.
+STORE, LOG, CACHE = "store", "log", "cache"
+
+
+class Tail(State, frozen=True, kw_only=True):
+    """What the log holds of a thread above what a store has.
+
+    A thread with all of its history is too large to be read whole. So a state of this domain has no rows: a read adds
+    the operations to the rows that it asked for (`bufstore.langgraph.reads`).
+    """
+
+    operations: tuple[tuple[int, Operation], ...] = ()
+    #: What the operations belong on: the store's rows, nothing (they are all that there is), or rows read earlier.
+    base: str = LOG
+    #: The position that those rows have at least.
+    base_seq: int = 0
+    #: The store has nothing of the thread, and never had anything that this log has brought.
+    new: bool = False
+
+
+def stored_tail(watermark: Watermark, *, there: bool) -> Tail:
+    """What a store answers. `there`: it has rows of the thread, whoever has written them."""
+    new = not there and (watermark.gone or not watermark.flushed_seq) and not watermark.waits_to
+    return Tail(watermark=watermark, base=STORE, base_seq=watermark.flushed_seq, new=new)
+
+
+class Known(msgspec.Struct):
+    """What a writer remembers of a thread: that it was looked at."""
+
+    #: Known from an earlier read only, because the store is away.
+    cached: bool = False
+    #: There is nothing of it anywhere.
+    new: bool = False
+    #: The thread's last entry is one of this process.
+    own: bool = False
+    weight: int = 1
+
+
+class LangGraphDomain:
+    """Threads of checkpoints, blobs and writes."""
+
+    def coalesce(self, thread_id: str, version: int, entries: Sequence[StoredEntry]) -> LangGraphChange:
+        operations: list[tuple[int, Operation]] = []
+        for stored in entries:
+            try:
+                operation = decode_payload(stored.entry.payload)
+            except ValueError as e:
+                raise Inapplicable(stored.entry.id, str(e)) from e
+            operations.append((stored.seq, operation))
+        return LangGraphChange(thread_id, tuple(operations))
+
+    def empty(self, thread_id: str, watermark: Watermark) -> Tail:
+        return Tail(watermark=watermark)
+
+    def overlay(self, state: Tail, thread_id: str, change: LangGraphChange, watermark: Watermark) -> Tail:
+        return msgspec.structs.replace(state, watermark=watermark, operations=(*state.operations, *change.operations))
+
+    def nothing(self) -> Known:
+        return Known()
+
+    def remember(self, state: Tail) -> Known:
+        return Known(cached=state.base == CACHE, new=state.new and not state.operations)
+
+    def observe(self, memory: Known, entry: StoredEntry) -> None:
+        memory.cached = memory.new = memory.own = False
+
+
+LANGGRAPH = LangGraphDomain()

@@ -1,0 +1,196 @@
+"""What a buffered saver does with log and store, below LangGraph's own objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, Self, get_args
+
+from bufstore.buffer.buffer import Buffer
+from bufstore.config import BufferConfig
+from bufstore.errors import ConfigError, StoreUnavailable
+from bufstore.langgraph.domain import LANGGRAPH
+from bufstore.langgraph.model import BlobKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
+from bufstore.langgraph.outlines import all_but_latest, drop_of
+from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
+from bufstore.langgraph.read_cache import ReadCache
+from bufstore.langgraph.reads import CachingReader, CheckpointBuffer, CheckpointReads
+from bufstore.langgraph.write import appending
+from bufstore.nats.session import Nats, session_to
+from bufstore.types import Consistency, Receipt
+
+#: What becomes of a thread that the log does not show while Postgres is away: see docs/LANGGRAPH.md.
+NewThreads = Literal["ask", "assume"]
+#: Whether a write is refused when another worker has written to the thread since it was read.
+OnConflict = Literal["allow", "reject"]
+
+_PAGE = 100
+#: About how large an entry of a copied thread is.
+_COPY_BYTES = 4 << 20
+
+
+class CheckpointEngine:
+    """A buffer in front of a `CheckpointStore`. Nothing is connected before `open`."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        nats: Nats,
+        config: BufferConfig,
+        *,
+        consistency: Consistency = Consistency.READ_YOUR_WRITES,
+        new_threads: NewThreads = "ask",
+        on_conflict: OnConflict = "allow",
+        cache_bytes: int = 64 << 20,
+    ) -> None:
+        if new_threads not in get_args(NewThreads):
+            raise ConfigError(f"new_threads is one of {', '.join(get_args(NewThreads))}, not {new_threads!r}")
+        if on_conflict not in get_args(OnConflict):
+            raise ConfigError(f"on_conflict is one of {', '.join(get_args(OnConflict))}, not {on_conflict!r}")
+        #: The last entries of the threads as they were read last; None: nobody asks.
+        self._seen: OrderedDict[str, int] | None = OrderedDict() if on_conflict == "reject" else None
+        self._seen_max = config.cached_threads
+        self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
+        ledger, backing = store.behind(config)
+        cache = ReadCache(cache_bytes)
+        reader = CachingReader(backing.reader, cache)
+        session = session_to(nats, config, f"bufstore-langgraph-{secrets.token_hex(8)}")
+        backing = dataclasses.replace(backing, reader=reader)
+        self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session, ledger, backing, config)
+        reader.watch = self.buffer.reads.store
+        self._reads = CheckpointReads(store, self.buffer, cache)
+
+    async def open(self) -> Self:
+        """See `bufstore.buffer.buffer.Buffer.open`."""
+        await self.buffer.open()
+        return self
+
+    async def aclose(self) -> None:
+        """See `bufstore.buffer.buffer.Buffer.aclose`."""
+        await self.buffer.aclose()
+
+    # --- one checkpoint ---------------------------------------------------------------------------------------
+
+    async def append(self, thread_id: str, operation: Operation) -> Receipt:
+        """Append the operation. Returns once it is durable in the log.
+
+        Raises LogFull, LogUnavailable (nothing stored), OutcomeUnknown, ThreadQuarantined, TooLarge, ConcurrentWriter;
+        StoreUnavailable for a thread that only Postgres could tell about.
+        """
+        seen = (lambda: self._last_seen(thread_id)) if self._seen is not None else None
+        prepare = appending(thread_id, operation, self._store_is_down, assume_new=self._assume_new, seen=seen)
+        try:
+            return await self.buffer.appender.append(thread_id, prepare)
+        except StoreUnavailable:
+            if not self._assume_new:
+                raise
+            # Now it is known that the store is away.
+            return await self.buffer.appender.append(thread_id, prepare)
+
+    async def checkpoint(
+        self, thread_id: str, ns: str, checkpoint_id: str | None
+    ) -> tuple[Tables, CheckpointRow] | None:
+        """See `CheckpointReads.checkpoint`."""
+        try:
+            last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency)
+        except StoreUnavailable:
+            if not self._assume_new or await self._in_log(thread_id):
+                raise
+            return None
+        if self._seen is not None:
+            self._seen[thread_id] = last
+            self._seen.move_to_end(thread_id)
+            while len(self._seen) > self._seen_max:
+                self._seen.popitem(last=False)
+        return found
+
+    def _last_seen(self, thread_id: str) -> int:
+        return self._seen.get(thread_id, 0) if self._seen is not None else 0
+
+    def _store_is_down(self) -> bool:
+        return self.buffer.reads.store.down is not None
+
+    async def _in_log(self, thread_id: str) -> bool:
+        return await self.buffer.log.latest(self.buffer.subjects.of(thread_id), self.buffer.config.read_timeout_s) > 0
+
+    # --- many checkpoints -------------------------------------------------------------------------------------
+
+    async def pages(self, query: Query, limit: int | None) -> AsyncIterator[tuple[str, Tables]]:
+        """The checkpoints of a list, newest first, each with its thread, blobs and writes.
+
+        A list cannot be overlaid with the tails of all threads and stay a page: what it covers is flushed first.
+        Raises FlushTimeout, StoreUnavailable, LogUnavailable.
+        """
+        if self._consistency is not Consistency.EVENTUAL:
+            await self._flush(query.thread_id)
+        after: Cursor | None = None
+        left = limit
+        while left is None or left > 0:
+            wanted = _PAGE if left is None else min(_PAGE, left)
+            found = await self._store.page(query, after, wanted)
+            for thread_id, tables in found:
+                (row,) = tables.checkpoints.values()
+                after = row.id, thread_id, row.ns
+                yield thread_id, tables
+            if len(found) < wanted:
+                return
+            left = left - len(found) if left is not None else None
+
+    async def _flush(self, thread_id: str | None) -> None:
+        if thread_id is None:
+            await self.buffer.force_flush_all()
+        else:
+            await self.buffer.force_flush(thread_id)
+
+    async def delete(self, thread_id: str) -> None:
+        """Delete the thread: an entry like any other. Raises like `append`."""
+        await self.append(thread_id, Delete())
+
+    async def delete_for_runs(self, run_ids: Sequence[str]) -> None:
+        """Delete what these runs have saved in any thread. Raises like `pages` and `append`."""
+        if not run_ids:
+            return
+        await self._flush(None)
+        gone: dict[str, set[tuple[str, str]]] = {}
+        for thread_id, ns, id_ in await self._store.of_runs(run_ids):
+            gone.setdefault(thread_id, set()).add((ns, id_))
+        for thread_id, keys in gone.items():
+            outlines = await self._store.outlines(thread_id)
+            await self._drop(thread_id, drop_of([o for o in outlines if (o.ns, o.id) in keys], outlines))
+
+    async def prune(self, thread_id: str) -> None:
+        """Delete all checkpoints of the thread but the newest of each namespace. Raises like `delete_for_runs`."""
+        await self._drop(thread_id, all_but_latest(await self.outlines(thread_id)))
+
+    async def outlines(self, thread_id: str) -> list[Outline]:
+        """The thread's checkpoints without their values, once it is flushed."""
+        await self._flush(thread_id)
+        return await self._store.outlines(thread_id)
+
+    async def _drop(self, thread_id: str, drop: Drop | None) -> None:
+        if drop is not None:
+            await self.append(thread_id, drop)
+
+    async def copy(self, source: str, target: str) -> None:
+        """Copy all checkpoints of a thread, with their blobs and writes. Raises like `delete_for_runs`.
+
+        A large thread takes several entries, the newest checkpoints first.
+        """
+        copied: set[BlobKey] = set()
+        rows, size = Rows([], [], []), 0
+        async for _, tables in self.pages(Query(thread_id=source), None):
+            (checkpoint,) = tables.checkpoints.values()
+            blobs = [blob for key, blob in tables.blobs.items() if key not in copied]
+            writes = tables.writes_of(checkpoint.ns, checkpoint.id)
+            added = len(checkpoint.checkpoint) + len(checkpoint.metadata)
+            added += sum(len(b.blob or b"") for b in blobs) + sum(len(w.blob) for w in writes)
+            if rows.checkpoints and size + added > _COPY_BYTES:
+                await self.append(target, rows)
+                rows, size = Rows([], [], []), 0
+            rows = Rows([*rows.checkpoints, checkpoint], [*rows.blobs, *blobs], [*rows.writes, *writes])
+            copied.update(blob.key for blob in blobs)
+            size += added
+        if rows.checkpoints:
+            await self.append(target, rows)

@@ -1,0 +1,98 @@
+"""Many operations of a thread as the fewest rows that have the same effect: what a flush sends to Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from bufstore.langgraph.model import (
+    BlobKey,
+    BlobRow,
+    CheckpointKey,
+    CheckpointRow,
+    Delete,
+    Drop,
+    Operation,
+    Put,
+    Rows,
+    WriteKey,
+    WriteRow,
+    Writes,
+    merged,
+    orphaned,
+)
+
+
+class Folded:
+    """The effect of a thread's operations, in the order in which Postgres gets it: deletions first, then rows.
+
+    A row of a key comes once: a statement that inserts or updates cannot touch a row twice.
+    """
+
+    def __init__(self, thread_id: str, operations: Iterable[Operation]) -> None:
+        self.thread_id = thread_id
+        #: The whole thread, as it was, goes.
+        self.deleted = False
+        self._clear()
+        for operation in operations:
+            self._fold(operation)
+
+    def _clear(self) -> None:
+        self.dropped: set[CheckpointKey] = set()
+        self.dropped_namespaces: set[str] = set()
+        self.dropped_blobs: set[BlobKey] = set()
+        self.checkpoints: dict[CheckpointKey, CheckpointRow] = {}
+        self.blobs: dict[BlobKey, BlobRow] = {}
+        #: The row, and whether it replaces one that is there.
+        self.writes: dict[WriteKey, tuple[WriteRow, bool]] = {}
+
+    def _fold(self, operation: Operation) -> None:
+        match operation:
+            case Put(row, blobs, _):
+                self._put(row)
+                self._keep_blobs(blobs)
+            case Writes(rows, upsert):
+                for write in rows:
+                    self._write(write, upsert)
+            case Rows(checkpoints, blobs, writes):
+                for row in checkpoints:
+                    self._put(row)
+                self._keep_blobs(blobs)
+                for write in writes:
+                    self._write(write, False)
+            case Delete():
+                self._clear()
+                self.deleted = True
+            case Drop():
+                self._drop(operation)
+
+    def _put(self, row: CheckpointRow) -> None:
+        before = self.checkpoints.get((row.ns, row.id))
+        # The row that is there keeps its parent.
+        self.checkpoints[row.ns, row.id] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
+
+    def _keep_blobs(self, blobs: Iterable[BlobRow]) -> None:
+        for blob in blobs:
+            self.blobs.setdefault(blob.key, blob)
+
+    def _write(self, write: WriteRow, upsert: bool) -> None:
+        key = write.ns, write.checkpoint_id, write.task_id, write.idx
+        before = self.writes.get(key)
+        if before is None:
+            self.writes[key] = write, upsert
+        else:
+            self.writes[key] = merged(before[0], write, upsert), before[1] or upsert
+
+    def _drop(self, drop: Drop) -> None:
+        gone, namespaces, blobs = set(drop.checkpoints), set(drop.namespaces), set(drop.blobs)
+        self.dropped |= gone
+        self.dropped_namespaces |= namespaces
+        self.dropped_blobs |= blobs
+        self.checkpoints = {
+            key: orphaned(row, gone)
+            for key, row in self.checkpoints.items()
+            if key not in gone and key[0] not in namespaces
+        }
+        self.blobs = {k: b for k, b in self.blobs.items() if k not in blobs and k[0] not in namespaces}
+        self.writes = {k: w for k, w in self.writes.items() if k[:2] not in gone and k[0] not in namespaces}

@@ -1,0 +1,152 @@
+"""LangGraph's tables in memory, for tests that need no Postgres."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from bufstore.buffer.domain import Backing
+from bufstore.buffer.target import Kind
+from bufstore.config import BufferConfig
+from bufstore.langgraph.domain import Tail, stored_tail
+from bufstore.langgraph.model import (
+    TASKS,
+    BlobKey,
+    CheckpointKey,
+    CheckpointRow,
+    LangGraphChange,
+    Tables,
+    takes_sends,
+    versions_of,
+)
+from bufstore.langgraph.outlines import outline_of
+from bufstore.langgraph.protocol import Cursor, Outline, Part, Query
+from bufstore.memory.ledger import MemoryLedger
+
+
+class MemoryCheckpointStore:
+    """LangGraph's tables in memory, which forget everything with the process.
+
+    With a `bufstore.memory.MemoryNats` they make a buffered saver that needs no server, for an app's unit tests.
+    """
+
+    def __init__(self) -> None:
+        self._threads: dict[str, Tables] = {}
+        self._ledger = MemoryLedger(self)
+
+    def behind(self, config: BufferConfig) -> tuple[MemoryLedger, Backing[Tail]]:
+        """See `CheckpointStore.behind`."""
+        return self._ledger, Backing(Kind("langgraph", "memory"), self)
+
+    async def apply(self, connection: Any, batch: Sequence[LangGraphChange]) -> None:
+        """See `bufstore.buffer.domain.Applies`."""
+        for change in batch:
+            tables = self._threads.setdefault(change.thread_id, Tables())
+            for _, operation in change.operations:
+                tables.apply(operation)
+
+    async def state(self, thread_id: str) -> Tail:
+        """See `bufstore.buffer.domain.StateReader`."""
+        tables = self._threads.get(thread_id, Tables())
+        there = bool(tables.checkpoints or tables.writes)
+        return stored_tail(await self._ledger.watermark(thread_id), there=there)
+
+    async def answers(self) -> None:
+        """Always."""
+
+    async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
+        """See `CheckpointStore.latest`."""
+        all_, found = self._threads.get(thread_id, Tables()), Tables()
+        row = all_.latest(ns)
+        first = row.id if row is not None else ""
+        found.add(writes=(w for key, w in all_.writes.items() if key[0] == ns and key[1] >= first))
+        if row is not None:
+            _add(found, all_, row)
+        namespaces = frozenset(name for name, _ in all_.checkpoints)
+        known = namespaces if len(namespaces) <= namespaces_max else None
+        return Part(await self._ledger.watermark(thread_id), found, known)
+
+    async def one(self, thread_id: str, ns: str, checkpoint_id: str) -> Part:
+        """See `CheckpointStore.one`."""
+        all_, found = self._threads.get(thread_id, Tables()), Tables()
+        found.add(writes=all_.writes_of(ns, checkpoint_id))
+        row = all_.checkpoints.get((ns, checkpoint_id))
+        if row is not None:
+            _add(found, all_, row)
+        return Part(await self._ledger.watermark(thread_id), found)
+
+    async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
+        """See `CheckpointStore.rows`."""
+        all_, found = self._threads.get(thread_id, Tables()), Tables()
+        found.add(
+            blobs=[all_.blobs[key] for key in blobs if key in all_.blobs],
+            writes=(w for key, w in all_.writes.items() if key[:2] in writes_of),
+        )
+        return Part(await self._ledger.watermark(thread_id), found)
+
+    async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
+        """See `CheckpointStore.page`."""
+        found = sorted(
+            ((row.id, thread_id, row.ns) for thread_id, row in self._matching(query)),
+            reverse=True,
+        )
+        pages = []
+        for id_, thread_id, ns in [cursor for cursor in found if after is None or cursor < after][:limit]:
+            all_, tables = self._threads[thread_id], Tables()
+            _add(tables, all_, all_.checkpoints[ns, id_])
+            pages.append((thread_id, tables))
+        return pages
+
+    async def outlines(self, thread_id: str) -> list[Outline]:
+        """See `CheckpointStore.outlines`."""
+        tables = self._threads.get(thread_id, Tables())
+        sending = {key[:2] for key, write in tables.writes.items() if write.channel == TASKS}
+        return [
+            outline_of(row, tables.blobs.keys(), parent_sends=(row.ns, row.parent) in sending)
+            for row in tables.checkpoints.values()
+        ]
+
+    async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
+        """See `CheckpointStore.of_runs`."""
+        return [
+            (thread_id, row.ns, row.id)
+            for thread_id, row in self._matching(Query())
+            if json.loads(row.metadata).get("run_id") in run_ids
+        ]
+
+    def _matching(self, query: Query) -> Iterator[tuple[str, CheckpointRow]]:
+        wanted = json.loads(query.metadata) if query.metadata is not None else None
+        for thread_id, tables in self._threads.items():
+            for row in tables.checkpoints.values():
+                if (
+                    query.thread_id in (None, thread_id)
+                    and query.ns in (None, row.ns)
+                    and query.checkpoint_id in (None, row.id)
+                    and (query.before is None or row.id < query.before)
+                    and (wanted is None or _contains(json.loads(row.metadata), wanted))
+                ):
+                    yield thread_id, row
+
+
+def _add(found: Tables, all_: Tables, row: CheckpointRow) -> None:
+    found.add(
+        [row],
+        (all_.blobs[key] for key in versions_of(row) if key in all_.blobs),
+        all_.writes_of(row.ns, row.id),
+    )
+    if takes_sends(row) and row.parent is not None:
+        found.add(writes=(w for w in all_.writes_of(row.ns, row.parent) if w.channel == TASKS))
+
+
+def _contains(value: Any, wanted: Any) -> bool:
+    """As a jsonb contains another one."""
+    if isinstance(wanted, dict):
+        return isinstance(value, dict) and all(k in value and _contains(value[k], w) for k, w in wanted.items())
+    if isinstance(wanted, list):
+        return isinstance(value, list) and all(_any_contains(value, w) for w in wanted)
+    return bool(value == wanted and isinstance(value, bool) is isinstance(wanted, bool))
+
+
+def _any_contains(values: Iterable[Any], wanted: Any) -> bool:
+    return any(_contains(value, wanted) for value in values)

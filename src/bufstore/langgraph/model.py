@@ -1,0 +1,232 @@
+"""The rows of LangGraph's tables, and the rows of one thread as a whole.
+
+A row is exactly what LangGraph's own saver for Postgres stores. `Tables` holds rows of one thread and knows what each
+operation makes of them: the store in memory, a read of the tail, and the tests all ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+#: A channel that is written when a task sends to another; before version 4 a checkpoint takes them from its parent.
+TASKS = "__pregel_tasks"
+
+
+class CheckpointRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row of ``checkpoints``."""
+
+    ns: str
+    id: str
+    parent: str | None
+    #: JSON.
+    checkpoint: bytes
+    metadata: bytes
+
+
+class BlobRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row of ``checkpoint_blobs``: a channel's value in one version."""
+
+    ns: str
+    channel: str
+    version: str
+    type: str
+    blob: bytes | None
+
+    @property
+    def key(self) -> BlobKey:
+        return self.ns, self.channel, self.version
+
+
+class WriteRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A row of ``checkpoint_writes``: what a task has written on top of a checkpoint."""
+
+    ns: str
+    checkpoint_id: str
+    task_id: str
+    idx: int
+    channel: str
+    type: str
+    blob: bytes
+    task_path: str
+
+    @property
+    def order(self) -> tuple[str, str, int]:
+        """The order in which a checkpoint's writes take effect."""
+        return self.task_path, self.task_id, self.idx
+
+
+#: Namespace and id; namespace, channel and version; namespace and checkpoint's id, task and index.
+CheckpointKey = tuple[str, str]
+BlobKey = tuple[str, str, str]
+WriteKey = tuple[str, str, str, int]
+
+
+class Put(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="put"):
+    """A checkpoint is saved, with the channels that have changed. New fields are appended with defaults."""
+
+    checkpoint: CheckpointRow
+    blobs: Sequence[BlobRow] = ()
+    #: Channels that have changed and hold no value that has a blob.
+    empty: Sequence[tuple[str, str]] = ()
+
+
+class Writes(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="writes"):
+    """What a task has written. `upsert`: a later write of the same index wins, not the first."""
+
+    rows: Sequence[WriteRow]
+    upsert: bool = False
+
+
+class Delete(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="delete"):
+    """The whole thread is deleted."""
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="drop"):
+    """Named rows are deleted: checkpoints with their writes, whole namespaces, blobs that nothing names any more."""
+
+    checkpoints: Sequence[CheckpointKey] = ()
+    namespaces: Sequence[str] = ()
+    blobs: Sequence[BlobKey] = ()
+
+
+class Rows(msgspec.Struct, frozen=True, array_like=True, tag_field="kind", tag="rows"):
+    """Rows as another thread has them. A thread is copied by one or more of these."""
+
+    checkpoints: Sequence[CheckpointRow] = ()
+    blobs: Sequence[BlobRow] = ()
+    writes: Sequence[WriteRow] = ()
+
+
+Operation = Put | Writes | Delete | Drop | Rows
+
+
+class LangGraphChange(msgspec.Struct, frozen=True):
+    """What a flush writes of one thread: its operations, each with its position in the log."""
+
+    thread_id: str
+    operations: tuple[tuple[int, Operation], ...]
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing of the thread is left after the change."""
+        return isinstance(self.operations[-1][1], Delete)
+
+
+class Tables:
+    """Rows of one thread: all of them, or those that a read asked for."""
+
+    def __init__(self) -> None:
+        self.checkpoints: dict[CheckpointKey, CheckpointRow] = {}
+        self.blobs: dict[BlobKey, BlobRow] = {}
+        self.writes: dict[WriteKey, WriteRow] = {}
+        #: Of a part of a thread: blobs of which is known whether they are there.
+        self.known: set[BlobKey] = set()
+
+    def add(
+        self,
+        checkpoints: Iterable[CheckpointRow] = (),
+        blobs: Iterable[BlobRow] = (),
+        writes: Iterable[WriteRow] = (),
+    ) -> None:
+        """Add rows that are not there."""
+        for row in checkpoints:
+            self.checkpoints[row.ns, row.id] = row
+            self.known |= versions_of(row)
+        self.blobs |= {blob.key: blob for blob in blobs}
+        self.writes |= {(w.ns, w.checkpoint_id, w.task_id, w.idx): w for w in writes}
+
+    def copy(self) -> Tables:
+        """The same rows, to be changed without these."""
+        same = Tables()
+        same.checkpoints, same.blobs, same.writes = dict(self.checkpoints), dict(self.blobs), dict(self.writes)
+        same.known = set(self.known)
+        return same
+
+    def apply(self, operation: Operation) -> None:
+        """Do what Postgres does when the operation is written there."""
+        match operation:
+            case Put(row, blobs, empty):
+                self._put(row)
+                self._keep_blobs(blobs)
+                self.known |= {(row.ns, channel, version) for channel, version in empty}
+            case Writes(rows, upsert):
+                for write in rows:
+                    self._write(write, upsert)
+            case Rows(checkpoints, blobs, writes):
+                for row in checkpoints:
+                    self._put(row)
+                self._keep_blobs(blobs)
+                for write in writes:
+                    self._write(write, False)
+            case Delete():
+                self.checkpoints, self.blobs, self.writes, self.known = {}, {}, {}, set()
+            case Drop():
+                self._drop(operation)
+
+    def _put(self, row: CheckpointRow) -> None:
+        before = self.checkpoints.get((row.ns, row.id))
+        self.checkpoints[row.ns, row.id] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
+
+    def _keep_blobs(self, blobs: Iterable[BlobRow]) -> None:
+        for blob in blobs:
+            self.blobs.setdefault(blob.key, blob)
+            self.known.add(blob.key)
+
+    def _write(self, write: WriteRow, upsert: bool) -> None:
+        key = write.ns, write.checkpoint_id, write.task_id, write.idx
+        self.writes[key] = merged(self.writes.get(key), write, upsert)
+
+    def _drop(self, drop: Drop) -> None:
+        gone, namespaces, blobs = set(drop.checkpoints), set(drop.namespaces), set(drop.blobs)
+        self.checkpoints = {
+            key: orphaned(row, gone)
+            for key, row in self.checkpoints.items()
+            if key not in gone and key[0] not in namespaces
+        }
+        self.blobs = {k: b for k, b in self.blobs.items() if k not in blobs and k[0] not in namespaces}
+        self.writes = {k: w for k, w in self.writes.items() if k[:2] not in gone and k[0] not in namespaces}
+
+    def latest(self, ns: str) -> CheckpointRow | None:
+        """The namespace's newest checkpoint."""
+        newest = max((key for key in self.checkpoints if key[0] == ns), default=None)
+        return self.checkpoints[newest] if newest is not None else None
+
+    def writes_of(self, ns: str, checkpoint_id: str) -> list[WriteRow]:
+        """A checkpoint's writes in the order in which they take effect."""
+        found = [w for key, w in self.writes.items() if key[:2] == (ns, checkpoint_id)]
+        return sorted(found, key=lambda w: w.order)
+
+
+def merged(before: WriteRow | None, write: WriteRow, upsert: bool) -> WriteRow:
+    """The row of a key that has the row `before` when `write` comes."""
+    if before is None:
+        return write
+    return msgspec.structs.replace(write, task_path=before.task_path) if upsert else before
+
+
+def orphaned(row: CheckpointRow, gone: set[CheckpointKey]) -> CheckpointRow:
+    """The row, without a parent that is gone."""
+    lost = row.parent is not None and (row.ns, row.parent) in gone
+    return msgspec.structs.replace(row, parent=None) if lost else row
+
+
+class _Versions(msgspec.Struct):
+    channel_versions: dict[str, Any] | None = None
+    v: int = 0
+
+
+_versions = msgspec.json.Decoder(_Versions).decode
+
+
+def versions_of(row: CheckpointRow) -> set[BlobKey]:
+    """The blobs that a checkpoint names, whether there are such or not."""
+    versions = _versions(row.checkpoint).channel_versions or {}
+    return {(row.ns, channel, str(version)) for channel, version in versions.items()}
+
+
+def takes_sends(row: CheckpointRow) -> bool:
+    """Whether the checkpoint is of an old version that takes what was sent from its parent's writes."""
+    return row.parent is not None and _versions(row.checkpoint).v < 4

@@ -1,0 +1,73 @@
+"""Folded operations as the parameters of the statements that write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from bufstore.langgraph.folded import Folded
+from bufstore.postgres.connection.arrays import Array, blobs, ints, texts
+
+#: What one statement takes at most: a larger batch goes in several.
+STATEMENT_BYTES = 16 << 20
+
+
+def parameters(batch: Sequence[Folded]) -> Iterator[tuple[str, Sequence[Array]]]:
+    """The statements that write the batch, in order, with their parameters.
+
+    All rows are in the order of their keys: two batches lock in one order and never deadlock.
+    """
+    if deleted := [f.thread_id for f in batch if f.deleted]:
+        yield "delete_threads", [texts(deleted)]
+    for name, keys in (
+        ("drop_namespaces", ((f.thread_id, ns) for f in batch for ns in f.dropped_namespaces)),
+        ("drop_checkpoints", ((f.thread_id, *key) for f in batch for key in f.dropped)),
+        ("drop_blobs", ((f.thread_id, *key) for f in batch for key in f.dropped_blobs)),
+    ):
+        if rows := sorted(keys):
+            yield name, [texts(column) for column in zip(*rows, strict=True)]
+    kept = (
+        (f.thread_id, b.ns, b.channel, b.version, b.type, b.blob) for f in batch for _, b in sorted(f.blobs.items())
+    )
+    for columns in _chunks(kept, (5,)):
+        yield "put_blobs", [*map(texts, columns[:5]), blobs(columns[5])]
+    put = (
+        (f.thread_id, c.ns, c.id, c.parent, c.checkpoint, c.metadata)
+        for f in batch
+        for _, c in sorted(f.checkpoints.items())
+    )
+    for columns in _chunks(put, (4, 5)):
+        yield "put_checkpoints", [*map(texts, columns[:4]), *map(blobs, columns[4:])]
+    for name, replaces in (("put_writes", False), ("replace_writes", True)):
+        written = (
+            (f.thread_id, w.ns, w.checkpoint_id, w.task_id, w.idx, w.channel, w.type, w.blob, w.task_path)
+            for f in batch
+            for _, (w, upsert) in sorted(f.writes.items(), key=lambda item: item[0])
+            if upsert is replaces
+        )
+        for columns in _chunks(written, (7,)):
+            yield (
+                name,
+                [
+                    *map(texts, columns[:4]),
+                    ints(columns[4]),
+                    *map(texts, columns[5:7]),
+                    blobs(columns[7]),
+                    texts(columns[8]),
+                ],
+            )
+
+
+def _chunks(rows: Iterable[tuple[Any, ...]], payloads: Sequence[int]) -> Iterator[list[tuple[Any, ...]]]:
+    """The rows as columns, for each statement."""
+    chunk: list[tuple[Any, ...]] = []
+    size = 0
+    for row in rows:
+        bytes_ = sum(len(row[i] or b"") for i in payloads)
+        if chunk and size + bytes_ > STATEMENT_BYTES:
+            yield list(zip(*chunk, strict=True))
+            chunk, size = [], 0
+        chunk.append(row)
+        size += bytes_
+    if chunk:
+        yield list(zip(*chunk, strict=True))

@@ -1,0 +1,160 @@
+-- name: state
+-- The watermark of one thread, the position of the last of its entries that wait, and whether there is anything of it.
+SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
+    (SELECT max(w.seq) FROM {buffer}.buffer_waiting AS w WHERE w.thread_id = $1::text),
+    EXISTS (SELECT FROM {schema}.checkpoints AS c WHERE c.thread_id = $1::text)
+    OR EXISTS (SELECT FROM {schema}.checkpoint_writes AS w WHERE w.thread_id = $1::text)
+FROM (SELECT $1::text AS thread_id) AS s LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id;
+
+-- name: latest
+-- The newest checkpoint of a namespace with its blobs and writes, and the writes of later ones that are not there yet;
+-- of a checkpoint of an old version also what was sent to it, which stands with its parent. And the thread's
+-- namespaces, $3 of them at most: one step through the index for each, however many checkpoints it has. One row, always.
+SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
+    c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*, (
+        WITH RECURSIVE found (ns) AS (
+            (
+                SELECT n.checkpoint_ns FROM {schema}.checkpoints AS n
+                WHERE n.thread_id = $1::text ORDER BY n.checkpoint_ns LIMIT 1
+            )
+            UNION ALL
+            SELECT (
+                SELECT n.checkpoint_ns FROM {schema}.checkpoints AS n
+                WHERE n.thread_id = $1::text AND n.checkpoint_ns > f.ns ORDER BY n.checkpoint_ns LIMIT 1
+            )
+            FROM found AS f WHERE f.ns IS NOT NULL
+        )
+        SELECT coalesce(array_agg(few.ns), '{}')
+        FROM (SELECT f.ns FROM found AS f WHERE f.ns IS NOT NULL LIMIT $3::bigint) AS few
+    )
+FROM (SELECT $1::text AS thread_id) AS s
+LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
+LEFT JOIN LATERAL (
+    SELECT n.checkpoint_id, n.parent_checkpoint_id, n.checkpoint, n.metadata FROM {schema}.checkpoints AS n
+    WHERE n.thread_id = $1::text AND n.checkpoint_ns = $2::text ORDER BY n.checkpoint_id DESC LIMIT 1
+) AS c ON true
+CROSS JOIN LATERAL (
+    SELECT array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
+    FROM jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
+    JOIN {schema}.checkpoint_blobs AS x ON x.channel = v.key AND x.version = v.value
+    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text
+) AS blobs
+CROSS JOIN LATERAL (
+    SELECT array_agg(x.checkpoint_id), array_agg(x.task_id), array_agg(x.idx), array_agg(x.channel),
+        array_agg(x.type), array_agg(x.blob), array_agg(x.task_path)
+    FROM {schema}.checkpoint_writes AS x
+    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text AND (
+        x.checkpoint_id >= coalesce(c.checkpoint_id, '')
+        OR (
+            (c.checkpoint ->> 'v')::int < 4 AND x.checkpoint_id = c.parent_checkpoint_id
+            AND x.channel = '__pregel_tasks'
+        )
+    )
+) AS writes;
+
+-- name: one
+-- A checkpoint by its id, likewise, with no more writes than its own and what was sent to it.
+SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
+    c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*
+FROM (SELECT $1::text AS thread_id) AS s
+LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
+LEFT JOIN {schema}.checkpoints AS c
+    ON c.thread_id = $1::text AND c.checkpoint_ns = $2::text AND c.checkpoint_id = $3::text
+CROSS JOIN LATERAL (
+    SELECT array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
+    FROM jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
+    JOIN {schema}.checkpoint_blobs AS x ON x.channel = v.key AND x.version = v.value
+    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text
+) AS blobs
+CROSS JOIN LATERAL (
+    SELECT array_agg(x.checkpoint_id), array_agg(x.task_id), array_agg(x.idx), array_agg(x.channel),
+        array_agg(x.type), array_agg(x.blob), array_agg(x.task_path)
+    FROM {schema}.checkpoint_writes AS x
+    WHERE x.thread_id = $1::text AND x.checkpoint_ns = $2::text AND (
+        x.checkpoint_id = $3::text
+        OR (
+            (c.checkpoint ->> 'v')::int < 4 AND x.checkpoint_id = c.parent_checkpoint_id
+            AND x.channel = '__pregel_tasks'
+        )
+    )
+) AS writes;
+
+-- name: rows
+-- Blobs by their keys ($2 to $4), and the writes of checkpoints ($5 and $6). One row, always.
+SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources, blobs.*, writes.*
+FROM (SELECT $1::text AS thread_id) AS s
+LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
+CROSS JOIN LATERAL (
+    SELECT array_agg(x.checkpoint_ns), array_agg(x.channel), array_agg(x.version), array_agg(x.type), array_agg(x.blob)
+    FROM unnest($2::text[], $3::text[], $4::text[]) AS k (ns, channel, version)
+    JOIN {schema}.checkpoint_blobs AS x
+        ON x.checkpoint_ns = k.ns AND x.channel = k.channel AND x.version = k.version
+    WHERE x.thread_id = $1::text
+) AS blobs
+CROSS JOIN LATERAL (
+    SELECT array_agg(x.checkpoint_ns), array_agg(x.checkpoint_id), array_agg(x.task_id), array_agg(x.idx),
+        array_agg(x.channel), array_agg(x.type), array_agg(x.blob), array_agg(x.task_path)
+    FROM unnest($5::text[], $6::text[]) AS k (ns, id)
+    JOIN {schema}.checkpoint_writes AS x ON x.checkpoint_ns = k.ns AND x.checkpoint_id = k.id
+    WHERE x.thread_id = $1::text
+) AS writes;
+
+-- name: page
+-- The keys and rows of a list's next checkpoints, newest first; null stands for any.
+SELECT c.thread_id, c.checkpoint_ns, c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text
+FROM {schema}.checkpoints AS c
+WHERE ($1::text IS NULL OR c.thread_id = $1::text)
+    AND ($2::text IS NULL OR c.checkpoint_ns = $2::text)
+    AND ($3::text IS NULL OR c.checkpoint_id = $3::text)
+    AND ($4::jsonb IS NULL OR c.metadata @> $4::jsonb)
+    AND ($5::text IS NULL OR c.checkpoint_id < $5::text)
+    AND (
+        $6::text IS NULL
+        OR (c.checkpoint_id, c.thread_id, c.checkpoint_ns) < ($6::text, $7::text, $8::text)
+    )
+ORDER BY c.checkpoint_id DESC, c.thread_id DESC, c.checkpoint_ns DESC
+LIMIT $9::bigint;
+
+-- name: blobs_of
+-- The blobs that these checkpoints name.
+SELECT c.thread_id, x.checkpoint_ns, x.channel, x.version, x.type, x.blob
+FROM unnest($1::text[], $2::text[], $3::text[]) AS k (thread_id, ns, id)
+JOIN {schema}.checkpoints AS c ON c.thread_id = k.thread_id AND c.checkpoint_ns = k.ns AND c.checkpoint_id = k.id
+CROSS JOIN LATERAL jsonb_each_text(c.checkpoint -> 'channel_versions') AS v
+JOIN {schema}.checkpoint_blobs AS x
+    ON x.thread_id = c.thread_id AND x.checkpoint_ns = c.checkpoint_ns AND x.channel = v.key AND x.version = v.value
+GROUP BY c.thread_id, x.thread_id, x.checkpoint_ns, x.channel, x.version;
+
+-- name: writes_of
+-- The writes of these checkpoints.
+SELECT x.thread_id, x.checkpoint_ns, x.checkpoint_id, x.task_id, x.idx, x.channel, x.type, x.blob, x.task_path
+FROM unnest($1::text[], $2::text[], $3::text[]) AS k (thread_id, ns, id)
+JOIN {schema}.checkpoint_writes AS x
+    ON x.thread_id = k.thread_id AND x.checkpoint_ns = k.ns AND x.checkpoint_id = k.id;
+
+-- name: outlines
+-- All checkpoints of a thread without their values; a value that only says that a blob is there stays.
+SELECT c.checkpoint_ns, c.checkpoint_id, c.parent_checkpoint_id,
+    jsonb_build_object(
+        'v', c.checkpoint -> 'v', 'ts', c.checkpoint -> 'ts', 'channel_versions', c.checkpoint -> 'channel_versions',
+        'channel_values', (
+            SELECT jsonb_object_agg(x.key, x.value) FROM jsonb_each(c.checkpoint -> 'channel_values') AS x
+            WHERE x.value = 'true'::jsonb AND EXISTS (
+                SELECT FROM {schema}.checkpoint_blobs AS s
+                WHERE s.thread_id = c.thread_id AND s.checkpoint_ns = c.checkpoint_ns AND s.channel = x.key
+                    AND s.version = c.checkpoint -> 'channel_versions' ->> x.key
+            )
+        )
+    )::text,
+    c.metadata::text,
+    (c.checkpoint ->> 'v')::int < 4 AND EXISTS (
+        SELECT FROM {schema}.checkpoint_writes AS w
+        WHERE w.thread_id = c.thread_id AND w.checkpoint_ns = c.checkpoint_ns
+            AND w.checkpoint_id = c.parent_checkpoint_id AND w.channel = '__pregel_tasks'
+    )
+FROM {schema}.checkpoints AS c WHERE c.thread_id = $1::text;
+
+-- name: of_runs
+-- The checkpoints that these runs have saved.
+SELECT c.thread_id, c.checkpoint_ns, c.checkpoint_id FROM {schema}.checkpoints AS c
+WHERE c.metadata ->> 'run_id' = ANY ($1::text[]);

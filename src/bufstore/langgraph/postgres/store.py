@@ -1,0 +1,265 @@
+"""LangGraph's tables in Postgres: what the buffered saver reads of them and flushes into them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from psycopg import AsyncConnection, sql
+
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import Backing
+from bufstore.buffer.target import Kind
+from bufstore.config import BufferConfig
+from bufstore.errors import ConfigError
+from bufstore.langgraph.domain import Tail, stored_tail
+from bufstore.langgraph.folded import Folded
+from bufstore.langgraph.model import (
+    BlobKey,
+    BlobRow,
+    CheckpointKey,
+    CheckpointRow,
+    LangGraphChange,
+    Tables,
+    WriteRow,
+    takes_sends,
+)
+from bufstore.langgraph.outlines import outline_of
+from bufstore.langgraph.postgres.columns import parameters
+from bufstore.langgraph.protocol import Cursor, Outline, Part, Query
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.errors import NoAnswer
+from bufstore.postgres.connection.migrate import check_schema, queries
+from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.ledger.ledger import PostgresLedger
+
+_FOLDER = files("bufstore.langgraph.postgres") / "sql"
+#: LangGraph's migration whose tables this release reads and writes.
+MIGRATION = 9
+#: Any fixed number: one process at a time creates the tables.
+_LOCK = 0x6C61_6E67_6772_6170
+_CREATE = (
+    "create_migrations",
+    "create_checkpoints",
+    "create_blobs",
+    "create_writes",
+    "create_checkpoints_index",
+    "create_blobs_index",
+    "create_writes_index",
+    "record_migrations",
+)
+
+
+class PostgresCheckpointStore:
+    """A `CheckpointStore` on the tables of LangGraph's own saver for Postgres, in `schema`.
+
+    `buffer_schema`: where the buffer keeps its watermarks, in the same database: both change in one transaction.
+    `timeout_s` bounds every call.
+    """
+
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        schema: str = "public",
+        buffer_schema: str = "bufstore_langgraph",
+        pool_size: int = 16,
+        timeout_s: float = 10.0,
+    ) -> None:
+        if timeout_s <= 0:
+            raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
+        self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
+        self._conninfo, self._timeout_s = conninfo, timeout_s
+        self.pool: Pool = new_pool(conninfo, size=pool_size, connect_timeout_s=min(5.0, timeout_s))
+        buffer = sql.Identifier(buffer_schema).as_string()
+        self._sql = {name: text.replace("{buffer}", buffer) for name, text in queries(_FOLDER, schema).items()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(schema={self.schema!r}, pool={self.pool!r})"
+
+    def behind(self, config: BufferConfig) -> tuple[PostgresLedger, Backing[Tail]]:
+        """See `CheckpointStore.behind`."""
+        ledger = PostgresLedger(
+            self._conninfo,
+            self,
+            schema=self.buffer_schema,
+            quarantine_max=config.quarantine_max,
+            lease_s=config.lease_s,
+        )
+        return ledger, Backing(
+            Kind("langgraph", "bufstore.langgraph.postgres"),
+            self,
+            open=self.open,
+            setup=self.setup,
+            aclose=self.aclose,
+        )
+
+    async def open(self) -> None:
+        """Open the pool. Returns at once: Postgres need not be up yet."""
+        await self.pool.open(wait=False)
+
+    async def aclose(self) -> None:
+        """Close the pool. Idempotent."""
+        await self.pool.close()
+
+    async def setup(self) -> None:
+        """Create LangGraph's tables where there are none; where there are, look whether they are those of this release.
+
+        None of LangGraph's migrations is run. Raises ConfigError for tables of another version.
+        """
+        async with self.pool.lend(self._timeout_s) as connection, connection.transaction():
+            if not (await self._on(connection, "has_migrations", self.schema))[0][0]:
+                await connection.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
+                if not (await self._on(connection, "has_migrations", self.schema))[0][0]:
+                    if not (await self._on(connection, "has_schema", self.schema))[0][0]:
+                        await self._on(connection, "create_schema")
+                    for name in _CREATE:
+                        await self._on(connection, name)
+            version = (await self._on(connection, "version"))[0][0]
+        if version == MIGRATION:
+            return
+        found = f"LangGraph's tables in schema {self.schema!r} are of migration {version}, this release of bufstore"
+        if version is None or version < MIGRATION:
+            raise ConfigError(f"{found} needs {MIGRATION}: call `setup()` of langgraph-checkpoint-postgres once")
+        raise ConfigError(f"{found} knows {MIGRATION}: upgrade bufstore")
+
+    async def apply(self, connection: AsyncConnection[Any], batch: Sequence[LangGraphChange]) -> None:
+        """See `CheckpointStore.apply`. At most eight statements in one round trip (large values: one per 16 MiB)."""
+        folded = [
+            Folded(change.thread_id, (operation for _, operation in change.operations))
+            for change in sorted(batch, key=lambda change: change.thread_id)
+        ]
+        with arrays.unstorable():
+            async with connection.pipeline():
+                for name, columns in parameters(folded):
+                    await arrays.ArrayCursor(connection).execute(self._sql[name], columns)
+
+    # --- reads ------------------------------------------------------------------------------------------------
+
+    async def state(self, thread_id: str) -> Tail:
+        """See `bufstore.buffer.domain.StateReader`."""
+        ((*row, waits_to, there),) = await self._read("state", thread_id)
+        return stored_tail(_watermark(row, waits_to or 0), there=there)
+
+    async def answers(self) -> None:
+        """See `bufstore.buffer.domain.StateReader`."""
+        await self._read("state", "bufstore-probe")
+
+    async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
+        """See `CheckpointStore.latest`."""
+        ((*row, namespaces),) = await self._read("latest", thread_id, ns, namespaces_max + 1)
+        known = namespaces is not None and len(namespaces) <= namespaces_max
+        return _part(ns, row, frozenset(namespaces) if known else None)
+
+    async def one(self, thread_id: str, ns: str, checkpoint_id: str) -> Part:
+        """See `CheckpointStore.one`."""
+        ((*row,),) = await self._read("one", thread_id, ns, checkpoint_id)
+        return _part(ns, row)
+
+    async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
+        """See `CheckpointStore.rows`."""
+        ((*row,),) = await self._read(
+            "rows",
+            thread_id,
+            *(arrays.texts(key[i] for key in blobs) for i in range(3)),
+            *(arrays.texts(key[i] for key in writes_of) for i in range(2)),
+        )
+        tables = Tables()
+        tables.add((), (BlobRow(*blob) for blob in _rows(row[7:12])), (WriteRow(*w) for w in _rows(row[12:20])))
+        return Part(_watermark(row[:7]), tables)
+
+    async def page(self, query: Query, after: Cursor | None, limit: int) -> list[tuple[str, Tables]]:
+        """See `CheckpointStore.page`."""
+        wanted = query.metadata.decode() if query.metadata is not None else None
+        where = (query.thread_id, query.ns, query.checkpoint_id, wanted, query.before)
+        found = await self._read("page", *where, *(after or (None, None, None)), limit)
+        if not found:
+            return []
+        pages: dict[tuple[str, str, str], Tables] = {}
+        names: dict[tuple[str, str, str], list[tuple[str, str, str]]] = {}
+        keys = set()
+        for thread_id, ns, id_, parent, checkpoint, metadata in found:
+            tables = pages[thread_id, ns, id_] = Tables()
+            row = CheckpointRow(ns, id_, parent, checkpoint.encode(), metadata.encode())
+            tables.add([row])
+            keys.add((thread_id, ns, id_))
+            for of in {id_, parent if takes_sends(row) else id_}:
+                names.setdefault((thread_id, ns, of), []).append((thread_id, ns, id_))
+        blobs, writes = await asyncio.gather(
+            self._read("blobs_of", *_texts(sorted(keys))), self._read("writes_of", *_texts(sorted(names)))
+        )
+        kept: dict[tuple[str, str, str, str], BlobRow] = {}
+        for thread_id, *blob in blobs:
+            kept[thread_id, *blob[:3]] = BlobRow(*blob)
+        for (thread_id, _, _), tables in pages.items():
+            tables.add((), [kept[thread_id, *key] for key in tables.known if (thread_id, *key) in kept])
+        for thread_id, *write in writes:
+            for place in names[thread_id, write[0], write[1]]:
+                pages[place].add(writes=[WriteRow(*write)])
+        return [(thread_id, tables) for (thread_id, _, _), tables in pages.items()]
+
+    async def outlines(self, thread_id: str) -> list[Outline]:
+        """See `CheckpointStore.outlines`."""
+        return [
+            outline_of(
+                CheckpointRow(ns, id_, parent, checkpoint.encode(), metadata.encode()), _Any(), parent_sends=sends
+            )
+            for ns, id_, parent, checkpoint, metadata, sends in await self._read("outlines", thread_id)
+        ]
+
+    async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
+        """See `CheckpointStore.of_runs`."""
+        return [(t, ns, id_) for t, ns, id_ in await self._read("of_runs", arrays.texts(run_ids))]
+
+    async def _read(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        try:
+            return await self._fetch(name, parameters, deadline)
+        except NoAnswer:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise
+            return await self._fetch(name, parameters, deadline)
+
+    async def _fetch(self, name: str, parameters: Sequence[Any], deadline: float) -> list[tuple[Any, ...]]:
+        async with self.pool.lend(deadline - asyncio.get_running_loop().time()) as connection:
+            return await self._on(connection, name, *parameters)
+
+    async def _on(self, connection: AsyncConnection[Any], name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        cursor = arrays.ArrayCursor(connection)
+        await cursor.execute(self._sql[name], parameters, binary=True)
+        return await cursor.rows()
+
+
+class _Any(frozenset[BlobKey]):
+    """The statement has looked already which of the blobs are there."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def _part(ns: str, row: Sequence[Any], namespaces: frozenset[str] | None = None) -> Part:
+    tables = Tables()
+    id_, parent, checkpoint, metadata = row[7:11]
+    tables.add(
+        [CheckpointRow(ns, id_, parent, checkpoint.encode(), metadata.encode())] if id_ is not None else (),
+        (BlobRow(ns, *blob) for blob in _rows(row[11:15])),
+        (WriteRow(ns, *write) for write in _rows(row[15:22])),
+    )
+    return Part(_watermark(row[:7]), tables, namespaces)
+
+
+def _watermark(row: Sequence[Any], waits_to: int = 0) -> Watermark:
+    known = Watermark() if row[0] is None else Watermark(*row)
+    return msgspec.structs.replace(known, waits_to=waits_to) if waits_to else known
+
+
+def _rows(columns: Sequence[Sequence[Any] | None]) -> Iterable[tuple[Any, ...]]:
+    """The rows of columns that are arrays, null when there is no row."""
+    return zip(*(column or () for column in columns), strict=True)
+
+
+def _texts(keys: Sequence[tuple[str, str, str]]) -> list[arrays.Array]:
+    return [arrays.texts(key[i] for key in keys) for i in range(3)]

@@ -1,0 +1,174 @@
+"""The read path: rows of Postgres with the thread's tail on top.
+
+Two questions are asked at once: the rows that a read is about, with the watermark of their moment, and the tail above
+the watermark of another moment. An operation of the tail takes effect when it stands above the rows' own watermark. So
+both may be of different moments; only rows older than the tail's beginning are read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from bufstore.buffer import elapsed
+from bufstore.buffer.buffer import Buffer
+from bufstore.buffer.chain import Watermark
+from bufstore.buffer.domain import StateReader
+from bufstore.buffer.read.store_watch import StoreWatch, end
+from bufstore.errors import ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
+from bufstore.langgraph.model import CheckpointRow, LangGraphChange, Tables, takes_sends, versions_of
+from bufstore.langgraph.protocol import CheckpointStore, Part
+from bufstore.langgraph.read_cache import Asked, ReadCache
+from bufstore.types import Consistency
+
+CheckpointBuffer = Buffer[LangGraphChange, Tail, Known]
+
+#: A thread with more namespaces is read in an outage only where it was read before.
+NAMESPACES_MAX = 1000
+#: A read begins again when a flush or an outage comes between its two questions.
+_TRIES = 4
+_LOOK_S = 0.1
+
+
+class CachingReader:
+    """See `bufstore.buffer.domain.StateReader`. While the store is away it answers from what was read before."""
+
+    def __init__(self, inner: StateReader[Tail], cache: ReadCache) -> None:
+        self._inner, self._cache = inner, cache
+        #: Whether the store answers; set once there is a buffer.
+        self.watch: StoreWatch[Tail] | None = None
+
+    def _remembered(self, thread_id: str) -> Tail | None:
+        if self.watch is None or self.watch.down is None:
+            return None
+        watermark = self._cache.oldest(thread_id)
+        return None if watermark is None else Tail(watermark=watermark, base=CACHE, base_seq=watermark.flushed_seq)
+
+    async def state(self, thread_id: str) -> Tail:
+        remembered = self._remembered(thread_id)
+        if remembered is not None:
+            return remembered
+        if self._cache.oldest(thread_id) is None:
+            return await self._inner.state(thread_id)
+        asked = asyncio.ensure_future(self._inner.state(thread_id))
+        try:
+            while not (await asyncio.wait([asked], timeout=_LOOK_S))[0]:
+                remembered = self._remembered(thread_id)
+                if remembered is not None:
+                    return remembered
+            return asked.result()
+        finally:
+            await end(asked)
+
+    async def answers(self) -> None:
+        await self._inner.answers()
+
+
+class CheckpointReads:
+    """Reads single checkpoints."""
+
+    def __init__(self, store: CheckpointStore, buffer: CheckpointBuffer, cache: ReadCache) -> None:
+        self._store, self._buffer, self._cache = store, buffer, cache
+
+    async def checkpoint(
+        self, thread_id: str, ns: str, checkpoint_id: str | None, level: Consistency
+    ) -> tuple[int, tuple[Tables, CheckpointRow] | None]:
+        """The checkpoint (None: the namespace's newest), with rows among which are its blobs and writes.
+
+        Behind the id of the thread's last entry.
+
+        Raises what `bufstore.buffer.read.reads.Reads.thread` raises.
+        """
+        part, state = await self._read(thread_id, (ns, checkpoint_id), level)
+        tables = _with_tail(part, state)
+        row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))
+        last = state.watermark.applied_id
+        if row is None:
+            return last, None
+        missing = versions_of(row) - tables.known
+        # What was sent to it came with it, if it was read.
+        read = (ns, row.id) in part.tables.checkpoints
+        sends = [(ns, row.parent)] if takes_sends(row) and not read and row.parent is not None else []
+        if (missing or sends) and state.base != LOG:
+            if state.base == CACHE:
+                raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+            more = _with_tail(await self._store.rows(thread_id, sorted(missing), sends), state)
+            tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
+            tables.writes |= {key: write for key, write in more.writes.items() if key[:2] in sends}
+        return last, (tables, row)
+
+    @property
+    def _down(self) -> str:
+        return self._buffer.reads.store.down or "it does not answer"
+
+    async def _read(self, thread_id: str, asked: Asked, level: Consistency) -> tuple[Part, Tail]:
+        """Rows, and a tail that begins at or below their watermark."""
+        for _ in range(_TRIES):
+            at = elapsed.now_s()
+            rows = (
+                asyncio.ensure_future(self._rows(thread_id, asked)) if self._buffer.reads.store.down is None else None
+            )
+            try:
+                state = await self._buffer.reads.thread(thread_id, level, quarantined="known")
+                if state.base == LOG:
+                    part: Part | None = Part(Watermark(), Tables())
+                elif state.base == CACHE:
+                    part = await self._remembered(thread_id, asked, state)
+                else:
+                    part = await self._fresh(rows, thread_id, asked, state, at)
+            finally:
+                await end(rows)
+            if part is None:
+                continue
+            broken = state.watermark.broken_since or (part.watermark.broken_since if state.base == STORE else None)
+            if broken and level is not Consistency.EVENTUAL:
+                raise ThreadQuarantined(thread_id, broken)
+            return part, state
+        raise ReadNotFresh(f"thread {thread_id!r} was flushed, or Postgres failed, during each of {_TRIES} reads")
+
+    async def _fresh(
+        self, rows: asyncio.Future[Part] | None, thread_id: str, asked: Asked, state: Tail, at: float
+    ) -> Part | None:
+        """The rows that Postgres has; None: they are older than the tail, or it failed after it had told the rest."""
+        try:
+            part = await (rows if rows is not None else self._rows(thread_id, asked))
+        except StoreUnavailable:
+            return None
+        if part.watermark.flushed_seq < state.base_seq:
+            return None
+        self._cache.put(thread_id, asked, part, at)
+        return part
+
+    async def _rows(self, thread_id: str, asked: Asked) -> Part:
+        ns, checkpoint_id = asked
+        if checkpoint_id is not None:
+            return await self._store.one(thread_id, ns, checkpoint_id)
+        limit = -1 if self._cache.knows_namespaces(thread_id) else NAMESPACES_MAX
+        return await self._store.latest(thread_id, ns, limit)
+
+    async def _remembered(self, thread_id: str, asked: Asked, state: Tail) -> Part | None:
+        """The rows as they were read last; None: the log does not reach back to some of what was read.
+
+        Raises StoreUnavailable when they were not read, or too long ago to know that nobody has written since.
+        """
+        if state.watermark.broken_since is not None:
+            self._cache.forget_oldest(thread_id)
+            return None
+        found = self._cache.get(thread_id, asked)
+        if found is not None:
+            part, at = found
+            subject = self._buffer.subjects.of(thread_id)
+            last = (await self._buffer.log.last([subject], self._buffer.config.read_timeout_s)).get(subject)
+            young = elapsed.now_s() - at < self._buffer.log.windows.rely_s / 2
+            # What the log shows goes on from what was read, without a gap: `state` has found none.
+            if young or (last is not None and last.seq >= part.watermark.flushed_seq):
+                return part
+        raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+
+
+def _with_tail(part: Part, state: Tail) -> Tables:
+    tables = part.tables.copy()
+    for seq, operation in state.operations:
+        if seq > part.watermark.flushed_seq:
+            tables.apply(operation)
+    return tables

@@ -1,0 +1,319 @@
+"""AsyncBufferedSaver: LangGraph's checkpoints through the log, into the tables of its own saver for Postgres."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Self, TypeVar
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import (
+    BaseCheckpointSaver,
+    ChannelVersions,
+    Checkpoint,
+    CheckpointMetadata,
+    CheckpointTuple,
+    DeltaChannelHistory,
+)
+from langgraph.checkpoint.serde.base import SerializerProtocol
+
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import ConfigError
+from bufstore.langgraph.engine import CheckpointEngine, NewThreads, OnConflict
+from bufstore.langgraph.postgres.store import PostgresCheckpointStore
+from bufstore.langgraph.protocol import CheckpointStore, Query
+from bufstore.langgraph.serialize import json_of, place, put_of, tuple_of, writes_of
+from bufstore.nats.session import Nats
+from bufstore.types import Consistency
+
+T = TypeVar("T")
+
+#: Where the log is, unless a configuration says otherwise.
+DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="langgraph")
+
+
+class AsyncBufferedSaver(BaseCheckpointSaver[str]):
+    """LangGraph's checkpoints, acknowledged by the log and moved into Postgres many at a time.
+
+    In place of ``AsyncPostgresSaver``, on the same tables. Make one with `from_conn_string`, or with `open`, and then
+    close it with `aclose`. The blocking methods may be called from any thread but that of its event loop.
+    """
+
+    def __init__(self, engine: CheckpointEngine, *, serde: SerializerProtocol | None = None) -> None:
+        super().__init__(serde=serde)
+        #: What works with log and store. The clones that `with_allowlist` makes share it.
+        self.engine = engine
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def open(
+        cls,
+        store: CheckpointStore,
+        *,
+        nats: Nats = "nats://127.0.0.1:4222",
+        config: BufferConfig | None = None,
+        serde: SerializerProtocol | None = None,
+        consistency: Consistency = Consistency.READ_YOUR_WRITES,
+        new_threads: NewThreads = "ask",
+        on_conflict: OnConflict = "allow",
+        cache_bytes: int = 64 << 20,
+    ) -> Self:
+        """Connect, create what is missing, check what is there, and begin to flush.
+
+        `store`: a PostgresCheckpointStore or MemoryCheckpointStore, opened and closed with the saver. `nats`: where the
+        log is; a `bufstore.memory.MemoryNats` for tests without a server. `config` names the log (by default stream
+        LANGGRAPH). `cache_bytes`: how much of what was read is remembered, to read on while Postgres is away.
+        `new_threads`: what a thread is taken for of which the log shows nothing while Postgres is away: "ask" raises
+        StoreUnavailable, "assume" takes it for a new one. `on_conflict`: whether two workers may write to a thread at
+        once, as with LangGraph's own saver, or "reject" raises ConcurrentWriter in the one that comes second.
+
+        Raises what `bufstore.BufferedThreadStore.open` raises.
+        """
+        engine = CheckpointEngine(
+            store,
+            nats,
+            config or BufferConfig(log=DEFAULT_LOG),
+            consistency=consistency,
+            new_threads=new_threads,
+            on_conflict=on_conflict,
+            cache_bytes=cache_bytes,
+        )
+        await engine.open()
+        return cls(engine, serde=serde)
+
+    @classmethod
+    @asynccontextmanager
+    async def from_conn_string(
+        cls,
+        conn_string: str,
+        nats: Nats = "nats://127.0.0.1:4222",
+        *,
+        schema: str = "public",
+        buffer_schema: str = "bufstore_langgraph",
+        pool_size: int = 16,
+        config: BufferConfig | None = None,
+        serde: SerializerProtocol | None = None,
+        consistency: Consistency = Consistency.READ_YOUR_WRITES,
+        new_threads: NewThreads = "ask",
+        on_conflict: OnConflict = "allow",
+        cache_bytes: int = 64 << 20,
+    ) -> AsyncIterator[Self]:
+        """A saver on LangGraph's tables in `schema`, for the block; what is acknowledged is flushed at its end.
+
+        `conn_string`: Postgres, as a URL or key=value. `buffer_schema`: where the buffer keeps its own tables. For the
+        other arguments and the errors see `open`.
+        """
+        store = PostgresCheckpointStore(conn_string, schema=schema, buffer_schema=buffer_schema, pool_size=pool_size)
+        saver = await cls.open(
+            store,
+            nats=nats,
+            config=config,
+            serde=serde,
+            consistency=consistency,
+            new_threads=new_threads,
+            on_conflict=on_conflict,
+            cache_bytes=cache_bytes,
+        )
+        try:
+            yield saver
+        finally:
+            await saver.aclose()
+
+    async def setup(self) -> None:
+        """Nothing: `open` has made sure that the tables are there. LangGraph's own saver needs this call."""
+
+    async def aclose(self) -> None:
+        """Finish the writes on their way, flush what this process still can, stop, and release everything."""
+        await self.engine.aclose()
+
+    async def force_flush(self, thread_id: str | None = None, *, timeout_s: float | None = None) -> None:
+        """Return once everything (of the thread) that is acknowledged now is in Postgres. Raises FlushTimeout."""
+        if thread_id is None:
+            await self.engine.buffer.force_flush_all(timeout_s=timeout_s)
+        else:
+            await self.engine.buffer.force_flush(thread_id, timeout_s=timeout_s)
+
+    # --- one checkpoint ---------------------------------------------------------------------------------------
+
+    async def aput(
+        self,
+        config: RunnableConfig,
+        checkpoint: Checkpoint,
+        metadata: CheckpointMetadata,
+        new_versions: ChannelVersions,
+    ) -> RunnableConfig:
+        """Save a checkpoint, and the values of the channels in `new_versions`. Returns once the log has it.
+
+        Raises InvalidRecord and InvalidId for what Postgres could not hold, and what `CheckpointEngine.append` raises.
+        """
+        thread_id, put = put_of(self.serde, config, checkpoint, metadata, new_versions)
+        await self.engine.append(thread_id, put)
+        row = put.checkpoint
+        return {"configurable": {"thread_id": thread_id, "checkpoint_ns": row.ns, "checkpoint_id": row.id}}
+
+    async def aput_writes(
+        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
+    ) -> None:
+        """Save what a task has written on top of a checkpoint, which need not be there yet. Raises like `aput`."""
+        thread_id, operation = writes_of(self.serde, config, writes, task_id, task_path)
+        if operation.rows:
+            await self.engine.append(thread_id, operation)
+
+    async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
+        """The checkpoint that the config names, or the newest one of its namespace; None if there is none.
+
+        With everything that was acknowledged before the call. Raises ReadNotFresh, StoreUnavailable when only Postgres
+        could tell, ThreadQuarantined.
+        """
+        thread_id, ns, checkpoint_id = place(config)
+        found = await self.engine.checkpoint(thread_id, ns, checkpoint_id)
+        if found is None:
+            return None
+        tables, row = found
+        return tuple_of(self.serde, self.get_next_version, thread_id, tables, row)
+
+    # --- many checkpoints -------------------------------------------------------------------------------------
+
+    async def alist(
+        self,
+        config: RunnableConfig | None,
+        *,
+        filter: dict[str, Any] | None = None,
+        before: RunnableConfig | None = None,
+        limit: int | None = None,
+    ) -> AsyncIterator[CheckpointTuple]:
+        """Checkpoints, newest first, once what is acknowledged now is flushed. They are read a page at a time.
+
+        Raises FlushTimeout, StoreUnavailable, LogUnavailable.
+        """
+        query = Query(
+            metadata=json_of(filter, "the filter") if filter else None,
+            before=place(before)[2] if before is not None else None,
+        )
+        if config is not None:
+            thread_id, _, checkpoint_id = place(config)
+            query = Query(
+                thread_id=thread_id,
+                ns=config["configurable"].get("checkpoint_ns"),
+                checkpoint_id=checkpoint_id,
+                metadata=query.metadata,
+                before=query.before,
+            )
+        async for thread_id, tables in self.engine.pages(query, limit):
+            (row,) = tables.checkpoints.values()
+            yield tuple_of(self.serde, self.get_next_version, thread_id, tables, row)
+
+    async def adelete_thread(self, thread_id: str) -> None:
+        """Delete all of a thread's checkpoints and writes. Raises like `aput`."""
+        await self.engine.delete(str(thread_id))
+
+    async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
+        """Delete the checkpoints that these runs have saved, in any thread, and their writes.
+
+        Raises like `alist` and `aput`.
+        """
+        await self.engine.delete_for_runs(list(run_ids))
+
+    async def acopy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
+        """Copy all of a thread's checkpoints and their writes. Raises like `alist` and `aput`."""
+        await self.engine.copy(str(source_thread_id), str(target_thread_id))
+
+    async def aprune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
+        """Delete the threads ("delete"), or all but the newest checkpoint of each namespace ("keep_latest").
+
+        Raises NotImplementedError, before anything is deleted, for "keep_latest" on a thread with a DeltaChannel,
+        whose value stands in earlier checkpoints; and like `alist` and `aput`.
+        """
+        if isinstance(thread_ids, str):
+            raise TypeError("thread_ids is a sequence of ids, not a str")
+        if strategy not in ("keep_latest", "delete"):
+            raise ValueError(f"unknown strategy {strategy!r}")
+        if strategy == "delete":
+            for thread_id in thread_ids:
+                await self.engine.delete(str(thread_id))
+            return
+        delta = [t for t in thread_ids if any(o.delta for o in await self.engine.outlines(str(t)))]
+        if delta:
+            raise NotImplementedError(f"threads with a DeltaChannel cannot be pruned: {', '.join(delta)}")
+        for thread_id in thread_ids:
+            await self.engine.prune(str(thread_id))
+
+    async def aget_delta_channel_history(
+        self, *, config: RunnableConfig, channels: Sequence[str]
+    ) -> Mapping[str, DeltaChannelHistory]:
+        """What the ancestors of a checkpoint have written to these channels, back to where a value is stored."""
+        return await super().aget_delta_channel_history(config=config, channels=channels)
+
+    # --- the same, blocking -----------------------------------------------------------------------------------
+
+    def put(
+        self,
+        config: RunnableConfig,
+        checkpoint: Checkpoint,
+        metadata: CheckpointMetadata,
+        new_versions: ChannelVersions,
+    ) -> RunnableConfig:
+        """See `aput`."""
+        return self._wait(self.aput(config, checkpoint, metadata, new_versions))
+
+    def put_writes(
+        self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
+    ) -> None:
+        """See `aput_writes`."""
+        self._wait(self.aput_writes(config, writes, task_id, task_path))
+
+    def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
+        """See `aget_tuple`."""
+        return self._wait(self.aget_tuple(config))
+
+    def list(
+        self,
+        config: RunnableConfig | None,
+        *,
+        filter: dict[str, Any] | None = None,
+        before: RunnableConfig | None = None,
+        limit: int | None = None,
+    ) -> Iterator[CheckpointTuple]:
+        """See `alist`."""
+        found = self.alist(config, filter=filter, before=before, limit=limit)
+        while (item := self._wait(anext(found, None))) is not None:
+            yield item
+
+    def delete_thread(self, thread_id: str) -> None:
+        """See `adelete_thread`."""
+        self._wait(self.adelete_thread(thread_id))
+
+    def delete_for_runs(self, run_ids: Sequence[str]) -> None:
+        """See `adelete_for_runs`."""
+        self._wait(self.adelete_for_runs(run_ids))
+
+    def copy_thread(self, source_thread_id: str, target_thread_id: str) -> None:
+        """See `acopy_thread`."""
+        self._wait(self.acopy_thread(source_thread_id, target_thread_id))
+
+    def prune(self, thread_ids: Sequence[str], *, strategy: str = "keep_latest") -> None:
+        """See `aprune`."""
+        self._wait(self.aprune(thread_ids, strategy=strategy))
+
+    def get_delta_channel_history(
+        self, *, config: RunnableConfig, channels: Sequence[str]
+    ) -> Mapping[str, DeltaChannelHistory]:
+        """See `aget_delta_channel_history`."""
+        return self._wait(self.aget_delta_channel_history(config=config, channels=channels))
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            running: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
+        except RuntimeError:
+            running = None
+        if running is self._loop:
+            work.close()
+            raise ConfigError("a blocking call on the saver's own event loop would wait for itself: use the async one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def get_next_version(self, current: str | None, channel: None) -> str:
+        """A version behind `current`, in the form that LangGraph's saver for Postgres gives it."""
+        number = current if isinstance(current, int) else int(current.partition(".")[0]) if current is not None else 0
+        return f"{number + 1:032}.{random.random():016}"  # noqa: S311

@@ -1,0 +1,179 @@
+"""LangGraph's objects as rows, and rows as LangGraph's objects: byte for byte what its own saver for Postgres does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import (
+    WRITES_IDX_MAP,
+    ChannelVersions,
+    Checkpoint,
+    CheckpointMetadata,
+    CheckpointTuple,
+    get_serializable_checkpoint_metadata,
+)
+from langgraph.checkpoint.serde.base import SerializerProtocol
+from langgraph.checkpoint.serde.types import _DeltaSnapshot
+
+from bufstore.errors import InvalidId, InvalidRecord
+from bufstore.langgraph.model import TASKS, BlobRow, CheckpointRow, Put, Tables, WriteRow, Writes, takes_sends
+from bufstore.langgraph.payload import holds_nul
+from bufstore.types import check_id
+
+#: An index entry of Postgres holds 2704 bytes at most; all of a row's key is in one.
+_KEY_BYTES = 2600
+
+
+def place(config: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    """The thread, namespace and checkpoint that a config names. Raises InvalidId."""
+    configurable = config["configurable"]
+    thread_id = check_id(str(configurable["thread_id"]), "thread_id")
+    ns = configurable.get("checkpoint_ns") or ""
+    checkpoint_id = configurable.get("checkpoint_id") or None
+    return thread_id, ns, checkpoint_id
+
+
+def put_of(
+    serde: SerializerProtocol,
+    config: RunnableConfig,
+    checkpoint: Checkpoint,
+    metadata: CheckpointMetadata,
+    new_versions: ChannelVersions,
+) -> tuple[str, Put]:
+    """The thread and the rows of a checkpoint; afterwards the caller may change its objects.
+
+    None, str, int, float and bool stand in the checkpoint's row, other values in blobs. Raises InvalidId,
+    InvalidRecord (what Postgres would refuse), and what the serializer raises.
+    """
+    thread_id, ns, parent = place(config)
+    inline: dict[str, Any] = {}
+    blobs: list[BlobRow] = []
+    empty: list[tuple[str, str]] = []
+    for channel, value in checkpoint["channel_values"].items():
+        if value is None or isinstance(value, (str, int, float, bool)):
+            inline[channel] = value
+        else:
+            if isinstance(value, _DeltaSnapshot):
+                inline[channel] = True
+            if channel in new_versions:
+                blobs.append(BlobRow(ns, channel, str(new_versions[channel]), *serde.dumps_typed(value)))
+    carried = {blob.channel for blob in blobs}
+    empty = [(channel, str(version)) for channel, version in new_versions.items() if channel not in carried]
+    row = CheckpointRow(
+        ns,
+        checkpoint["id"],
+        parent,
+        _json({**checkpoint, "channel_values": inline}, "the checkpoint"),
+        _json(get_serializable_checkpoint_metadata(config, metadata), "its metadata"),
+    )
+    _check_key(thread_id, ns, row.id)
+    for channel, version in new_versions.items():
+        _check_key(thread_id, ns, channel, str(version))
+    return thread_id, Put(row, blobs, empty)
+
+
+def writes_of(
+    serde: SerializerProtocol,
+    config: RunnableConfig,
+    writes: Sequence[tuple[str, Any]],
+    task_id: str,
+    task_path: str,
+) -> tuple[str, Writes]:
+    """The thread and the rows of what a task has written. Raises like `put_of`."""
+    thread_id, ns, checkpoint_id = place(config)
+    if checkpoint_id is None:
+        raise InvalidId("writes need the id of a checkpoint")
+    _check_key(thread_id, ns, checkpoint_id, task_id)
+    rows = []
+    for i, (channel, value) in enumerate(writes):
+        _check_text(channel)
+        rows.append(
+            WriteRow(
+                ns,
+                checkpoint_id,
+                task_id,
+                WRITES_IDX_MAP.get(channel, i),
+                channel,
+                *serde.dumps_typed(value),
+                task_path,
+            )
+        )
+    _check_text(task_path)
+    return thread_id, Writes(rows, all(channel in WRITES_IDX_MAP for channel, _ in writes))
+
+
+def tuple_of(
+    serde: SerializerProtocol, next_version: Any, thread_id: str, tables: Tables, row: CheckpointRow
+) -> CheckpointTuple:
+    """What LangGraph reads: the checkpoint of a row, with the values and writes that `tables` has for it.
+
+    `next_version`: the saver's `get_next_version`.
+    """
+    checkpoint = json.loads(row.checkpoint)
+    versions: dict[str, Any] = checkpoint.get("channel_versions") or {}
+    values: dict[str, Any] = dict(checkpoint.get("channel_values") or {})
+    for channel, version in versions.items():
+        blob = tables.blobs.get((row.ns, channel, str(version)))
+        if blob is not None and blob.type != "empty":
+            values[channel] = serde.loads_typed((blob.type, blob.blob or b""))
+    if takes_sends(row) and row.parent is not None:
+        sends = [w for w in tables.writes_of(row.ns, row.parent) if w.channel == TASKS]
+        if sends:
+            values[TASKS] = [serde.loads_typed((w.type, w.blob)) for w in sends]
+            versions[TASKS] = max(versions.values()) if versions else next_version(None, None)
+    return CheckpointTuple(
+        config_of(thread_id, row.ns, row.id),
+        {**checkpoint, "channel_values": values},  # type: ignore[typeddict-item]
+        json.loads(row.metadata),
+        config_of(thread_id, row.ns, row.parent) if row.parent else None,
+        [(w.task_id, w.channel, serde.loads_typed((w.type, w.blob))) for w in tables.writes_of(row.ns, row.id)],
+    )
+
+
+def config_of(thread_id: str, ns: str, checkpoint_id: str) -> RunnableConfig:
+    """The config that names a checkpoint."""
+    return {"configurable": {"thread_id": thread_id, "checkpoint_ns": ns, "checkpoint_id": checkpoint_id}}
+
+
+def json_of(value: Any, what: str) -> bytes:
+    """JSON as a jsonb column takes it. Raises InvalidRecord."""
+    return _json(value, what)
+
+
+def _json(value: Any, what: str) -> bytes:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRecord(f"{what} has a lone surrogate, which Postgres cannot hold") from None
+    except (TypeError, ValueError, RecursionError) as e:
+        raise InvalidRecord(f"{what} cannot be written as JSON: {e}") from e
+    if holds_nul(text):
+        raise InvalidRecord(f"{what} has a NUL character, which Postgres cannot hold")
+    return text
+
+
+def _check_key(*parts: str) -> None:
+    """Raise InvalidId for parts of a row's key that Postgres would refuse."""
+    size = 0
+    for part in parts:
+        _check_text(part)
+        size += len(part) if part.isascii() else len(part.encode())
+    if size > _KEY_BYTES:
+        raise InvalidId(
+            f"thread id, namespace and the rest of a row's key have {size} bytes, the limit is {_KEY_BYTES}"
+        )
+
+
+def _check_text(text: str) -> None:
+    if type(text) is not str:
+        raise InvalidId(f"a text of a row's key must be a str, not {type(text).__name__}")
+    if "\0" in text:
+        raise InvalidId(f"{text!r} has a NUL character")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidId(f"{text!r} has a lone surrogate") from None

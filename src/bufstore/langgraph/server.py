@@ -1,0 +1,47 @@
+"""The saver as LangGraph's server opens it: ``"checkpointer": {"path": "bufstore.langgraph.server:checkpointer"}``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from bufstore.config import BufferConfig
+from bufstore.errors import ConfigError
+from bufstore.langgraph.saver import DEFAULT_LOG, AsyncBufferedSaver
+
+__all__ = ["checkpointer"]
+
+#: The settings that may be given, with what they are otherwise.
+_DEFAULTS = {
+    "BUFSTORE_NATS": "nats://127.0.0.1:4222",
+    "BUFSTORE_LANGGRAPH_SCHEMA": "public",
+    "BUFSTORE_LANGGRAPH_BUFFER_SCHEMA": "bufstore_langgraph",
+    "BUFSTORE_LANGGRAPH_STREAM": DEFAULT_LOG.stream,
+    "BUFSTORE_LANGGRAPH_BUCKET": DEFAULT_LOG.bucket,
+    "BUFSTORE_LANGGRAPH_SUBJECT": DEFAULT_LOG.subject,
+}
+
+
+@asynccontextmanager
+async def checkpointer() -> AsyncIterator[AsyncBufferedSaver]:
+    """A saver for the life of the server, from the environment: see docs/LANGGRAPH.md.
+
+    Raises ConfigError without BUFSTORE_POSTGRES, and what `AsyncBufferedSaver.open` raises.
+    """
+    postgres = os.environ.get("BUFSTORE_POSTGRES")
+    if not postgres:
+        raise ConfigError("BUFSTORE_POSTGRES is not set: give the database of LangGraph's tables")
+    nats, schema, buffer_schema, stream, bucket, subject = (
+        os.environ.get(name) or default for name, default in _DEFAULTS.items()
+    )
+    log = replace(DEFAULT_LOG, stream=stream, bucket=bucket, subject=subject)
+    async with AsyncBufferedSaver.from_conn_string(
+        postgres,
+        [url.strip() for url in nats.split(",")],
+        schema=schema,
+        buffer_schema=buffer_schema,
+        config=BufferConfig(log=log),
+    ) as saver:
+        yield saver

@@ -1,0 +1,111 @@
+"""An event loop in a thread of its own, for code that has none: each call runs there and waits for its end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future
+from typing import Any, TypeVar
+
+from bufstore.errors import CallTimeout, Closed, ConfigError
+
+R = TypeVar("R")
+
+
+class LoopThread:
+    """A store on an event loop of a thread of its own.
+
+    `open_store` makes the store, on the loop; its errors pass through. `call_timeout_s` bounds every call beyond the
+    store's own times: CallTimeout. After `close`, and from a call that `close` has overtaken: Closed. A call from the
+    loop's own thread would wait for itself: ConfigError.
+    """
+
+    def __init__(self, open_store: Callable[[], Awaitable[Any]], *, call_timeout_s: float) -> None:
+        if call_timeout_s <= 0:
+            raise ConfigError(f"{type(self).__name__}.call_timeout_s must be positive")
+        self._timeout_s = call_timeout_s
+        self._lock = threading.Lock()
+        self._pending: set[Future[Any]] = set()
+        self._closing = False
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Not waited for by an interpreter that ends without `close`: what was acknowledged is in the log.
+        self._thread = threading.Thread(target=self._serve, name="bufstore-blocking", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        try:
+            self._store = self._call(open_store, self._timeout_s)
+        except BaseException:
+            self._stop()
+            raise
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._store!r})"
+
+    def close(self) -> None:
+        """Close the store (it drains what it can, within its own times) and end the thread. Idempotent."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        try:
+            self._call(self._store.aclose, self._timeout_s, closing=True)
+        finally:
+            self._stop()
+
+    def _serve(self) -> None:
+        loop = self._loop = asyncio.new_event_loop()
+        try:
+            loop.call_soon(self._started.set)
+            loop.run_forever()
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            if tasks:
+                loop.run_until_complete(asyncio.wait(tasks, timeout=5))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            loop.close()
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._closing = True
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(self._timeout_s)
+        with self._lock:
+            left, self._pending = self._pending, set()
+        for future in left:  # scheduled too late to begin
+            future.cancel()
+
+    def _call(self, work: Callable[[], Awaitable[R]], timeout_s: float | None, *, closing: bool = False) -> R:
+        if threading.current_thread() is self._thread:
+            raise ConfigError("a blocking store cannot be called from its own loop")
+        assert self._loop is not None
+        begun = _begin(work)
+        with self._lock:
+            if self._closing is not closing:
+                begun.close()
+                raise Closed("the store is closed")
+            future = asyncio.run_coroutine_threadsafe(begun, self._loop)
+            self._pending.add(future)
+        try:
+            return future.result(timeout_s)
+        except CancelledError:
+            raise Closed("the store was closed before the call ended; a write may or may not be stored") from None
+        except TimeoutError:
+            if future.done() and not future.cancelled():
+                raise  # the store's own
+            raise CallTimeout(
+                f"the call did not end within {timeout_s:g} s; a write may or may not be stored"
+            ) from None
+        finally:
+            future.cancel()  # when the caller gives up (or is interrupted) so does the call
+            with self._lock:
+                self._pending.discard(future)
+
+
+async def _begin(work: Callable[[], Awaitable[R]]) -> R:
+    # Called here and not by the caller: what needs a running loop finds one.
+    return await work()

@@ -1,0 +1,89 @@
+"""A session of the OpenAI Agents SDK whose items are a thread of a `BufferedThreadStore`.
+
+    session = BufferedSession("conversation-1", store)
+    await Runner.run(agent, "Where is my bag?", session=session)
+
+Any number of processes may use one session at once. Needs the extra ``bufstore[openai-agents]``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bufstore.errors import AlreadyExists, NotFound, OutcomeUnknown
+from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.model import Run, RunStatus
+from bufstore.types import check_id
+
+if TYPE_CHECKING:
+    from agents.items import TResponseInputItem
+    from agents.memory import SessionSettings
+
+__all__ = ["BufferedSession"]
+
+
+class BufferedSession:
+    """The SDK's `Session` on a thread of a store, with the store's guarantees and errors.
+
+    Each item is a message with an id of its own: the SDK's items have none, or one that repeats.
+    """
+
+    def __init__(
+        self, session_id: str, store: BufferedThreadStore, *, session_settings: SessionSettings | None = None
+    ) -> None:
+        """`session_id`: also the thread's id. `session_settings`: the SDK's own."""
+        self.session_id = check_id(session_id, "session_id")
+        self.session_settings = session_settings
+        self._store = store
+
+    async def get_items(self, limit: int | None = None) -> list[TResponseInputItem]:
+        """The items, oldest first; with `limit` the last ones."""
+        if limit is None and self.session_settings is not None:
+            limit = self.session_settings.limit
+        items: list[Any] = [message["item"] for message in await self._messages()]
+        return items if limit is None else items[-limit:] if limit > 0 else []
+
+    async def add_items(self, items: list[TResponseInputItem]) -> None:
+        """Append the items, all of them or none. What is unknown after a lost answer is found out."""
+        if not items:
+            return
+        messages = _messages_of(items)
+        try:
+            await self._store.append_messages(self.session_id, messages)
+        except OutcomeUnknown:
+            try:
+                await self._store.append_messages(self.session_id, messages)
+            except AlreadyExists:
+                return
+
+    async def pop_item(self) -> TResponseInputItem | None:
+        """Remove the last item and return it; None if there is none. No item is returned to two callers."""
+        while messages := await self._messages():
+            try:
+                await self._store.delete_messages(self.session_id, [messages[-1]["id"]])
+            except NotFound:
+                continue  # another caller was faster
+            item: TResponseInputItem = messages[-1]["item"]
+            return item
+        return None
+
+    async def replace_items(self, items: Sequence[TResponseInputItem]) -> None:
+        """Make `items` the whole list, in one entry: after a compaction, say."""
+        run = Run(run_id=f"{self.session_id}/replaced", thread_id=self.session_id, status=RunStatus.DONE)
+        await self._store.checkpoint(self.session_id, _messages_of(items), run)
+
+    async def clear_session(self) -> None:
+        """Delete all items."""
+        try:
+            await self._store.delete_thread(self.session_id)
+        except NotFound:
+            return
+
+    async def _messages(self) -> list[Any]:
+        return await self._store.load_messages(self.session_id) or []
+
+
+def _messages_of(items: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"id": secrets.token_hex(8), "item": item} for item in items]

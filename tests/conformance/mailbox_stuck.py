@@ -1,0 +1,341 @@
+"""What is accepted is done, on every `MailboxStore`: the ways in which a thread with work once was left to nobody.
+
+Each check takes a list of at least two stores, instances of one deployment. Their sweepers find nothing that no signal
+tells of, unless a check takes the signal away itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from bufstore.errors import StaleClaim
+from bufstore.mailbox.memory import MemoryBackend
+from bufstore.mailbox.model import Dispatch, Status
+from bufstore.mailbox.nats import NatsBackend
+from bufstore.mailbox.postgres import PostgresBackend
+from bufstore.mailbox.store import MailboxStore
+from bufstore.mailbox.sweeper import Sweeper
+from bufstore.mailbox.worker import Worker
+from bufstore.testing.basics import Check, fresh, raises, registrar
+from conformance.mailbox_queue import Stores, claimed
+from conformance.mailbox_together import _signal
+
+CHECKS: list[Check] = []
+_check = registrar(CHECKS)
+
+
+async def _until(check: Callable[[], Awaitable[bool]], stores: Stores, timeout_s: float = 30.0) -> None:
+    """Sweep until it is so."""
+    sweepers = [Sweeper(store) for store in stores]
+    async with asyncio.timeout(timeout_s):
+        while not await check():
+            for sweeper in sweepers:
+                await sweeper.sweep()
+            await asyncio.sleep(0.02)
+
+
+def _resignalled(stores: Stores) -> int:
+    return sum(store.statistics().counts.get("resignalled", 0) for store in stores)
+
+
+async def _drop_signal(store: MailboxStore, thread_id: str) -> None:
+    """Whatever was wrong: the thread's signal is answered, and nobody has looked."""
+    signal, backend = await _signal(store, thread_id), store.backend
+    assert signal is not None
+    if isinstance(backend, NatsBackend):
+        keys = backend._keys
+        await backend._purge(keys.signal(thread_id).subject, signal._seq)  # type: ignore[attr-defined]
+    elif isinstance(backend, PostgresBackend):
+        async with backend._pool.lend(5) as connection:
+            table = f'"{backend._schema}".mailbox_threads'
+            await connection.execute(f"UPDATE {table} SET wake_at = NULL WHERE thread_id = %s", (thread_id,))
+    else:
+        assert isinstance(backend, MemoryBackend)
+        del backend.shared.wakes[thread_id]
+
+
+@_check()
+async def a_signal_that_is_acked_too_early_comes_again(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id = fresh()
+    await a.enqueue(thread_id)
+    signal = await _signal(a, thread_id)
+    assert signal is not None
+    assert await signal.ack()
+    again = await _signal(b, thread_id)
+    assert again is not None
+    claim = await claimed(b, thread_id)
+    # Its holder looks after the rest; and whoever else has the signal keeps it.
+    assert not await again.ack()
+    await b.ack(claim)
+    assert await again.ack()
+    assert await _signal(a, thread_id, 0.3) is None
+    assert _resignalled(stores) == 0
+
+
+@_check()
+async def two_that_become_due_in_one_slot_are_both_signalled(stores: Stores) -> None:
+    a, b = stores[:2]
+    for hand_back in (False, True):
+        thread_id, t = fresh(), int(a.backend.now_ms())
+        done: list[bytes] = []
+        late, early = t + 1500, t + 500
+        if hand_back:
+            for payload in (b"late", b"early"):
+                await a.enqueue(thread_id, payload, now_ms=t)
+            first, second = await claimed(a, thread_id, now_ms=t), None
+            await a.nack(first, retry_at_ms=late, now_ms=t)
+            second = await claimed(a, thread_id, now_ms=t)
+            await a.nack(second, retry_at_ms=early, now_ms=t)
+        else:
+            await a.enqueue(thread_id, b"late", available_at_ms=late, now_ms=t)
+            await a.enqueue(thread_id, b"early", available_at_ms=early, now_ms=t)
+
+        async def handle(d: Dispatch, thread_id: str = thread_id, done: list[bytes] = done) -> None:
+            if d.thread_id == thread_id:
+                done.append(d.payload)
+
+        async def both(done: list[bytes] = done) -> bool:
+            return sorted(done) == [b"early", b"late"]
+
+        async with Worker(b, "w", handle):
+            await _until(both, stores)
+    assert _resignalled(stores) == 0
+
+
+@_check()
+async def acks_of_signals_and_delayed_enqueues_at_once_leave_none_unsignalled(stores: Stores) -> None:
+    a, b = stores[:2]
+    t = int(a.backend.now_ms())
+    threads = [fresh() for _ in range(40)]
+    for thread_id in threads:
+        await a.enqueue(thread_id, now_ms=t)
+    signals = []
+    while len(signals) < len(threads):
+        signals += [s for s in await b.pull_signals(timeout_s=5) if s.thread_id in threads]
+    for thread_id in threads:
+        await a.ack(await claimed(a, thread_id))
+    due = t + 40_000
+    await asyncio.gather(
+        *(call for s in signals for call in (a.enqueue(s.thread_id, available_at_ms=due, now_ms=t), s.ack()))
+    )
+    # By then nothing that the acks have left behind counts any more.
+    waiting = set(threads)
+    clocks = [(store, store.backend.now_ms) for store in stores]
+    try:
+        for store, real in clocks:
+            store.backend.now_ms = lambda real=real: real() + 120_000  # type: ignore[method-assign,misc]
+
+        async def all_signalled() -> bool:
+            waiting.difference_update(s.thread_id for s in await b.pull_signals(timeout_s=0.1))
+            return not waiting
+
+        await _until(all_signalled, stores)
+    finally:
+        for store, real in clocks:
+            store.backend.now_ms = real  # type: ignore[method-assign]
+
+
+@_check()
+async def a_worker_whose_clock_is_behind_the_sweepers_leaves_nothing(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, t, real = fresh(), int(a.backend.now_ms()), b.backend.now_ms
+    done = asyncio.Event()
+
+    async def handle(d: Dispatch) -> None:
+        if d.thread_id == thread_id:
+            done.set()
+
+    async def is_done() -> bool:
+        return done.is_set()
+
+    b.backend.now_ms = lambda: real() - 700  # type: ignore[method-assign]
+    try:
+        async with Worker(b, "behind", handle):
+            await a.enqueue(thread_id, available_at_ms=t + 300, now_ms=t)
+            await _until(is_done, [a])
+    finally:
+        b.backend.now_ms = real  # type: ignore[method-assign]
+    assert _resignalled(stores) == 0
+
+
+@_check()
+async def a_thread_that_is_freed_between_claim_and_look_is_not_left(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, done = fresh(), asyncio.Event()
+    await a.enqueue(thread_id)
+    await a.enqueue(thread_id)
+    claim = await claimed(a, thread_id, "a user without signals")
+    real, freed = b.claim, asyncio.Event()
+
+    async def handle(d: Dispatch) -> None:
+        if d.thread_id == thread_id:
+            done.set()
+
+    async def claim_then_free(wanted: str, *args: object) -> Dispatch | None:
+        got = await real(wanted, *args)  # type: ignore[arg-type]
+        if wanted == thread_id and not freed.is_set():
+            assert got is None
+            await a.ack(claim)
+            freed.set()
+        return got
+
+    b.claim = claim_then_free  # type: ignore[method-assign,assignment]
+    try:
+        async with Worker(b, "w", handle), asyncio.timeout(15):
+            await done.wait()
+    finally:
+        b.claim = real  # type: ignore[method-assign]
+    assert _resignalled(stores) == 0
+
+
+@_check()
+async def what_no_signal_tells_of_is_found_by_position(stores: Stores) -> None:
+    a, b = stores[:2]
+    waiting, delayed, busy = ([fresh() for _ in range(3)] for _ in range(3))
+    t = int(a.backend.now_ms())
+    for thread_id in (*waiting, *busy):
+        await a.enqueue(thread_id)
+        await _drop_signal(b, thread_id)
+    for thread_id in busy:
+        await claimed(a, thread_id)
+    for thread_id in delayed:
+        await a.enqueue(thread_id, available_at_ms=t + 3600_000, now_ms=t)
+    before = _resignalled(stores)
+    found: set[str] = set()
+
+    async def all_found() -> bool:
+        found.update(s.thread_id for s in await b.pull_signals(timeout_s=0.1))
+        return set(waiting) <= found
+
+    await _until(all_found, stores)
+    assert not found & {*delayed, *busy}
+    assert _resignalled(stores) == before + len(waiting)
+
+
+@_check()
+async def people_may_wake_a_thread(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id = fresh()
+    await a.wake(thread_id)  # of which there is nothing
+    await a.enqueue(thread_id)
+    await _drop_signal(a, thread_id)
+    assert await _signal(b, thread_id, 0.3) is None
+    await b.wake(thread_id)
+    signal = await _signal(a, thread_id)
+    assert signal is not None
+    await a.ack(await claimed(a, thread_id))
+    assert await signal.ack()
+
+
+@_check()
+async def after_a_long_outage_all_leases_and_delays_are_found(stores: Stores) -> None:
+    a, b = stores[:2]
+    hours = 3 * 3600_000
+    t = int(a.backend.now_ms()) - hours
+    leased, delayed = [fresh() for _ in range(12)], [fresh() for _ in range(12)]
+    for thread_id in leased:
+        await a.enqueue(thread_id, now_ms=t)
+        await claimed(a, thread_id, lease_s=1, now_ms=t)
+    for thread_id in delayed:
+        await a.enqueue(thread_id, available_at_ms=t + 1000, now_ms=t)
+    waiting = set(delayed)
+
+    async def all_found() -> bool:
+        waiting.difference_update(s.thread_id for s in await b.pull_signals(timeout_s=0.05))
+        back = [d for t in leased for d in await a.list_dispatches(t, {Status.QUEUED}) if d.attempts == 1]
+        return not waiting and len(back) == len(leased)
+
+    await _until(all_found, stores)
+
+
+@_check()
+async def a_busy_thread_starves_no_other(stores: Stores) -> None:
+    a = stores[0]
+    busy, others = fresh(), [fresh() for _ in range(5)]
+    done: set[str] = set()
+    runs = 0
+
+    async def handle(d: Dispatch) -> None:
+        nonlocal runs
+        done.add(d.thread_id)
+        if d.thread_id == busy:
+            runs += 1
+            await a.enqueue(busy)
+
+    async def all_done() -> bool:
+        return set(others) <= done
+
+    worker = Worker(a, "w", handle)
+    worker._room = asyncio.Semaphore(1)
+    worker._config = type(a.config)(max_concurrent_handlers=1, signal_fetch_expires_s=0.1)
+    async with worker:
+        for thread_id in (busy, *others):
+            await a.enqueue(thread_id)
+        await _until(all_done, stores)
+        before = runs
+
+        async def goes_on() -> bool:
+            return runs > before
+
+        await _until(goes_on, stores)
+    assert _resignalled(stores) == 0
+
+
+@_check()
+async def an_interrupted_worker_stops_within_a_second(stores: Stores) -> None:
+    a, b = stores[:2]
+    for stop in ("interrupt", "supersede_claimed"):
+        thread_id, begun, ended = fresh(), asyncio.Event(), asyncio.Event()
+
+        async def handle(
+            d: Dispatch, thread_id: str = thread_id, begun: asyncio.Event = begun, ended: asyncio.Event = ended
+        ) -> None:
+            if d.thread_id == thread_id:
+                begun.set()
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    ended.set()
+
+        async with Worker(a, "w", handle), asyncio.timeout(20):
+            await b.enqueue(thread_id)
+            await begun.wait()
+            began = time.monotonic()
+            await getattr(b, stop)(thread_id)
+            await ended.wait()
+            # Half a second and a read; with room for a busy machine, and far from a third of the lease.
+            assert time.monotonic() - began < 5
+
+
+@_check()
+async def a_cancelled_claim_burns_no_attempt(stores: Stores) -> None:
+    a = stores[0]
+    threads = [fresh() for _ in range(20)]
+    for thread_id in threads:
+        await a.enqueue(thread_id, max_attempts=1)
+
+    async def cancelled(n: int, thread_id: str) -> None:
+        task = asyncio.create_task(a.claim(thread_id, "w"))
+        for _ in range(n):  # at another moment each
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        if not task.cancelled():
+            claim = task.result()
+            assert claim is not None
+            await a.ack(claim)
+
+    for n, thread_id in enumerate(threads):
+        await cancelled(n, thread_id)
+    for thread_id in threads:
+        (d,) = await a.list_dispatches(thread_id)
+        assert d.attempts == 0
+        assert d.status in (Status.QUEUED, Status.ACKED)
+        if d.status is Status.QUEUED:
+            claim = await claimed(a, thread_id)
+            await a.ack(claim)
+            with raises(StaleClaim):
+                await a.nack(claim)

@@ -1,0 +1,118 @@
+"""A session of the OpenAI Agents SDK on a buffered store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from agents import Agent, Model, ModelResponse, RunConfig, Runner, Usage
+from agents.memory import Session, SessionSettings
+from openai.types.responses import ResponseOutputMessage, ResponseOutputText
+
+from bufstore import BufferedThreadStore, MemoryThreadStore, OutcomeUnknown
+from bufstore.memory import MemoryNats
+from bufstore.openai_agents import BufferedSession
+from helpers import fresh
+
+Items = list[Any]
+
+
+@pytest.fixture(params=["memory", "servers"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[BufferedThreadStore]:
+    if request.param == "memory":
+        async with await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats()) as store:
+            yield store
+    else:
+        async with request.getfixturevalue("deployment").store() as store:
+            yield store
+
+
+@pytest.fixture
+def session(store: BufferedThreadStore) -> BufferedSession:
+    return BufferedSession(fresh("session"), store)
+
+
+def said(n: int) -> Any:
+    return {"role": "user", "content": f"item {n}"}
+
+
+class Echo(Model):
+    """Says how many items it was given."""
+
+    async def get_response(self, system_instructions: str | None, input: str | Items, *_: Any, **__: Any) -> Any:
+        text = ResponseOutputText(annotations=[], text=f"{len(input)} items", type="output_text")
+        message = ResponseOutputMessage(
+            id="__fake_id__", content=[text], role="assistant", status="completed", type="message"
+        )
+        return ModelResponse(output=[message], usage=Usage(), response_id=None)
+
+    def stream_response(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+async def test_a_run_remembers_the_runs_before_it(session: BufferedSession) -> None:
+    assert isinstance(session, Session)
+    agent, untraced = Agent(name="echo", model=Echo()), RunConfig(tracing_disabled=True)
+    answers = [(await Runner.run(agent, "hello", session=session, run_config=untraced)).final_output for _ in range(3)]
+    assert answers == ["1 items", "3 items", "5 items"]
+    assert len(await session.get_items()) == 6
+
+
+async def test_items_come_back_in_order_and_the_last_ones_with_a_limit(session: BufferedSession) -> None:
+    assert await session.get_items() == []
+    assert await session.pop_item() is None
+    await session.clear_session()
+    await session.add_items([])
+    await session.add_items([said(0), said(1)])
+    await session.add_items([said(2), said(2)])
+    assert await session.get_items() == [said(0), said(1), said(2), said(2)]
+    for limit, wanted in ((0, []), (1, [said(2)]), (3, [said(1), said(2), said(2)]), (9, await session.get_items())):
+        assert await session.get_items(limit) == wanted
+    few = BufferedSession(session.session_id, session._store, session_settings=SessionSettings(limit=1))
+    assert await few.get_items() == [said(2)]
+
+
+async def test_items_are_popped_replaced_and_cleared(session: BufferedSession) -> None:
+    await session.add_items([said(n) for n in range(3)])
+    assert await session.pop_item() == said(2)
+    await session.replace_items([said(7), said(8)])
+    await session.replace_items([said(9)])
+    assert await session.get_items() == [said(9)]
+    await session.clear_session()
+    assert await session.get_items() == []
+    await session.add_items([said(1)])
+    assert await session.get_items() == [said(1)]
+
+
+async def test_callers_at_once_lose_nothing_and_pop_each_item_once(session: BufferedSession) -> None:
+    other = BufferedSession(session.session_id, session._store)
+    await asyncio.gather(*((session, other)[n % 2].add_items([said(n), said(100 + n)]) for n in range(20)))
+    items: Items = await session.get_items()
+    texts = [item["content"] for item in items]
+    assert sorted(texts) == sorted(f"item {n}" for n in [*range(20), *range(100, 120)])
+    # What was added together stays together.
+    assert all(int(a[5:]) + 100 == int(b[5:]) for a, b in zip(texts[::2], texts[1::2], strict=True))
+    popped: Items = await asyncio.gather(*((session, other)[n % 2].pop_item() for n in range(41)))
+    assert sorted(item["content"] for item in popped if item is not None) == sorted(texts)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+async def test_a_lost_answer_adds_items_once(
+    session: BufferedSession, monkeypatch: pytest.MonkeyPatch, stored: bool
+) -> None:
+    append: Callable[..., Any] = session._store.append_messages
+    lost: list[str] = []
+
+    async def append_messages(thread_id: str, messages: Items) -> Any:
+        if lost:
+            return await append(thread_id, messages)
+        lost.append(thread_id)
+        if stored:
+            await append(thread_id, messages)
+        raise OutcomeUnknown(thread_id, "token")
+
+    monkeypatch.setattr(session._store, "append_messages", append_messages)
+    await session.add_items([said(1)])
+    assert await session.get_items() == [said(1)]

@@ -1,0 +1,91 @@
+"""A run lives through an outage of Postgres: its reads, too, do without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from langgraph.types import Command
+
+from bufstore import StoreUnavailable
+from bufstore.embedded import Servers
+from helpers import fresh, query
+from langgraph_graphs import assistant
+from langgraph_savers import Place, checkpoint, config
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[Servers]:
+    """Servers that these tests stop."""
+    with Servers() as running:
+        yield running
+
+
+@pytest.fixture
+def place(own: Servers) -> Iterator[Place]:
+    own.postgres.start()
+    yield Place(own)
+    own.postgres.start()
+
+
+async def test_postgres_goes_in_the_middle_of_a_run(own: Servers, place: Place) -> None:
+    """An old thread, which the log shows only in part: the subgraph reads in the outage what it never read before."""
+    thread_id = fresh()
+    async with place.plain() as plain:
+        await query(place.dsn, f"CREATE SCHEMA {place.schema}")
+        await plain.setup()
+        await assistant(plain).ainvoke({"said": ["user: first"]}, config(thread_id))
+        before = await assistant(plain).ainvoke(Command(resume="yes"), config(thread_id))
+
+    async def stop() -> None:
+        own.postgres.stop()
+
+    async with place.saver() as saver:
+        graph = assistant(saver, on_tool=stop)
+        after = await graph.ainvoke({"said": ["user: second"]}, config(thread_id))
+        assert "__interrupt__" in after
+        assert after["said"][: len(before["said"])] == before["said"]
+        # The next turn of the conversation, still without Postgres.
+        done = await assistant(saver).ainvoke(Command(resume="no"), config(thread_id))
+        assert done["approved"] == "no"
+        shown = (await saver.aget_tuple(config(thread_id))).checkpoint  # type: ignore[union-attr]
+        own.postgres.start()
+        await saver.force_flush()
+        assert (await saver.aget_tuple(config(thread_id))).checkpoint == shown  # type: ignore[union-attr]
+    async with place.plain() as plain:
+        assert (await plain.aget_tuple(config(thread_id))).checkpoint == shown  # type: ignore[union-attr]
+
+
+async def test_another_process_reads_a_thread_that_the_log_has_whole(own: Servers, place: Place) -> None:
+    thread_id = fresh()
+    async with place.saver(read_timeout_s=3.0) as one, place.saver(read_timeout_s=3.0) as other:
+        await assistant(one).ainvoke({"said": ["user: hello"]}, config(thread_id))
+        own.postgres.stop()
+        done = await assistant(other).ainvoke(Command(resume="yes"), config(thread_id))
+        assert done["approved"] == "yes"
+        assert (await assistant(one).aget_state(config(thread_id))).values["approved"] == "yes"
+        own.postgres.start()
+        await one.force_flush()
+
+
+async def test_only_postgres_can_tell_of_a_thread_that_nobody_here_has_read(own: Servers, place: Place) -> None:
+    thread_id = fresh()
+    put = checkpoint({"a": "1"}, {"a": [1]})
+    metadata: Any = {"source": "loop", "step": 0, "parents": {}}
+    async with (
+        place.saver(read_timeout_s=3.0) as careful,
+        place.saver(read_timeout_s=3.0, new_threads="assume") as bold,
+    ):
+        own.postgres.stop()
+        with pytest.raises(StoreUnavailable):
+            await careful.aget_tuple(config(thread_id))
+        with pytest.raises(StoreUnavailable):
+            await careful.aput(config(thread_id), put, metadata, {"a": "1"})
+        assert await bold.aget_tuple(config(thread_id)) is None
+        await bold.aput(config(thread_id), put, metadata, {"a": "1"})
+        for saver in (bold, careful):
+            assert (await saver.aget_tuple(config(thread_id))).checkpoint == put  # type: ignore[union-attr]
+        own.postgres.start()
+        await bold.force_flush()
+        assert (await careful.aget_tuple(config(thread_id))).checkpoint == put  # type: ignore[union-attr]

@@ -1,0 +1,297 @@
+"""What LangGraph's conformance suite does not ask: order, conflicts, wrong values, blocking calls, many callers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.checkpoint.serde.jsonplus import JsonPlusSerializer
+
+from bufstore import BufferConfig, ConfigError, Consistency, InvalidId, InvalidRecord, ThreadQuarantined
+from bufstore.buffer.operate.replay import Outcome
+from bufstore.embedded import Servers
+from bufstore.langgraph import AsyncBufferedSaver, BufferedSaver, ConcurrentWriter, MemoryCheckpointStore
+from bufstore.memory import MemoryNats
+from helpers import fresh, query
+from langgraph_graphs import assistant
+from langgraph_savers import Place, checkpoint, config
+
+META: Any = {"source": "loop", "step": 1, "parents": {}}
+
+
+@pytest.fixture(params=["memory", "servers"])
+def place(request: pytest.FixtureRequest) -> Place:
+    return Place(request.getfixturevalue("servers") if request.param == "servers" else None)
+
+
+@pytest.fixture(params=[0.0, 1.0], ids=["unflushed", "flushed"])
+async def saver(request: pytest.FixtureRequest, place: Place) -> AsyncIterator[AsyncBufferedSaver]:
+    async with place.saver(flush=request.param) as saver:
+        yield saver
+
+
+async def _put(saver: BaseCheckpointSaver[str], at: Any, values: dict[str, Any], **versions: Any) -> Any:
+    changed = versions or {channel: saver.get_next_version(None, None) for channel in values}
+    return await saver.aput(at, checkpoint(changed, values), META, changed)
+
+
+async def test_writes_come_before_their_checkpoint_and_in_their_order(saver: AsyncBufferedSaver) -> None:
+    thread_id, put = fresh(), checkpoint({}, {})
+    at = config(thread_id, put["id"])
+    await saver.aput_writes(at, [("a", 1), ("b", 2)], "task-2", "~2")
+    await saver.aput_writes(at, [("a", 3)], "task-1", "~3")
+    assert await saver.aget_tuple(config(thread_id)) is None
+    await saver.aput(config(thread_id), put, META, {})
+    await saver.aput_writes(at, [("c", 4)], "task-9", "~1")
+    found = await saver.aget_tuple(config(thread_id))
+    assert found is not None
+    assert found.pending_writes == [("task-9", "c", 4), ("task-2", "a", 1), ("task-2", "b", 2), ("task-1", "a", 3)]
+
+
+async def test_the_first_write_of_an_index_counts_and_the_last_of_a_special_channel(saver: AsyncBufferedSaver) -> None:
+    at = await _put(saver, config(fresh()), {})
+    for value in (1, 2):
+        await saver.aput_writes(at, [("a", value)], "task")
+        await saver.aput_writes(at, [("__interrupt__", value)], "task")
+        await saver.aput_writes(at, [("__error__", value), ("a", value)], "other")
+    await saver.aput_writes(at, [], "nothing")
+    found = await saver.aget_tuple(at)
+    assert found is not None
+    # In a call with other channels beside it, a special channel's first write counts, too.
+    assert sorted(found.pending_writes or ()) == [
+        ("other", "__error__", 1),
+        ("other", "a", 1),
+        ("task", "__interrupt__", 2),
+        ("task", "a", 1),
+    ]
+
+
+async def test_a_thread_is_deleted_and_begins_anew(saver: AsyncBufferedSaver) -> None:
+    thread_id = fresh()
+    await _put(saver, config(thread_id), {"a": [1], "b": [2]})
+    await saver.adelete_thread(thread_id)
+    assert await saver.aget_tuple(config(thread_id)) is None
+    await saver.adelete_thread(thread_id)
+    await _put(saver, config(thread_id), {"a": [3]})
+    await saver.force_flush()
+    (found,) = [item async for item in saver.alist(config(thread_id))]
+    assert found.checkpoint["channel_values"] == {"a": [3]}
+
+
+async def test_a_fork_finds_the_values_of_its_branch(saver: AsyncBufferedSaver) -> None:
+    thread_id = fresh()
+    one = await _put(saver, config(thread_id), {"a": [1], "b": [1]}, a="1", b="1")
+    await saver.aput(one, checkpoint({"a": "2", "b": "1"}, {"a": [2], "b": [1]}), META, {"a": "2"})
+    fork = await saver.aput(one, checkpoint({"a": "1", "b": "3"}, {"a": [1], "b": [3]}), META, {"b": "3"})
+    found = await saver.aget_tuple(fork)
+    assert found is not None
+    assert found.checkpoint["channel_values"] == {"a": [1], "b": [3]}
+    assert found.parent_config == one
+
+
+async def test_a_large_value_comes_back(saver: AsyncBufferedSaver) -> None:
+    at = await _put(saver, config(fresh()), {"a": [bytes(3 << 20)], "b": "x" * (1 << 20)})
+    found = await saver.aget_tuple(at)
+    assert found is not None
+    assert found.checkpoint["channel_values"] == {"a": [bytes(3 << 20)], "b": "x" * (1 << 20)}
+
+
+async def test_what_an_old_version_was_sent_stands_with_its_parent(saver: AsyncBufferedSaver) -> None:
+    thread_id = fresh()
+    old = {**checkpoint({"a": "1"}, {"a": [1]}), "v": 1}
+    parent = await saver.aput(config(thread_id), old, META, {"a": "1"})  # type: ignore[arg-type]
+    await saver.aput_writes(parent, [("__pregel_tasks", "sent")], "task")
+    child = {**checkpoint({"a": "2"}, {"a": [2]}), "v": 1}
+    at = await saver.aput(parent, child, META, {"a": "2"})  # type: ignore[arg-type]
+    found = await saver.aget_tuple(at)
+    assert found is not None
+    assert found.checkpoint["channel_values"] == {"a": [2], "__pregel_tasks": ["sent"]}
+    assert [item.checkpoint["channel_values"] async for item in saver.alist(config(thread_id))] == [
+        {"a": [2], "__pregel_tasks": ["sent"]},
+        {"a": [1]},
+    ]
+
+
+@pytest.mark.parametrize(
+    "value", ["a\0b", "\ud800", float("nan"), float("inf")], ids=["NUL", "surrogate", "NaN", "infinity"]
+)
+async def test_what_a_row_cannot_hold_is_refused_at_once(saver: AsyncBufferedSaver, value: Any) -> None:
+    thread_id = fresh()
+    with pytest.raises(InvalidRecord):
+        await _put(saver, config(thread_id), {"a": value})
+    with pytest.raises(InvalidRecord):
+        await saver.aput(config(thread_id), checkpoint({}, {}), {**META, "deep": [value]}, {})
+    for wrong in (f"{thread_id}\0", "x" * 1025, "\ud800"):
+        with pytest.raises(InvalidId):
+            await _put(saver, config(wrong), {})
+    with pytest.raises(InvalidId):
+        await _put(saver, config(thread_id, ns="n" * 2600), {})
+    assert await saver.aget_tuple(config(thread_id)) is None
+    if value != "\ud800":
+        at = await _put(saver, config(thread_id), {"a": [value]})
+        assert str((await saver.aget_tuple(at)).checkpoint["channel_values"]) == str({"a": [value]})  # type: ignore[union-attr]
+
+
+async def test_all_levels_show_what_they_promise(place: Place) -> None:
+    thread_id = fresh()
+    async with place.saver(flush=0.0) as writer:
+        await _put(writer, config(thread_id), {"a": [1]})
+        async with place.saver(flush=0.0, flusher=False, consistency=Consistency.EVENTUAL) as eventual:
+            assert await eventual.aget_tuple(config(thread_id)) is None
+            assert not [item async for item in eventual.alist(config(thread_id))]
+        async with place.saver(flush=0.0, flusher=False, consistency=Consistency.STRONG) as strong:
+            found = await strong.aget_tuple(config(thread_id))
+            assert found is not None
+            assert found.checkpoint["channel_values"] == {"a": [1]}
+
+
+async def test_poison_parks_its_thread_until_it_is_replayed(servers: Servers) -> None:
+    """A later checkpoint names what only the parked one carries: it must not go past it."""
+    place, bad, good = Place(servers), fresh(), fresh()
+    async with place.saver() as saver:
+        at = await saver.aput(config(bad), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.force_flush()
+        constraint = f"{place.schema}.checkpoint_blobs ADD CONSTRAINT no CHECK (version <> '2')"
+        await query(place.dsn, f"ALTER TABLE {constraint}")
+        at = await saver.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        await saver.aput_writes(at, [("a", 3)], "task")
+        await _put(saver, config(good), {"a": [1]})
+        await saver.force_flush()
+        assert await saver.aget_tuple(config(good)) is not None
+        with pytest.raises(ThreadQuarantined):
+            await saver.aget_tuple(config(bad))
+        with pytest.raises(ThreadQuarantined):
+            await saver.aput(at, checkpoint({"a": "2", "b": "3"}, {"a": [2], "b": [3]}), META, {"b": "3"})
+        quarantine = saver.engine.buffer.quarantine
+        parked = await quarantine.page(thread_id=bad)
+        assert len(parked) == 2
+        await query(place.dsn, f"ALTER TABLE {place.schema}.checkpoint_blobs DROP CONSTRAINT no")
+        outcomes = await quarantine.replay_thread(bad)
+        assert [r.outcome for r in outcomes] == [Outcome.APPLIED] * 2
+        found = await saver.aget_tuple(config(bad))
+        assert found is not None
+        assert found.checkpoint["channel_values"] == {"a": [2]}
+        assert found.pending_writes == [("task", "a", 3)]
+        await saver.aput(at, checkpoint({"a": "2", "b": "3"}, {"a": [2], "b": [3]}), META, {"b": "3"})
+        assert (await saver.aget_tuple(config(bad))).checkpoint["channel_values"] == {"a": [2], "b": [3]}  # type: ignore[union-attr]
+        assert (await saver.engine.buffer.verify()).ok
+
+
+async def test_two_workers_fork_a_thread_or_the_second_one_is_refused(place: Place) -> None:
+    thread_id = fresh()
+    async with place.saver() as one, place.saver(on_conflict="reject") as careful:
+        at = await _put(one, config(thread_id), {"a": [0]})
+        for saver in (one, careful):
+            assert await saver.aget_tuple(config(thread_id)) is not None
+        first = await _put(one, at, {"a": [1]})
+        with pytest.raises(ConcurrentWriter):
+            await _put(careful, at, {"a": [2]})
+        with pytest.raises(ConcurrentWriter):
+            await careful.aput_writes(at, [("a", 1)], "task")
+        found = await careful.aget_tuple(config(thread_id))
+        assert found is not None
+        assert found.config == first
+        # Its own writes, side by side, are no conflict.
+        await asyncio.gather(*(careful.aput_writes(first, [("a", n)], f"task {n}") for n in range(20)))
+        await _put(careful, first, {"a": [3]})
+        fork = await _put(one, at, {"a": [4]})
+        assert (await one.aget_tuple(config(thread_id))).config == fork  # type: ignore[union-attr]
+        assert len([item async for item in one.alist(config(thread_id))]) == 4
+    with pytest.raises(ConfigError, match="on_conflict"):
+        await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), on_conflict="maybe")  # type: ignore[arg-type]
+
+
+async def test_many_threads_of_two_instances_at_once(place: Place) -> None:
+    async with place.saver() as one, place.saver() as two:
+
+        async def run(thread_id: str) -> None:
+            at = config(thread_id)
+            for n in range(6):
+                saver = (one, two)[n % 2]
+                at = await _put(saver, at, {"a": [n]})
+                await saver.aput_writes(at, [("a", n)], "task")
+                shown = await (two, one)[n % 2].aget_tuple(config(thread_id))
+                assert shown is not None
+                assert (shown.config, shown.pending_writes) == (at, [("task", "a", n)])
+
+        threads = [fresh() for _ in range(20)]
+        await asyncio.gather(*map(run, threads))
+        await one.force_flush()
+        for thread_id in threads:
+            assert len([item async for item in two.alist(config(thread_id))]) == 6
+
+
+async def test_a_clone_for_other_classes_shares_log_and_store(place: Place) -> None:
+    async with place.saver(serde=JsonPlusSerializer(allowed_msgpack_modules=[])) as saver:
+        clone = saver.with_allowlist([("builtins", "complex")])
+        assert clone is not saver
+        at = await _put(clone, config(fresh()), {"a": [1]})
+        assert await saver.aget_tuple(at) == await clone.aget_tuple(at)
+
+
+async def test_blocking_calls_from_other_threads_than_the_loops(place: Place) -> None:
+    async with place.saver() as saver:
+
+        def work() -> list[Any]:
+            at = saver.put(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+            saver.put_writes(at, [("a", 1)], "task")
+            saver.copy_thread("t", "copy")
+            saver.delete_for_runs(["nobody"])
+            saver.prune(["t"])
+            assert saver.get_tuple(at) is not None
+            assert saver.get_delta_channel_history(config=at, channels=["a"]) == {"a": {"writes": []}}
+            saver.delete_thread("t")
+            return list(saver.list(None))
+
+        assert [item.config["configurable"]["thread_id"] for item in await asyncio.to_thread(work)] == ["copy"]
+        with pytest.raises(ConfigError, match="own event loop"):
+            saver.get_tuple(config("t"))
+
+
+def test_the_blocking_saver_runs_a_graph_in_the_main_thread(servers: Servers) -> None:
+    place = Place(servers)
+    with BufferedSaver.from_conn_string(
+        place.dsn, place.nats, schema=place.schema, buffer_schema=f"{place.schema}_b", config=_config(place)
+    ) as saver:
+        _use(saver)
+        threads = [threading.Thread(target=_use, args=[saver]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        saver.force_flush()
+        assert len({item.config["configurable"]["thread_id"] for item in saver.list(None)}) == 5
+
+
+async def test_the_blocking_saver_has_the_asynchronous_methods_too() -> None:
+    serde = JsonPlusSerializer(allowed_msgpack_modules=[])
+    saver = await asyncio.to_thread(BufferedSaver.open, MemoryCheckpointStore(), nats=MemoryNats(), serde=serde)
+    try:
+        thread_id = fresh()
+        assert "__interrupt__" in await assistant(saver).ainvoke({"said": ["hello"]}, config(thread_id))
+        await saver.acopy_thread(thread_id, "copy")
+        await saver.aprune(["copy"])
+        await saver.adelete_for_runs(["nobody"])
+        assert await saver.aget_tuple(config("copy")) is not None
+        assert [item async for item in saver.alist(config("copy", ns=""))]
+        await saver.adelete_thread("copy")
+        assert await saver.aget_tuple(config("copy")) is None
+        assert saver.with_allowlist([("builtins", "complex")]) is not saver
+    finally:
+        await asyncio.to_thread(saver.close)
+
+
+def _config(place: Place) -> BufferConfig:
+    return BufferConfig.fitting(place.log, flush_interval_s=0.02)
+
+
+def _use(saver: BufferedSaver) -> None:
+    at = saver.put(config(fresh()), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+    saver.put_writes(at, [("a", 2)], "task")
+    found = saver.get_tuple(at)
+    assert found is not None
+    assert found.pending_writes == [("task", "a", 2)]

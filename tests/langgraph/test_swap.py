@@ -1,0 +1,131 @@
+"""The same tables as LangGraph's own saver: either takes over what the other has written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.types import Command
+
+from bufstore import ConfigError
+from bufstore.embedded import Servers
+from helpers import fresh, query
+from langgraph_graphs import assistant
+from langgraph_savers import Place, checkpoint, config
+
+
+@pytest.fixture
+async def place(servers: Servers) -> Place:
+    """Tables that LangGraph's own saver has made."""
+    place = Place(servers)
+    await query(place.dsn, f"CREATE SCHEMA {place.schema}")
+    async with place.plain() as plain:
+        await plain.setup()
+    return place
+
+
+async def _history(saver: BaseCheckpointSaver[str], thread_id: str) -> list[Any]:
+    return [item async for item in saver.alist({"configurable": {"thread_id": thread_id}})]
+
+
+async def _say(saver: BaseCheckpointSaver[str], thread_id: str) -> Any:
+    return await assistant(saver).ainvoke({"said": ["user: hello"]}, config(thread_id))
+
+
+async def _approve(saver: BaseCheckpointSaver[str], thread_id: str) -> Any:
+    return await assistant(saver).ainvoke(Command(resume="yes"), config(thread_id))
+
+
+async def test_a_graph_interrupted_there_is_resumed_here_and_the_other_way_round(place: Place) -> None:
+    first, second = fresh(), fresh()
+    async with place.plain() as plain:
+        assert "__interrupt__" in await _say(plain, first)
+    async with place.saver() as ours:
+        resumed = await _approve(ours, first)
+        assert resumed["approved"] == "yes"
+        assert "__interrupt__" in await _say(ours, second)
+    async with place.plain() as plain:
+        again = await _approve(plain, second)
+        assert again == resumed
+        # Both go on where the other has ended.
+        assert (await _say(plain, first))["turns"] == 2
+    async with place.saver() as ours:
+        assert (await _approve(ours, first))["approved"] == "yes"
+        assert (await _say(ours, second))["turns"] == 2
+
+
+async def test_both_read_the_same_of_what_either_has_written(place: Place) -> None:
+    threads = fresh(), fresh()
+    async with place.plain() as plain:
+        await _say(plain, threads[0])
+        await _approve(plain, threads[0])
+    async with place.saver() as ours:
+        await _say(ours, threads[1])
+        await _approve(ours, threads[1])
+        await ours.force_flush()
+        async with place.plain() as plain:
+            for thread_id in threads:
+                history = await _history(plain, thread_id)
+                assert len(history) > 5
+                assert await _history(ours, thread_id) == history
+                for item in history:
+                    assert await ours.aget_tuple(item.config) == await plain.aget_tuple(item.config)
+
+
+async def test_rows_are_byte_for_byte_those_of_the_other(place: Place) -> None:
+    thread_ids = fresh(), fresh()
+    put = checkpoint({"a": "1", "b": "1", "c": "1"}, {"a": [1, {"x": b"\0"}], "b": 2.5, "c": None})
+    metadata: Any = {"source": "loop", "step": 1, "parents": {}, "writes": {"left": "out"}, "text": "a\0b"}
+    async with place.plain() as plain, place.saver() as ours:
+        for saver, thread_id in zip((plain, ours), thread_ids, strict=True):
+            given = config(thread_id)
+            given["metadata"] = {"run_id": "r", "x": 1}
+            at = await saver.aput(given, put, metadata, {"a": "1", "b": "1", "c": "1"})
+            await saver.aput_writes(at, [("a", [1]), ("b", None)], "task", "path")
+            await saver.aput_writes(at, [("__interrupt__", "x")], "task", "path")
+            await saver.aput_writes(at, [("__interrupt__", "y")], "task", "other")
+            await saver.aput_writes(at, [("a", "second")], "task", "path")
+        await ours.force_flush()
+    for table in ("checkpoints", "checkpoint_blobs", "checkpoint_writes"):
+        columns = [
+            f"to_jsonb(t) - 'thread_id' FROM {place.schema}.{table} AS t WHERE thread_id = '{t}'" for t in thread_ids
+        ]
+        found = [sorted(map(str, await query(place.dsn, f"SELECT {c}"))) for c in columns]
+        assert found[0] == found[1]
+        assert found[0]
+
+
+async def test_tables_that_we_make_are_those_that_they_make(place: Place, servers: Servers) -> None:
+    ours = Place(servers)
+    async with ours.saver():
+        pass
+    async with ours.plain() as plain:
+        await plain.setup()  # finds nothing left to do
+
+    async def shape(of: Place) -> list[Any]:
+        columns = await query(
+            of.dsn,
+            "SELECT table_name, column_name, data_type, is_nullable, column_default FROM information_schema.columns "
+            "WHERE table_schema = %s AND table_name LIKE 'checkpoint%%' ORDER BY 1, 2",
+            of.schema,
+        )
+        indexes = await query(
+            of.dsn,
+            "SELECT replace(indexdef, schemaname, '') FROM pg_indexes "
+            "WHERE schemaname = %s AND tablename LIKE 'checkpoint%%' ORDER BY 1",
+            of.schema,
+        )
+        return [*columns, *indexes, *await query(of.dsn, f"SELECT v FROM {of.schema}.checkpoint_migrations ORDER BY v")]
+
+    assert await shape(ours) == await shape(place)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [("INSERT INTO {} VALUES (10)", "upgrade"), ("DELETE FROM {} WHERE v = 9", "setup")]
+)
+async def test_tables_of_another_version_are_refused(place: Place, change: str, says: str) -> None:
+    await query(place.dsn, change.format(f"{place.schema}.checkpoint_migrations"))
+    with pytest.raises(ConfigError, match=says):
+        async with place.saver():
+            pass

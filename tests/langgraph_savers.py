@@ -1,0 +1,89 @@
+"""Savers for the tests: on memory, or on real servers with tables of the test's own."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import Checkpoint, empty_checkpoint
+from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
+from psycopg.conninfo import make_conninfo
+
+from bufstore import BufferConfig, LogConfig
+from bufstore.embedded import Servers
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, PostgresCheckpointStore
+from bufstore.memory import MemoryNats
+from bufstore.types import Receipt
+
+#: Makes a saver for a block.
+MakeSaver = Callable[..., AbstractAsyncContextManager[AsyncBufferedSaver]]
+
+
+def config(thread_id: str, checkpoint_id: str | None = None, ns: str = "") -> RunnableConfig:
+    """What names a thread, or a checkpoint of it."""
+    named: dict[str, Any] = {"thread_id": thread_id, "checkpoint_ns": ns}
+    return {"configurable": named | ({"checkpoint_id": checkpoint_id} if checkpoint_id else {})}
+
+
+def checkpoint(versions: dict[str, Any], values: dict[str, Any], id_: str | None = None) -> Checkpoint:
+    """A checkpoint whose channels have these versions and values."""
+    made = empty_checkpoint()
+    return {**made, "id": id_ or made["id"], "v": 4, "channel_versions": versions, "channel_values": values}
+
+
+class Place:
+    """A log and tables of one test's own; any number of savers (instances) on them."""
+
+    def __init__(self, servers: Servers | None) -> None:
+        name = f"lg{secrets.token_hex(5)}"
+        self.schema = name
+        self.log = LogConfig(stream=f"LG-{name}", bucket=f"lg-{name}", subject=name, partitions=2, max_bytes=64 << 20)
+        self.nats: Any = servers.nats.url if servers is not None else MemoryNats()
+        self.dsn = servers.postgres.dsn if servers is not None else ""
+        self._memory = MemoryCheckpointStore()
+
+    def store(self) -> Any:
+        """What the savers stand in front of."""
+        if not self.dsn:
+            return self._memory
+        return PostgresCheckpointStore(self.dsn, schema=self.schema, buffer_schema=f"{self.schema}_b", pool_size=4)
+
+    @asynccontextmanager
+    async def saver(self, *, flush: float | None = None, **options: Any) -> AsyncIterator[AsyncBufferedSaver]:
+        """A saver. `flush`: how likely what it has written is flushed at once; nothing is flushed by itself then."""
+        names = ("serde", "consistency", "new_threads", "on_conflict", "cache_bytes", "nats")
+        ours = {name: options.pop(name) for name in names if name in options}
+        interval = {"flush_interval_s": 0.02 if flush is None else 3600.0}
+        buffer = BufferConfig.fitting(self.log, **({"lease_s": 4} | interval | options))
+        saver = await AsyncBufferedSaver.open(self.store(), **({"nats": self.nats} | ours), config=buffer)
+        if flush is not None:
+            flush_now_and_then(saver, flush)
+        try:
+            yield saver
+        finally:
+            await saver.aclose()
+
+    @asynccontextmanager
+    async def plain(self) -> AsyncIterator[AsyncPostgresSaver]:
+        """LangGraph's own saver on the same tables."""
+        dsn = make_conninfo(self.dsn, options=f"-c search_path={self.schema}")
+        async with AsyncPostgresSaver.from_conn_string(dsn) as saver:
+            yield saver
+
+
+def flush_now_and_then(saver: AsyncBufferedSaver, likely: float) -> None:
+    """Flush behind each write with this likelihood."""
+    engine, chance = saver.engine, random.Random(7)
+    append = engine.append
+
+    async def appended(thread_id: str, operation: Any) -> Receipt:
+        receipt = await append(thread_id, operation)
+        if chance.random() < likely:
+            await engine.buffer.force_flush_all()
+        return receipt
+
+    engine.append = appended  # type: ignore[method-assign]

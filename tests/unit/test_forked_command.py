@@ -1,0 +1,48 @@
+"""A command that is forked is the command that is started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from command_line import COMMAND, ENVIRONMENT
+from forked_command import run
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["status", "--help"], ["status", "--nothing"], ["flush", "--json"], ["flush"]]
+)
+def test_it_says_and_ends_with_what_a_started_one_does(arguments: list[str]) -> None:
+    started = subprocess.run([*COMMAND, *arguments], input=b"", capture_output=True, env=ENVIRONMENT, timeout=60)
+    forked = run(arguments, stdin=b"", env=ENVIRONMENT, timeout_s=60)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (started.returncode, started.stdout, started.stderr)
+
+
+def test_it_has_the_environment_and_the_folder_of_its_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").write_bytes(b"{}\n")
+    found = [
+        run(["import", name, *option], stdin=b"", env=ENVIRONMENT | more, timeout_s=60)
+        for name, option, more in (
+            ("here", [], {"BUFSTORE_NATS": "", "BUFSTORE_STREAM": "no name"}),
+            ("elsewhere", ["--embedded"], {}),
+        )
+    ]
+    assert [r.returncode for r in found] == [2, 2]
+    assert b"LogConfig.stream" in found[0].stderr, found[0]
+    assert b"elsewhere" in found[1].stderr, found[1]
+
+
+def test_one_that_takes_too_long_is_killed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        env = ENVIRONMENT | {"BUFSTORE_NATS": f"nats://127.0.0.1:{silent.getsockname()[1]}", "BUFSTORE_POSTGRES": "x"}
+        before = {p.pid for p in psutil.Process().children(recursive=True)}
+        with pytest.raises(subprocess.TimeoutExpired):
+            run(["status"], stdin=b"", env=env, timeout_s=1)
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    psutil.wait_procs(left, timeout=10)
+    assert not [p for p in left if p.is_running() and "forked_command" not in p.cmdline()]

@@ -1,0 +1,149 @@
+"""Reads whose two answers are of different moments, or of long ago: in memory and in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from bufstore import BufferConfig, LogConfig, StoreUnavailable
+from bufstore.buffer.chain import Watermark
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore
+from bufstore.langgraph.domain import Tail
+from bufstore.langgraph.model import BlobRow, Tables
+from bufstore.langgraph.protocol import Part
+from bufstore.langgraph.read_cache import ReadCache
+from bufstore.memory import MemoryNats
+from langgraph_savers import checkpoint, config
+from unit.fake_log import run
+
+CONFIG = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=0.5, lease_s=4, retain_after_flush_s=60.0)
+META: Any = {"source": "loop", "step": 1, "parents": {}}
+
+
+class Store(MemoryCheckpointStore):
+    """Rows that are answered before the tail is asked for, and a store that goes away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows_first: list[asyncio.Event] = []
+        self.down = False
+
+    def behind(self, config: BufferConfig) -> Any:
+        ledger, backing = super().behind(config)
+        read = ledger.watermark
+
+        async def watermark(thread_id: str) -> Watermark:
+            self._check()
+            return await read(thread_id)
+
+        ledger.watermark = watermark  # type: ignore[method-assign]
+        return ledger, backing
+
+    def _check(self) -> None:
+        if self.down:
+            raise StoreUnavailable("it is away")
+
+    async def answers(self) -> None:
+        self._check()
+
+    async def state(self, thread_id: str) -> Tail:
+        self._check()
+        if self.rows_first:
+            await self.rows_first[0].wait()
+        return await super().state(thread_id)
+
+    async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
+        self._check()
+        part = await super().latest(thread_id, ns, namespaces_max)
+        if self.rows_first:
+            await self.flush()
+            self.rows_first.pop().set()
+        return part
+
+    async def flush(self) -> None:
+        """Set by the test."""
+
+
+async def _opened(store: Store, nats: MemoryNats) -> AsyncBufferedSaver:
+    return await AsyncBufferedSaver.open(store, nats=nats, config=CONFIG)
+
+
+async def _values(saver: AsyncBufferedSaver) -> Any:
+    found = await saver.aget_tuple(config("t"))
+    return None if found is None else found.checkpoint["channel_values"]
+
+
+def test_rows_older_than_the_tail_are_read_again() -> None:
+    async def main() -> None:
+        store = Store()
+        saver = await _opened(store, MemoryNats())
+        store.flush = saver.force_flush  # type: ignore[method-assign]
+        at = await saver.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        store.rows_first = [asyncio.Event()]
+        assert await _values(saver) == {"a": [2]}
+        assert not store.rows_first
+        await saver.aclose()
+
+    run(main())
+
+
+def test_a_fork_from_before_what_is_flushed_fetches_the_values_of_its_branch() -> None:
+    async def main() -> None:
+        saver = await _opened(Store(), MemoryNats())
+        one = await saver.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.aput(one, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        await saver.force_flush()
+        await saver.aput(one, checkpoint({"a": "1", "b": "3"}, {"a": [1], "b": [3]}), META, {"b": "3"})
+        assert await _values(saver) == {"a": [1], "b": [3]}
+        await saver.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("written_since", [False, True])
+@pytest.mark.parametrize("long_ago", [False, True])
+def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_since: bool, long_ago: bool) -> None:
+    """The log has forgotten what another has written since: only Postgres could tell."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats), await _opened(store, nats)
+        at = await other.aput(config("t"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await other.force_flush()
+        assert await _values(one) == {"a": [1]}
+        if written_since:
+            await other.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+            await other.force_flush()
+        for n in range(10):  # the entry at a partition's cursor stays
+            await other.aput(config(f"other {n}"), checkpoint({}, {}), META, {})
+        await asyncio.sleep(600 if long_ago else 1)
+        subject = one.engine.buffer.subjects.of("t")
+        assert bool(await one.engine.buffer.log.latest(subject, 1)) is not long_ago
+        store.down = True
+        if long_ago:
+            with pytest.raises(StoreUnavailable):
+                await _values(one)
+        else:
+            assert await _values(one) == {"a": [2 if written_since else 1]}
+        store.down = False
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
+def test_the_cache_holds_no_more_bytes_than_it_may() -> None:
+    cache = ReadCache(10_000)
+    for n in range(100):
+        tables = Tables()
+        tables.add(blobs=[BlobRow("", "a", "1", "bytes", bytes(1000))])
+        cache.put(f"t{n % 20}", ("", None if n % 2 else str(n)), Part(Watermark(flushed_seq=n), tables), 0.0)
+        assert sum(thread.size for thread in cache._threads.values()) == cache._bytes <= 10_000
+    assert cache.get("t19", ("", None)) is not None
+    assert cache.get("t0", ("", None)) is None
+    assert cache.oldest("nothing") is None
+    cache.forget_oldest("t19")
+    assert cache.get("t19", ("", None)) is None

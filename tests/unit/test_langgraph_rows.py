@@ -1,0 +1,132 @@
+"""Operations on LangGraph's rows: what a flush makes of many is what they make one by one."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.langgraph.folded import Folded
+from bufstore.langgraph.model import (
+    BlobRow,
+    CheckpointRow,
+    Delete,
+    Drop,
+    Operation,
+    Put,
+    Rows,
+    Tables,
+    WriteRow,
+    Writes,
+    orphaned,
+)
+from bufstore.langgraph.payload import decode_payload, encode_payload, holds_nul
+
+_ns = st.sampled_from(["", "child:1"])
+_id = st.sampled_from("abcd")
+_byte = st.binary(min_size=1, max_size=1)
+_checkpoints = st.builds(
+    CheckpointRow,
+    _ns,
+    _id,
+    st.none() | _id,
+    st.integers(0, 9).map(lambda n: b'{"v":4,"channel_versions":{"x":%d}}' % n),
+    st.just(b"{}"),
+)
+_blobs = st.builds(BlobRow, _ns, st.sampled_from("xy"), st.sampled_from("12"), st.just("bytes"), _byte)
+_writes = st.builds(
+    WriteRow, _ns, _id, st.sampled_from("tu"), st.sampled_from([0, 1, -1]), st.just("x"), st.just("bytes"), _byte, _id
+)
+OPERATIONS: st.SearchStrategy[Operation] = st.one_of(
+    st.builds(Put, _checkpoints, st.lists(_blobs, max_size=2)),
+    st.builds(Writes, st.lists(_writes, max_size=3), st.booleans()),
+    st.just(Delete()),
+    st.builds(
+        Drop,
+        st.lists(st.tuples(_ns, _id), max_size=2),
+        st.lists(_ns, max_size=1),
+        st.lists(st.tuples(_ns, st.sampled_from("xy"), st.sampled_from("12")), max_size=2),
+    ),
+    st.builds(Rows, st.lists(_checkpoints, max_size=2), st.lists(_blobs, max_size=2), st.lists(_writes, max_size=2)),
+)
+
+
+def written(tables: Tables, folded: Folded) -> Tables:
+    """What the statements of a flush make of tables: deletions first, then rows, each key once."""
+    after = Tables() if folded.deleted else tables.copy()
+    after.apply(Drop(sorted(folded.dropped), sorted(folded.dropped_namespaces), sorted(folded.dropped_blobs)))
+    after.blobs = {**folded.blobs, **after.blobs}
+    for key, row in folded.checkpoints.items():
+        there = after.checkpoints.get(key)
+        after.checkpoints[key] = row if there is None else msgspec.structs.replace(row, parent=there.parent)
+    for write_key, (write, upsert) in folded.writes.items():
+        before = after.writes.get(write_key)
+        if before is None:
+            after.writes[write_key] = write
+        elif upsert:
+            after.writes[write_key] = msgspec.structs.replace(write, task_path=before.task_path)
+    return after
+
+
+def content(tables: Tables) -> tuple[object, ...]:
+    return tables.checkpoints, tables.blobs, tables.writes
+
+
+@given(st.lists(OPERATIONS, max_size=6), st.lists(OPERATIONS, max_size=8), st.integers(0, 8))
+def test_folded_in_any_windows_they_mean_the_same(
+    before: list[Operation], operations: list[Operation], cut: int
+) -> None:
+    one_by_one = Tables()
+    for operation in before:
+        one_by_one.apply(operation)
+    flushed = one_by_one.copy()
+    for operation in operations:
+        one_by_one.apply(operation)
+    for window in (operations[:cut], operations[cut:]):
+        flushed = written(flushed, Folded("t", window))
+    assert content(flushed) == content(one_by_one)
+
+
+@given(OPERATIONS)
+def test_an_operation_comes_back_from_its_bytes(operation: Operation) -> None:
+    again = decode_payload(encode_payload(operation))
+    assert encode_payload(again) == encode_payload(operation)
+    assert type(again) is type(operation)
+
+
+@given(st.binary(max_size=60) | OPERATIONS.flatmap(lambda o: st.just(encode_payload(o)[:-1])))
+def test_anything_else_is_a_value_error(data: bytes) -> None:
+    try:
+        decode_payload(data)
+    except ValueError:
+        return
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Put(CheckpointRow("", "a\0", None, b"{}", b"{}")),
+        Put(CheckpointRow("", "a", None, b"{", b"{}")),
+        Put(CheckpointRow("", "a", None, b"{}", rb'{"a":"\u0000"}')),
+        Put(CheckpointRow("", "a", None, b"{}", b"{}"), [BlobRow("", "x\0", "1", "t", b"")]),
+        Writes([WriteRow("", "a", "t", 1 << 31, "x", "t", b"", "")]),
+        Writes([WriteRow("", "a", "t", 0, "x", "t", b"", "\0")]),
+        Drop([("", "\0")]),
+    ],
+)
+def test_what_no_table_could_hold_is_found_at_once(wrong: Operation) -> None:
+    with pytest.raises(ValueError, match="undecodable payload"):
+        decode_payload(encode_payload(wrong))
+
+
+def test_an_escaped_nul_is_told_from_an_escaped_backslash() -> None:
+    assert holds_nul(rb'"a\u0000"')
+    assert holds_nul(rb'"a\\\u0000"')
+    assert not holds_nul(rb'"a\\u0000"')
+
+
+def test_a_row_loses_a_parent_that_goes() -> None:
+    row = CheckpointRow("", "b", "a", b"{}", b"{}")
+    assert orphaned(row, {("", "a")}).parent is None
+    assert orphaned(row, {("x", "a")}) is row
