@@ -171,7 +171,7 @@ class TipFinder(Generic[S, M]):
         memory = before.memory
         assert memory is not None
         subject = self._subjects.of(thread_id)
-        messages = await self._log.after(subject, before.seq, self._timeout_s)
+        messages = await self._log.seen_after(subject, before.seq, self._timeout_s)
         if not messages:
             # A conflict, and nobody wrote behind us: our base was purged, and maybe more with it.
             return await self.look_up(thread_id)

@@ -215,6 +215,12 @@ class GroupLog:
                 if len(messages) == limit:
                     break
             return messages
+        return await self._thread_after(subject, seq, limit)
+
+    async def seen_after(self, subject: str, seq: int, timeout_s: float) -> list[StoredMessage]:
+        return await self._thread_after(subject, seq)
+
+    async def _thread_after(self, subject: str, seq: int, limit: int = 0) -> list[StoredMessage]:
         places: list[int] = []
         at = self._head(subject)
         while at > seq:

@@ -9,9 +9,10 @@ but a process that only waits should cost it nothing.
 from __future__ import annotations
 
 import asyncio
+import math
 import struct
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from bufstore.buffer.groups.turns import Turns, Usual
 from bufstore.jetstream.messages import StoredMessage
@@ -64,9 +65,15 @@ class Announcements(Protocol):
 class Others:
     """See the module's text."""
 
-    def __init__(self, announcements: Announcements, me: int, hear: Callable[[StoredMessage, int], int | None]) -> None:
-        """`hear`: takes note of a group; gives its id, or None for what is none."""
-        self._announcements, self._me, self._hear = announcements, me, hear
+    def __init__(
+        self,
+        announcements: Announcements,
+        me: int,
+        hear: Callable[[StoredMessage, int], int | None],
+        wanting: Callable[[], bool],
+    ) -> None:
+        """`hear`: takes note of a group; gives its id, or None for what is none. `wanting`: whether something waits."""
+        self._announcements, self._me, self._hear, self._wanting = announcements, me, hear, wanting
         self._turns = Turns(me)
         self._usual = Usual()
         self._listening: Listening | None = None
@@ -75,6 +82,8 @@ class Others:
         self._moved = asyncio.Event()
         #: When another wrote last, and when this process did.
         self._others_at = self._mine_at = float("-inf")
+        #: When it told last that it wants to write.
+        self._wished_at = float("-inf")
         #: The header of the group on its way: of that one the answer tells.
         self.sending = ""
 
@@ -90,17 +99,13 @@ class Others:
     async def go_first(self) -> None:
         """Return when it is this process's turn to write."""
         loop = asyncio.get_running_loop()
-        wished = False
         while (
             self._listening is not None
             and not self._listening.lost
             and (wait_s := self._turns.wait_s(loop.time(), self._usual.at_most_s)) > 0
         ):
             self._moved.clear()
-            if not self._turns.knows(self._me) and not wished:
-                wished = True
-                wish = _WISH.pack(self._me, min(int(1e6 * self._usual.at_most_s), (1 << 32) - 1))
-                await self._announcements.wish(wish)
+            self._look_whose_turn()
             timer = loop.call_later(wait_s, self._moved.set)
             try:
                 await self._moved.wait()
@@ -108,7 +113,7 @@ class Others:
                 timer.cancel()
 
     def took(self, took_s: float) -> None:
-        """A group of this process was stored after so long."""
+        """A group of this process was stored, or refused, after so long."""
         self._usual.note(took_s)
 
     async def aclose(self) -> None:
@@ -128,13 +133,34 @@ class Others:
         elif (id_ := self._hear(message, size)) is not None:
             self._others_at = now
             self._turns.wrote(writer_of(id_), now)
-            if self._turns.is_first(self._me):
-                self._moved.set()
+            self._look_whose_turn()
 
     def _wished(self, wish: bytes) -> None:
         if len(wish) == _WISH.size:  # anybody may publish here
             writer, needs_us = _WISH.unpack(wish)
-            self._turns.wants(writer, needs_us / 1e6)
+            if needs_us:
+                self._turns.wants(writer, needs_us / 1e6)
+            else:
+                self._turns.passes(writer)
+                self._look_whose_turn()
+
+    def _look_whose_turn(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if not self._turns.knows(self._me):
+            # It is new here, or was too slow. A wish that is not heard soon is lost.
+            if self._wanting() and now - self._wished_at > self._usual.at_most_s:
+                self._wished_at = now
+                self._spawn(self._wish(math.ceil(1e6 * self._usual.at_most_s) or 1))
+        elif self._turns.is_first(self._me):
+            if self._wanting():
+                self._moved.set()
+            else:  # nobody need wait for it
+                self._turns.passes(self._me)
+                self._spawn(self._wish(0))
+
+    async def _wish(self, needs_us: int) -> None:
+        """Tell the others that this process wants to write, and how long it needs; 0: that it wants nothing."""
+        await self._announcements.wish(_WISH.pack(self._me, min(needs_us, (1 << 32) - 1)))
 
     async def _stop(self) -> None:
         listening, self._listening = self._listening, None
@@ -155,6 +181,9 @@ class Others:
         if loop.time() - min(self._others_at, self._mine_at) < _QUIET_S:
             self._look_later()
             return
-        task = loop.create_task(self._stop(), name="bufstore-writers")
+        self._spawn(self._stop())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name="bufstore-writers")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 #: Larger groups gain nothing, and a reader of one entry reads its group.
 _BYTES_MAX = 256 << 10
+#: Who was overtaken by others within this time on a thread of theirs may be so again.
+_SHARED_S = 1.0
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
 
@@ -184,7 +186,10 @@ class Sequencer:
         #: What tells the groups of this writer from others', and from each other.
         self._me = int.from_bytes(os.urandom(4)) >> 1 or 1
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
-        self._others = Others(stream, self._me, hear)
+        self._others = Others(stream, self._me, self._heard, lambda: bool(self._waiting or self._sending))
+        self._hear = hear
+        #: When another writer was found to write to the same threads.
+        self._overtaken_at = float("-inf")
         #: How many groups were stored, and how often another writer was first.
         self.groups = 0
         self.refusals = 0
@@ -244,9 +249,31 @@ class Sequencer:
             self._queue(queued)
 
     def _queue(self, queued: Queued) -> None:
+        if self._is_overtaken(queued):
+            asyncio.get_running_loop().call_soon(_end_all, [queued], Conflict("another entry was stored first"))
+            return
         self._waiting.append(queued)
         if self._task is None and not self._due:
             self._look_soon()
+
+    def _heard(self, message: StoredMessage, size: int) -> int | None:
+        """Note the group of another; units that wait and were overtaken by it need not wait for their turn."""
+        heard = self._hear(message, size)
+        overtaken = [queued for queued in self._waiting if self._is_overtaken(queued)]
+        if overtaken:
+            self._waiting = deque(queued for queued in self._waiting if queued not in overtaken)
+            _end_all(overtaken, Conflict("another entry was stored first"))
+        return heard
+
+    def _is_overtaken(self, queued: Queued) -> bool:
+        """Whether it cannot be stored any more. Looked at only while others write to the same threads: it costs."""
+        if asyncio.get_running_loop().time() - self._overtaken_at > _SHARED_S or not queued.messages:
+            return False
+        first = queued.messages[0]
+        return first.expected is not None and not (
+            queued.life == self._heads.life
+            and self._heads.admits(hash_of(self._subjects.thread_id(first.subject)), first.expected)
+        )
 
     def _look_at_limit(self) -> None:
         with contextlib.suppress(LogUnavailable):  # not connected: the write will say so
@@ -357,13 +384,13 @@ class Sequencer:
             await self._see()
         chosen = self._choose(units)
         if chosen.moved:
+            self._overtaken_at = asyncio.get_running_loop().time()
             _end_all(chosen.moved, Conflict("another entry was stored first"))
         if not chosen.units:
             return
         draft = Draft(group_id(self._me, next(self._numbers)), chosen.entries)
         for queued in chosen.units:
             queued.unit.sent()
-        sent_at = asyncio.get_running_loop().time()
         outcome = await self._send(draft, min(q.parts_at for q in chosen.units))
         if isinstance(outcome, Conflict):
             self.refusals += 1
@@ -373,13 +400,12 @@ class Sequencer:
         elif isinstance(outcome, Exception):
             _end_all(chosen.units, outcome)
         else:
-            self._on_stored(chosen.units, outcome, asyncio.get_running_loop().time() - sent_at)
+            self._on_stored(chosen.units, outcome)
 
-    def _on_stored(self, units: Sequence[Queued], written: Written, took_s: float) -> None:
+    def _on_stored(self, units: Sequence[Queued], written: Written) -> None:
         # The first line that matters, the publish ack: only now is the group on the log's disk, and only now do its
         # writers return. Returning earlier would acknowledge what a crash can still lose.
         self.groups += 1
-        self._others.took(took_s)
         self._heads.observe(written.group, stored_bytes(written.group, written.message))
         self._stored(written)
         number = -1
@@ -416,9 +442,13 @@ class Sequencer:
         async def once() -> Written | Exception | None:
             """None: look again."""
             nonlocal unanswered
+            sent_at = asyncio.get_running_loop().time()
             try:
-                return written(await self._stream.publish(message, self._timeout_s))
+                seq = await self._stream.publish(message, self._timeout_s)
+                self._others.took(asyncio.get_running_loop().time() - sent_at)
+                return written(seq)
             except Conflict as e:
+                self._others.took(asyncio.get_running_loop().time() - sent_at)
                 if not unanswered and self._heads.seen > before:  # it was heard before the refusal
                     return e
                 # Else it may be the first copy of ours that was faster.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
@@ -60,6 +61,7 @@ class Tail:
         self._timeout_s = timeout_s
         self._kept: OrderedDict[int, tuple[Group, bytes]] = OrderedDict()
         self._kept_bytes = 0
+        self._one_read = asyncio.Lock()
         #: Calls that come while one is on its way must not rest on what it read before they came.
         self._see = SharedCall(self._see_all)
 
@@ -98,14 +100,19 @@ class Tail:
 
     async def group(self, seq: int) -> tuple[Group, bytes] | None:
         """The group with this sequence and its body; None if it is not in the log any more, or not a group."""
-        found = self._kept.get(seq)
-        if found is not None:
-            self._kept.move_to_end(seq)
-            return found
-        # Who wants one group wants its neighbours next.
-        for message in await self._log.read(
-            self._subject, max(seq - _AT_ONCE // 2, 0), self._timeout_s, limit=_AT_ONCE // 2
-        ):
+        if seq not in self._kept:
+            async with self._one_read:  # many threads may have their last entries in one group
+                if seq not in self._kept:
+                    return await self._read(seq)
+        self._kept.move_to_end(seq)
+        return self._kept[seq]
+
+    async def _read(self, seq: int) -> tuple[Group, bytes] | None:
+        # Who wants one group wants its neighbours next, those that are not here.
+        first = max(seq - _AT_ONCE // 2, 0)
+        behind = next((known for known in range(seq - 1, first, -1) if known in self._kept), first)
+        found = None
+        for message in await self._log.read(self._subject, behind, self._timeout_s, limit=_AT_ONCE // 2):
             group = self.decoded(message)
             if group is not None:
                 self._keep(group, message.body)

@@ -48,13 +48,14 @@ class Turns:
         needs_s = min(max(needs_s, 0.0), NEEDS_MAX_S)
         self._needs[writer] = needs_s  # in its old place, if it has one
 
+    def passes(self, writer: int) -> None:
+        """A writer wants nothing at the moment."""
+        self._needs.pop(writer, None)
+
     def wrote(self, writer: int, now: float) -> None:
-        """A group of this writer was stored. It goes behind the others; who was before it does not want his turn."""
-        if writer in self._needs:
-            for before in list(self._needs):
-                if before == writer:
-                    break
-                del self._needs[before]
+        """A group of this writer was stored. It goes behind the others; whose turn it was instead lost it."""
+        if writer in self._needs and (first := next(iter(self._needs))) != writer:
+            del self._needs[first]
         self._needs[writer] = self._needs.pop(writer, 0.0)
         self._stored_at = now
 

@@ -176,6 +176,10 @@ class Log(Generations, Protocol):
         """The subject's entries above `seq`, in order; at most `limit` of them if it is not 0."""
         ...
 
+    async def seen_after(self, subject: str, seq: int, timeout_s: float) -> list[StoredMessage]:
+        """The thread's entries above `seq`, as far as this process has seen the log: after a conflict it has."""
+        ...
+
     def writer(self, timeout_s: float) -> Writer:
         """What writes units to this log; there is one in a process. `timeout_s`: the longest wait for an answer."""
         ...
