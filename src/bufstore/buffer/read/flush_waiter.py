@@ -54,7 +54,8 @@ class FlushWaiter:
 
         The cursors are not enough: they have passed what waits.
         """
-        await self._wait(targets, self._ledger.flushed, None, timeout_s, look_first=True)
+        if targets:
+            await self._wait(targets, self._ledger.flushed, None, timeout_s, look_first=True)
 
     async def _wait(
         self,
