@@ -10,7 +10,7 @@ from typing import Literal, Self, get_args
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, StoreUnavailable
+from bufstore.errors import ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.model import BlobKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
 from bufstore.langgraph.outlines import all_but_latest, drop_of
@@ -95,8 +95,8 @@ class CheckpointEngine:
         """See `CheckpointReads.checkpoint`."""
         try:
             last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency)
-        except StoreUnavailable:
-            if not self._assume_new or await self._in_log(thread_id):
+        except (StoreUnavailable, ReadNotFresh):
+            if not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
                 raise
             return None
         if self._seen is not None:
