@@ -85,7 +85,7 @@ async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
     """Its delivery went to somebody who acknowledged it and did nothing."""
     work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a", b"1")
-    delivery = await work._new_puller().next(5)
+    delivery = await work._pulls.next(5)
     await work._answer(delivery, b"+ACK")
     async with await took(other, 5) as task:
         assert (task.payload, task.attempt) == (b"1", 1)

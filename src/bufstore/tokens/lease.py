@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import msgspec
+from msgspec.structs import replace
 
 from bufstore.errors import TokenLost, Unavailable
 from bufstore.jetstream.messages import Conflict
@@ -40,7 +40,7 @@ class Lease:
         self.token = seq
         #: Set when the key was found lost.
         self.lost = asyncio.Event()
-        self._record = msgspec.structs.replace(record, token=seq)
+        self._record = replace(record, token=seq)
         self._register, self._subject, self._ttl_s = register, subject, ttl_s
         self._seq = seq
         self._reason = ""
@@ -69,22 +69,24 @@ class Lease:
         """Replace our record. Raises TokenLost, LogUnavailable."""
         async with self._changing:
             number = self._record.number + 1
-            self._record = msgspec.structs.replace(self._record, number=number)
-            record = msgspec.structs.replace(record, number=number)
+            self._record = replace(self._record, number=number)
+            record = replace(record, number=number)
             while True:
                 try:
                     self._seq = await self._register.write(self._subject, record, self._seq, self._server_ttl_s)
                     return
                 except Conflict:
-                    seq, found = await self._register.read(self._subject)
-                    ours = found.mark == self._record.mark
-                    if found == record or (ours and found.done and record.done):
-                        self._seq = seq
+                    if (await self._found_again()).done and record.done:
                         return
-                    if not ours or found.done:
-                        self._lose(f"another has it (token {found.token or seq})" if seq else "its time was over")
-                        raise TokenLost(self.key, self._reason) from None
-                    self._seq = seq  # an earlier write of ours, whose answer was lost
+
+    async def _found_again(self) -> Record:
+        """What stands there instead of what we knew: a write of ours whose answer was lost. Raises TokenLost."""
+        seq, found = await self._register.read(self._subject)
+        if found.mark != self._record.mark:
+            self._lose(f"another has it (token {found.token or seq})" if seq else "its time was over")
+            raise TokenLost(self.key, self._reason) from None
+        self._seq = seq
+        return found
 
     def _keep(self) -> None:
         self._keeping = asyncio.create_task(self._renew(), name="bufstore-token")

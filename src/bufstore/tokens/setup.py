@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
 
+from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
@@ -17,6 +19,31 @@ WORKERS = "workers"
 _RECORD_AGE_S = 7 * 24 * 3600
 _S = 1_000_000_000
 _ID = "bufstore.id"
+
+
+class Opened:
+    """What `open` of work and of locks gives: for an ``async with`` block, or to be closed."""
+
+    _connection: Connection
+
+    async def _open(self, prepare: Callable[[], Awaitable[object]]) -> Self:
+        await self._connection.open()
+        try:
+            await prepare()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Disconnect. What is held goes to others when its time is over."""
+        await self._connection.aclose()
 
 
 def items_config(config: TokensConfig) -> dict[str, Any]:
@@ -52,15 +79,12 @@ def locks_config(name: str, storage: Storage) -> dict[str, Any]:
 def consumer_config(config: TokensConfig) -> dict[str, Any]:
     """The consumer of all workers: a pull consumer, so that only an idle worker gets anything."""
     return {
-        "name": WORKERS,
         "durable_name": WORKERS,
-        "deliver_policy": "all",
         "ack_policy": "explicit",
         "ack_wait": round(config.ttl_s * _S),
         "max_deliver": -1,
         "max_ack_pending": 100_000,
         "max_waiting": 10_000,
-        "replay_policy": "instant",
     }
 
 

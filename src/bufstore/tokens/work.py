@@ -21,7 +21,6 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-import nats.errors
 from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, as_nats_config
@@ -53,10 +52,9 @@ from bufstore.tokens.model import (
     backoff_s,
     done_to,
     oldest_s,
-    seconds,
 )
-from bufstore.tokens.pull import Delivery, Puller
-from bufstore.tokens.setup import WORKERS, ensure
+from bufstore.tokens.pull import Delivery, Pulls
+from bufstore.tokens.setup import WORKERS, Opened, ensure
 from bufstore.tokens.task import Task
 from bufstore.types import check_id
 
@@ -73,7 +71,7 @@ _LOOKS = 10
 Handler = Callable[[Task], Awaitable[None]]
 
 
-class ExclusiveWork:
+class ExclusiveWork(Opened):
     """One kind of exclusive work; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, config: TokensConfig, holder: str = "") -> None:
@@ -85,15 +83,13 @@ class ExclusiveWork:
         self._items = NatsStream(connection, api, self._stream, config.replicas)
         self._fences = NatsStream(connection, api, f"{config.name}-fence", config.replicas)
         self._register = Register(self._fences, f"{config.name}-fence", config.timeout_s)
-        self._pull_subject = f"{api}.CONSUMER.MSG.NEXT.{self._stream}.{WORKERS}"
-        self._pullers: list[Puller] = []
-        self._idle: list[Puller] = []
+        self._stored = Register(self._items, self._stream, config.timeout_s)  # for the ages of items
+        self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._stream}.{WORKERS}")
         self._ending: set[asyncio.Future[Any]] = set()
         #: Where and when to look for items that nobody was told of, and how many were found.
         self._position = 0
         self._look_at = 0.0
         self._found = 0
-        connection.on_lost(self._lost)
 
     @classmethod
     async def open(
@@ -107,31 +103,18 @@ class ExclusiveWork:
 
         `holder`: what others see as the holder of keys taken here; without it, host and process.
         """
-        config = config or TokensConfig()
-        nats_config = as_nats_config(nats)
-        connection = Connection(nats_config, "bufstore-tokens")
-        work = cls(connection, nats_config.api, config, holder)
-        await connection.open()
-        try:
-            work._id = await ensure(config, work._items, work._fences)
-        except BaseException:
-            await connection.aclose()
-            raise
-        return work
+        config, nats_config = config or TokensConfig(), as_nats_config(nats)
+        work = cls(Connection(nats_config, "bufstore-tokens"), nats_config.api, config, holder)
+        return await work._open(work._prepare)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+    async def _prepare(self) -> None:
+        self._id = await ensure(self._config, self._items, self._fences)
 
     async def aclose(self) -> None:
         """Disconnect. Held items go to other workers when their time is over."""
-        for puller in self._pullers:
-            await puller.aclose()
         while self._ending:
             await asyncio.gather(*self._ending, return_exceptions=True)
-        await self._connection.aclose()
+        await super().aclose()
 
     async def submit(self, key: str, payload: bytes = b"") -> None:
         """Add an item of work for a key. When this returns it is stored, and will be worked on.
@@ -157,23 +140,19 @@ class ExclusiveWork:
         """The next item whose key is free, or None when there is none for `wait_s`. Raises LogUnavailable."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        puller = self._idle.pop() if self._idle else self._new_puller()
-        try:
-            while True:
-                if loop.time() >= self._look_at:
-                    self._look_at = loop.time() + self._config.ttl_s / _LOOKS
-                    taking = self._look()
-                else:
-                    delivery = await puller.next(max(min(deadline, self._look_at) - loop.time(), 0.001))
-                    if delivery is None:
-                        if loop.time() >= deadline:
-                            return None
-                        continue
-                    taking = self._begin_or_return(delivery)
-                if (task := await self._to_the_end(taking)) is not None:
-                    return task
-        finally:
-            self._idle.append(puller)
+        while True:
+            if loop.time() >= self._look_at:
+                self._look_at = loop.time() + self._config.ttl_s / _LOOKS
+                taking = self._look()
+            else:
+                delivery = await self._pulls.next(max(min(deadline, self._look_at) - loop.time(), 0.001))
+                if delivery is None:
+                    if loop.time() >= deadline:
+                        return None
+                    continue
+                taking = self._begin_or_return(delivery)
+            if (task := await self._to_the_end(taking)) is not None:
+                return task
 
     async def run(
         self,
@@ -205,9 +184,7 @@ class ExclusiveWork:
 
     async def who(self, key: str) -> Holder | None:
         """Who holds the key, if anybody does. Raises LogUnavailable."""
-        seen = (await self._register.seen([self._fence(token(check_id(key, "the key")))]))[0]
-        held = seen.record.holder and seen.age_s < seen.record.lease_s
-        return Holder(seen.record.holder, seen.record.token or seen.seq, seen.age_s) if held else None
+        return (await self._register.seen(self._fence(token(check_id(key, "the key"))))).holder
 
     async def release(self, key: str, *, force: bool = False) -> Holder | None:
         """Take the key from its holder, who finds it lost; its item goes to another. Returns who that was.
@@ -245,29 +222,16 @@ class ExclusiveWork:
     def _fence(self, name: str) -> str:
         return f"{self._config.name}.fence.{name}"
 
-    def _new_puller(self) -> Puller:
-        puller = Puller(self._connection, self._pull_subject)
-        self._pullers.append(puller)
-        return puller
-
-    def _lost(self) -> None:
-        for puller in self._pullers:
-            puller.lost()
-
     async def _to_the_end(self, taking: Coroutine[Any, Any, Task | None]) -> Task | None:
         """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
         beginning = asyncio.ensure_future(taking)
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            if not beginning.cancelled():
-                self._let_end(self._abandon(beginning))
+            ending = asyncio.ensure_future(self._abandon(beginning))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
             raise
-
-    def _let_end(self, ending: Coroutine[Any, Any, None]) -> None:
-        future = asyncio.ensure_future(ending)
-        self._ending.add(future)
-        future.add_done_callback(self._ending.discard)
 
     async def _abandon(self, beginning: asyncio.Future[Task | None]) -> None:
         """The caller is gone: hand back what was taken for it."""
@@ -293,8 +257,7 @@ class ExclusiveWork:
         c = self._config
         subject = self._fence(name)
         # A delivery that came before may be the only one that will tell of the key when its holder is gone.
-        first_time = delivery is not None and delivery.count == 1 and c.per_key > 1
-        is_turn = delivery is not None and (delivery.count > 1 or ".turn." in delivery.subject)
+        again, is_turn = delivery is None or delivery.times > 1, delivery is not None and delivery.is_turn
         while True:
             (seq, record), items = await asyncio.gather(self._register.read(subject), self._waiting(name, 2))
             if items and items[0].seq <= done_to(record, self._id):
@@ -303,11 +266,11 @@ class ExclusiveWork:
             if not items:
                 await self._drop(delivery)
                 return None
-            if record.lease_s and not (record.turn and is_turn):
-                if first_time:
+            if record.lease_s and not (record.turn and (again or is_turn)):
+                if not again and (is_turn or c.per_key > 1):
                     await self._drop(delivery)
                     return None
-                seen = (await self._register.seen([subject]))[0]
+                seen = await self._register.seen(subject)
                 if seen.seq != seq:
                     continue
                 if (left := seen.record.lease_s - seen.age_s) > 0:
@@ -377,7 +340,7 @@ class ExclusiveWork:
         """It need not come again. An item stays stored; a turn goes."""
         if delivery is not None:
             await self._answer(delivery, b"+ACK")
-            if ".turn." in delivery.subject:
+            if delivery.is_turn:
                 await self._remove(delivery.seq)
 
     async def _remove(self, seq: int) -> None:
@@ -385,10 +348,8 @@ class ExclusiveWork:
             await self._items.api(f"STREAM.MSG.DELETE.{self._stream}", {"seq": seq, "no_erase": True})
 
     async def _answer(self, delivery: Delivery | None, what: bytes) -> None:
-        """Without waiting for it to arrive: a delivery without an answer comes again."""
         if delivery is not None:
-            with contextlib.suppress(Unavailable, nats.errors.Error, OSError):
-                await self._connection.client().publish(delivery.reply, what)
+            await self._pulls.answer(delivery.reply, what)
 
     async def _look(self) -> Task | None:
         """Look at some of the oldest items, others each time: take one that nobody works on.
@@ -403,9 +364,9 @@ class ExclusiveWork:
         page = await self._items.read(f"{c.name}.item.*", self._position, c.timeout_s, limit=_LOOKED_AT)
         self._position = page[-1].seq if len(page) == _LOOKED_AT else 0
         firsts = {message.subject.rpartition(".")[2]: message.seq for message in reversed(page)}
-        seen = await self._register.seen([self._fence(name) for name in firsts])
+        seen = await self._register.seen_all([{"last_by_subj": self._fence(name)} for name in firsts])
         for (name, item), (_, record, age_s) in zip(firsts.items(), seen, strict=True):
-            if age_s < record.lease_s + c.ttl_s or await self._age_s(item) < c.ttl_s:
+            if age_s < record.lease_s + c.ttl_s or (await self._stored.seen_all([{"seq": item}]))[0].age_s < c.ttl_s:
                 continue
             with contextlib.suppress(MalformedEntry):
                 if (task := await self._begin(untoken(name), name, None)) is not None:
@@ -413,13 +374,6 @@ class ExclusiveWork:
                     _log.warning("nobody was told of an item of %r", task.key, extra={"action": "token_found"})
                     return task
         return None
-
-    async def _age_s(self, item: int) -> float:
-        with contextlib.suppress(MessageMissing):
-            found = await self._items.api(f"STREAM.MSG.GET.{self._stream}", {"seq": item})
-            info = await self._items.api(f"STREAM.INFO.{self._stream}")
-            return seconds(info["ts"]) - seconds(found["message"]["time"])
-        return 0.0
 
     # Running.
 
