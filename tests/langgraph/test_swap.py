@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -94,6 +95,27 @@ async def test_rows_are_byte_for_byte_those_of_the_other(place: Place) -> None:
         found = [sorted(map(str, await query(place.dsn, f"SELECT {c}"))) for c in columns]
         assert found[0] == found[1]
         assert found[0]
+
+
+@pytest.mark.parametrize(("history", "checkpoints"), [("all", 17), ("run", 9), ("latest", 5)])
+async def test_less_history_is_written_and_a_graph_goes_on_there(place: Place, history: str, checkpoints: int) -> None:
+    """Two turns, each flushed at once: the root's newest checkpoint of each flush, and those of the subgraphs."""
+    thread_id, count = fresh(), f"SELECT count(*) FROM {place.schema}.checkpoints"
+    async with place.saver(flush=0.0, history=history) as ours:
+        for what in (_say, _approve, _say):
+            before = await what(ours, thread_id)
+            await ours.force_flush()
+    assert await query(place.dsn, count) == [(checkpoints,)]
+    async with place.plain() as plain:
+        after = await _approve(plain, thread_id)
+        assert after["said"][: len(before["said"])] == before["said"]
+        assert after["turns"] == 2
+    async with place.saver() as ours:
+        assert await ours.aprune_idle(timedelta(days=1)) == []
+        assert await ours.aprune_idle(timedelta(days=-1)) == [thread_id]
+        assert (await _say(ours, thread_id))["turns"] == 3
+        assert await ours.aprune_idle(timedelta(days=-1), strategy="delete") == [thread_id]
+    assert await query(place.dsn, count) == [(0,)]
 
 
 async def test_tables_that_we_make_are_those_that_they_make(place: Place, servers: Servers) -> None:

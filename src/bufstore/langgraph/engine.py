@@ -10,7 +10,7 @@ from typing import Literal, Self, get_args
 
 from bufstore.buffer.buffer import Buffer
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, ReadNotFresh, StoreUnavailable
+from bufstore.errors import ConcurrentWriter, ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.model import BlobKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
 from bufstore.langgraph.outlines import all_but_latest, drop_of
@@ -52,6 +52,7 @@ class CheckpointEngine:
         #: The last entries of the threads as they were read last; None: nobody asks.
         self._seen: OrderedDict[str, int] | None = OrderedDict() if on_conflict == "reject" else None
         self._seen_max = config.cached_threads
+        self._put: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
         ledger, backing = store.behind(config)
         cache = ReadCache(cache_bytes)
@@ -115,6 +116,22 @@ class CheckpointEngine:
     async def _in_log(self, thread_id: str) -> bool:
         return await self.buffer.log.latest(self.buffer.subjects.of(thread_id), self.buffer.config.read_timeout_s) > 0
 
+    @property
+    def thins(self) -> bool:
+        """Whether the store leaves out a part of the history."""
+        return self._store.history != "all"
+
+    def last_put(self, thread_id: str, ns: str) -> str | None:
+        """The checkpoint that this process saved last in a namespace, as far as it is remembered."""
+        return self._put.get((thread_id, ns))
+
+    def note_put(self, thread_id: str, ns: str, checkpoint_id: str) -> None:
+        """Remember which checkpoint was saved last."""
+        self._put[thread_id, ns] = checkpoint_id
+        self._put.move_to_end((thread_id, ns))
+        while len(self._put) > self._seen_max:
+            self._put.popitem(last=False)
+
     # --- many checkpoints -------------------------------------------------------------------------------------
 
     async def pages(self, query: Query, limit: int | None) -> AsyncIterator[tuple[str, Tables]]:
@@ -163,6 +180,44 @@ class CheckpointEngine:
     async def prune(self, thread_id: str) -> None:
         """Delete all checkpoints of the thread but the newest of each namespace. Raises like `delete_for_runs`."""
         await self._drop(thread_id, all_but_latest(await self.outlines(thread_id)))
+
+    async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
+        """Prune or delete the threads whose last checkpoint is older than this time; which they are."""
+        await self._flush(None)
+        done: list[str] = []
+        for thread_id in await self._store.idle(before):
+            if not delete:
+                outlines = await self._store.outlines(thread_id)
+                drop = None if any(o.delta for o in outlines) else all_but_latest(outlines)
+                if drop is None:
+                    continue
+                await self._drop(thread_id, drop)
+            elif not await self._delete_as_it_is(thread_id, before):
+                continue
+            done.append(thread_id)
+        return done
+
+    async def _delete_as_it_is(self, thread_id: str, before: str) -> bool:
+        """Delete the thread unless somebody writes to it meanwhile; whether it was deleted."""
+        state, _ = await self.buffer.reads.joined(thread_id)
+        last = state.watermark.applied_id
+        if any(outline.ts >= before for outline in await self._store.outlines(thread_id)) or state.operations:
+            return False
+        try:
+            prepare = appending(thread_id, Delete(), self._store_is_down, seen=lambda: last)
+            await self.buffer.appender.append(thread_id, prepare)
+        except ConcurrentWriter:
+            return False
+        return True
+
+    async def erase(self, thread_id: str) -> None:
+        """Delete the thread, and remove what the log and the quarantine hold of it."""
+        receipt = await self.append(thread_id, Delete())
+        await self._flush(thread_id)
+        await self.buffer.eraser.erase({thread_id: receipt.thread_seq})
+        quarantine = self.buffer.quarantine
+        while found := await quarantine.page(thread_id=thread_id, limit=_PAGE):
+            await quarantine.discard([entry.seq for entry in found])
 
     async def outlines(self, thread_id: str) -> list[Outline]:
         """The thread's checkpoints without their values, once it is flushed."""

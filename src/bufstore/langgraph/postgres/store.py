@@ -17,6 +17,7 @@ from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
 from bufstore.langgraph.domain import Tail, stored_tail
 from bufstore.langgraph.folded import Folded
+from bufstore.langgraph.history import History, check_history, thin
 from bufstore.langgraph.model import (
     BlobKey,
     BlobRow,
@@ -57,7 +58,7 @@ class PostgresCheckpointStore:
     """A `CheckpointStore` on the tables of LangGraph's own saver for Postgres, in `schema`.
 
     `buffer_schema`: where the buffer keeps its watermarks, in the same database: both change in one transaction.
-    `timeout_s` bounds every call.
+    `history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth). `timeout_s` bounds every call.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class PostgresCheckpointStore:
         *,
         schema: str = "public",
         buffer_schema: str = "bufstore_langgraph",
+        history: History = "all",
         pool_size: int = 16,
         timeout_s: float = 10.0,
     ) -> None:
+        self.history = check_history(history)
         if timeout_s <= 0:
             raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
         self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
@@ -133,6 +136,8 @@ class PostgresCheckpointStore:
             for change in sorted(batch, key=lambda change: change.thread_id)
         ]
         with arrays.unstorable():
+            for each in folded:
+                thin(each, self.history)
             async with connection.pipeline():
                 for name, columns in parameters(folded):
                     await arrays.ArrayCursor(connection).execute(self._sql[name], columns)
@@ -209,6 +214,10 @@ class PostgresCheckpointStore:
             )
             for ns, id_, parent, checkpoint, metadata, sends in await self._read("outlines", thread_id)
         ]
+
+    async def idle(self, before: str) -> list[str]:
+        """See `CheckpointStore.idle`."""
+        return [thread_id for (thread_id,) in await self._read("idle", before)]
 
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """See `CheckpointStore.of_runs`."""
