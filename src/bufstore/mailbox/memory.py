@@ -245,12 +245,12 @@ class MemoryBackend:
     async def wake(self, thread_id: str) -> None:
         self._state().wake(thread_id)
 
-    async def signal_lost(self, now_ms: int, limit: int) -> int:
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
         shared = self._state()
         next_ones = list(islice(shared.queued, self._looked, self._looked + limit))
         self._looked = self._looked + limit if len(next_ones) == limit else 0
         free = [t for t in next_ones if t not in shared.wakes and self._thread(t).active is None]
-        lost = [t for t in free if any(d.available_at_ms <= now_ms for d in self.waiting(t))]
+        lost = [t for t in free if any(d.available_at_ms <= due_ms for d in self.waiting(t))]
         for thread_id in lost:
             shared.wake(thread_id)
         return len(lost)

@@ -149,10 +149,10 @@ class Backend(Protocol):
         """Signal a thread, behind those that wait."""
         ...
 
-    async def signal_lost(self, now_ms: int, limit: int) -> int:
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
         """Go on to the next `limit` of what is queued, and signal free threads of which no signal tells; how many.
 
-        In normal life there are none. What has become due and what is superseded counts, what is delayed does not.
+        In normal life there are none. What is superseded counts, what is delayed does if it was due at `due_ms`.
         """
         ...
 
