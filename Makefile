@@ -85,6 +85,12 @@ ITEMS ?= 10000
 tokens: $(READY) ## Exclusive work of ITEMS=10000 on three replicas while things break as SEED=1 says (some minutes)
 	$(LONG) sweep.tokens --items $(ITEMS) --seed $(SEED)
 
+ON ?= nats
+DISPATCHES ?= 10000
+.PHONY: mailbox-chaos
+mailbox-chaos: $(READY) ## The same for the mailbox: DISPATCHES=10000 ON=nats (or replicas, postgres) as SEED=1 says
+	$(LONG) mailbox_chaos.run --on $(ON) --dispatches $(DISPATCHES) --seed $(SEED)
+
 .PHONY: model
 model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, each against an oracle (no servers)
 	PYTHONHASHSEED=0 $(LONG) store_model.run $(SECONDS) $(SEED)

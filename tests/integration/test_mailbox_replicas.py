@@ -12,6 +12,8 @@ from bufstore.testing import Check
 from cluster import Cluster
 from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
 from helpers import eventually
+from mailbox_chaos.faults import Place
+from mailbox_chaos.run import Run
 from mailboxes import Mailboxes
 
 
@@ -42,3 +44,13 @@ async def mailboxes(servers: Servers, cluster: Cluster) -> Mailboxes:
 async def test_it_keeps_the_mailbox_contract(check: Check, mailboxes: Mailboxes) -> None:
     async with mailboxes.open() as stores:
         await check(stores)
+
+
+async def test_dying_leaders_leave_nothing_and_double_nothing(servers: Servers, cluster: Cluster) -> None:
+    boxes = Mailboxes("nats", servers, cluster)
+    place = Place("replicas", boxes, servers, cluster)
+    run = Run(boxes, place, seed=3, dispatches=300, workers=2)
+    report = await run(["leader killed", "node cut off"], hold_s=(0.5, 1.0))
+    assert report.wrong == [], report.text()
+    assert report.accepted == report.acked == 300
+    assert report.faults["leader killed"] + report.faults["node cut off"] >= 1

@@ -82,12 +82,16 @@ class Sink:
 class Run:
     """One run against one deployment."""
 
-    def __init__(self, boxes: Mailboxes, place: Place, seed: int, dispatches: int, workers: int) -> None:
+    def __init__(
+        self, boxes: Mailboxes, place: Place, seed: int, dispatches: int, workers: int, *, mortal: bool = True
+    ) -> None:
         self._boxes = boxes
         self._place = place
         self._chance = random.Random(seed)
         self._dispatches = dispatches
         self._workers = workers
+        #: Whether workers die, their clocks are wrong, and handlers take longer than their leases.
+        self._mortal = mortal
         self._threads = [f"thread {n}" for n in range(_THREADS)]
         self.sink = Sink()
         self.report = Report()
@@ -169,13 +173,13 @@ class Run:
         while True:
             async with AsyncExitStack() as stack:
                 store = await stack.enter_async_context(self._opened())
-                _skew(store, chance.choice((0, 0, 300, -300)))
+                _skew(store, chance.choice((0, 0, 300, -300)) if self._mortal else 0)
                 sweeper = Sweeper(store)
                 worker = Worker(store, f"worker {number}", self._handle)
                 await sweeper.__aenter__()
                 await worker.__aenter__()
                 try:
-                    await asyncio.wait_for(self._produced.wait(), chance.uniform(3, 20))
+                    await asyncio.wait_for(self._produced.wait(), chance.uniform(3, 20) if self._mortal else None)
                     await asyncio.Event().wait()
                 except TimeoutError:
                     self.report.faults["worker died"] += 1
@@ -189,7 +193,7 @@ class Run:
         chance = random.random()
         if chance < 0.01:
             raise ValueError("a failure now and then")
-        await asyncio.sleep(1.5 * _LEASE_S if chance > 0.999 else 0.02 * chance)
+        await asyncio.sleep(1.5 * _LEASE_S if self._mortal and chance > 0.999 else 0.02 * chance)
         self.sink.write(claim)
 
     async def _break(self, names: list[str], hold_s: tuple[float, float]) -> None:

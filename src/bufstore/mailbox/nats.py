@@ -28,6 +28,7 @@ from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, O
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
+from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
 from bufstore.mailbox.nats_agenda import Agenda
@@ -313,6 +314,24 @@ class NatsBackend:
                 if state.active is None and (signal not in found or found[signal].seq <= state.answered):
                     untold.append(thread_id)
         return untold
+
+    async def gauges(self) -> MailboxGauges:
+        info = await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}")
+        waiting, out, again = await self._signals.counts()
+        # What has left is marked for a second, so what is first is soon found.
+        first = [
+            d.created_at_ms
+            for walk in self._walks
+            for d, _ in self._dispatches(await self._stream.read(walk.subject, 0, self._config.timeout_s, 16))
+        ]
+        return MailboxGauges(
+            oldest_queued_s=(self.now_ms() - min(first)) / 1000 if first else None,
+            signals_waiting=waiting,
+            signals_out=out,
+            signals_again=again,
+            bytes=info["state"]["bytes"],
+            bytes_max=info["config"]["max_bytes"],
+        )
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         found = await self._reads.copy([self._keys.thread(t) for t in thread_ids])

@@ -155,6 +155,11 @@ class NatsSignals:
             )
             return None
 
+    async def counts(self) -> tuple[int, int, int]:
+        """How many wait, are out, and of these came again."""
+        info = await self._stream.api(f"CONSUMER.INFO.{self._consumer}")
+        return int(info["num_pending"]), int(info["num_ack_pending"]), int(info["num_redelivered"])
+
     async def forget_answered(self) -> None:
         """Remove the signals up to the consumer's ack floor, in one request."""
         try:

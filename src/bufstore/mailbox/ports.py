@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import Dispatch, MailboxThread, Status
 
@@ -154,6 +155,10 @@ class Backend(Protocol):
 
         In normal life there are none. What is superseded counts, what is delayed does if it was due at `due_ms`.
         """
+        ...
+
+    async def gauges(self) -> MailboxGauges:
+        """How things stand; without what `expiring` tells."""
         ...
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:

@@ -22,6 +22,7 @@ from psycopg import sql
 from bufstore.errors import Closed, MalformedEntry, Unavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
+from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, claimed
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
@@ -43,6 +44,8 @@ _STATUSES = list(Status)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Dispatch).decode
 _decode_claiming = msgspec.msgpack.Decoder(Claiming).decode
+#: So many waiting threads are counted at most.
+_COUNTED = 10_000
 #: Outcomes of ``claim``.
 _SUPERSEDED, _MOVED = 0, 2
 
@@ -285,6 +288,11 @@ class PostgresBackend:
         rows = await self._run("signal_lost", self._looked, limit, due_ms, late, self._numbers)
         self._looked = rows[-1][0] if len(rows) >= limit else ""
         return sum(signalled for _, signalled in rows)
+
+    async def gauges(self) -> MailboxGauges:
+        ((count, first),) = await self._run("gauges", self.now_ms(), _COUNTED)
+        since = None if first is None else max(0, self.now_ms() - first) / 1000
+        return MailboxGauges(oldest_queued_s=since, signals_waiting=count)
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         return {row[0]: (row[1], row[2]) for row in await self._run("held", arrays.texts(thread_ids))}
