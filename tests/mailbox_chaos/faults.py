@@ -76,7 +76,8 @@ async def leader_of(place: Place) -> int | None:
         async with asyncio.timeout(5), store:
             assert isinstance(store.backend, NatsBackend)
             info = await store.backend._stream.api(f"STREAM.INFO.KV_{place.boxes.name}")
-            return int(info["cluster"]["leader"][1:])
+            leader = (info.get("cluster") or {}).get("leader")
+            return int(leader[1:]) if leader else None
     return None
 
 
