@@ -68,6 +68,14 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
         [f"coalescing_t250_r5_w{ms}ms.per_{what}" for ms in (100, 500) for what in ("transaction", "row")],
         {"unbuffered"},
     ),
+    "langgraph_steps": (
+        [f"langgraph_steps_{n}.{what}" for n in (1, 32, 256) for what in ("rate", "p50", "p99")],
+        {"AsyncPostgresSaver", "without its lock"},
+    ),
+    "langgraph_react": (
+        [f"langgraph_react.{what}" for what in ("seconds", "transactions", "wal")],
+        {"AsyncPostgresSaver", "without its lock", "durability exit"},
+    ),
     "notify": (["notify.wakeups_per_item", "notify.first_wake"], {"NATS, KV", "NATS, no hints", "Postgres, no hints"}),
     "tokens": (
         ["tokens.submitted_distinct_keys", "tokens.worked_distinct_keys"],
@@ -80,7 +88,7 @@ _MORE_IS_BETTER = {"1/s", "checkpoints/transaction", "checkpoints/row", "slowest
 _SPARK = ["spark_drain", "spark_source", "spark_sink"]
 _OTHERS = (
     "append append_lazy append_8x8 append_idle append_r3 reads database_load end_to_end drain recovery growth_length "
-    "growth_history coalescing mailbox"
+    "growth_history coalescing mailbox langgraph_steps langgraph_react"
 )
 _REST = [*_OTHERS.split(), "mailbox_claim", "notify", "tokens"]
 #: Not run: the same functions as "append_8x8" and "append_r3", with other numbers.
