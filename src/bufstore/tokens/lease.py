@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -25,24 +26,30 @@ _RENEWED = 1 / 3
 _UNRENEWED = "it was not renewed in time"
 
 
+class Hold(NamedTuple):
+    """A record that was written, as `seq` and not before `began` by the loop's clock."""
+
+    key: str
+    register: Register
+    subject: str
+    seq: int
+    record: Record
+    began: float
+
+
 class Lease:
     """What `Task` and `Lock` have in common."""
 
     #: After which the server removes what we write; 0: never.
     _server_ttl_s = 0
 
-    def __init__(
-        self, key: str, seq: int, record: Record, register: Register, subject: str, ttl_s: float, began: float
-    ) -> None:
-        """`record` was written as `seq`, not before `began` by the loop's clock."""
-        self.key = key
+    def __init__(self, hold: Hold) -> None:
+        self.key, self._register, self._subject, self._seq, record, began = hold
         #: Larger than that of every earlier holder of this key. Pass it to everything that is written under it.
-        self.token = seq
+        self.token = hold.seq
         #: Set when the key was found lost.
         self.lost = asyncio.Event()
-        self._record = replace(record, token=seq)
-        self._register, self._subject, self._ttl_s = register, subject, ttl_s
-        self._seq = seq
+        self._record, self._ttl_s = replace(record, token=hold.seq), record.lease_s
         self._reason = ""
         self._changing = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None

@@ -23,9 +23,9 @@ from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.tokens.fence import Register
-from bufstore.tokens.lease import Lease
+from bufstore.tokens.lease import Hold, Lease
 from bufstore.tokens.model import Holder, Record, Storage, check_name
-from bufstore.tokens.setup import Opened, ensure_stream, locks_config
+from bufstore.tokens.setup import Opened, ensure_stream, holder_name, locks_config
 from bufstore.types import check_id
 
 
@@ -60,8 +60,8 @@ class Locks(Opened):
     async def acquire(self, key: str, *, ttl_s: int = 10, wait_s: float = 0.0, holder: str = "") -> Lock:
         """The lock, for `ttl_s` (whole seconds). Raises TokenBusy when another holds it, still after `wait_s`.
 
-        `holder` is shown to whoever finds the key busy. Raises LogUnavailable when it is not known whether it was
-        taken; it is free again after `ttl_s` at the latest.
+        `holder` (else host and process) is shown to whoever finds the key busy. Raises LogUnavailable when it is not
+        known whether it was taken; it is free again after `ttl_s` at the latest.
         """
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or ttl_s < 1:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
@@ -83,9 +83,10 @@ class Locks(Opened):
     async def release(self, key: str, *, force: bool = False) -> Holder | None:
         """Take the lock from its holder, who finds it lost. Returns who that was. Raises TokenBusy without `force`."""
         found = await self.who(key)
-        if found is not None and not force:
-            raise TokenBusy(key, found.name)
-        await self._stream.api(f"STREAM.PURGE.{self._stream_name}", {"filter": self._subject(key)})
+        if found is not None:
+            if not force:
+                raise TokenBusy(key, found.name)
+            await self._stream.api(f"STREAM.PURGE.{self._stream_name}", {"filter": self._subject(key)})
         return found
 
     async def held(self) -> int:
@@ -97,12 +98,12 @@ class Locks(Opened):
 
     async def _take(self, key: str, subject: str, ttl_s: int, holder: str) -> Lock:
         began = asyncio.get_running_loop().time()
-        record = Record(holder, secrets.token_hex(8), lease_s=ttl_s)
+        record = Record(holder_name(holder), secrets.token_hex(8), lease_s=ttl_s)
         try:
             seq = await self._register.write(subject, record, 0, ttl_s)
         except Conflict:
             raise TokenBusy(key, (await self._register.read(subject))[1].holder) from None
-        return Lock(self, key, seq, record, subject, ttl_s, began)
+        return Lock(Hold(key, self._register, subject, seq, record, began), self)
 
     async def _remove(self, seq: int) -> None:
         await self._stream.api(f"STREAM.MSG.DELETE.{self._stream_name}", {"seq": seq, "no_erase": True})
@@ -111,13 +112,10 @@ class Locks(Opened):
 class Lock(Lease):
     """A held lock. As a context manager it is renewed, and released at the end."""
 
-    def __init__(
-        self, locks: Locks, key: str, seq: int, record: Record, subject: str, ttl_s: int, began: float
-    ) -> None:
-        super().__init__(key, seq, record, locks._register, subject, ttl_s, began)
-        self._server_ttl_s = ttl_s
-        self._locks = locks
-        self._released = False
+    def __init__(self, hold: Hold, locks: Locks) -> None:
+        super().__init__(hold)
+        self._server_ttl_s = int(hold.record.lease_s)
+        self._locks, self._released = locks, False
 
     async def __aenter__(self) -> Self:
         self._keep()

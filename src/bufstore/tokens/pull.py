@@ -58,7 +58,7 @@ class Pulls:
             return waiting.result() if waiting.done() else None
         except asyncio.CancelledError:
             if waiting.done() and waiting.exception() is None and (came := waiting.result()) is not None:
-                await self.answer(came.reply, b"-NAK")  # just when nobody wanted it any more
+                await self.answer(came, b"-NAK")  # just when nobody wanted it any more
             raise
         except (nats.errors.Error, OSError) as e:
             raise LogUnavailable(f"cannot ask for work: {type(e).__name__}") from None
@@ -67,10 +67,11 @@ class Pulls:
             if waiting.done():
                 waiting.exception()  # looked at, also when the request failed first
 
-    async def answer(self, reply: str, what: bytes) -> None:
-        """Answer a delivery, without waiting for it to arrive: one without an answer comes again."""
-        with contextlib.suppress(Unavailable, nats.errors.Error, OSError):
-            await self._connection.client().publish(reply, what)
+    async def answer(self, delivery: Delivery | None, what: bytes) -> None:
+        """Answer it, without waiting for that to arrive: a delivery without an answer comes again."""
+        if delivery is not None:
+            with contextlib.suppress(Unavailable, nats.errors.Error, OSError):
+                await self._connection.client().publish(delivery.reply, what)
 
     async def _listen(self, client: ListeningClient) -> None:
         self._inbox = client.new_inbox()
@@ -83,24 +84,20 @@ class Pulls:
 
     def _on_message(self, subject: str, reply: str, data: bytes, headers: bytes) -> Coroutine[Any, Any, None] | None:
         if reply:
+            words = reply.split(".")
+            # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>…, from 2.16 on with domain and account hash before.
+            at = 2 if len(words) < 11 else 4
+            came = Delivery(subject, int(words[at + 3]), int(words[at + 2]), reply)
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_result(_delivery(subject, reply))
+                    waiting.set_result(came)
                     return None
-            return self.answer(reply, b"-NAK")
-        asked = self._waiting.get(subject.rpartition(".")[2])
+            return self.answer(came, b"-NAK")
+        asked, (code, text) = self._waiting.get(subject.rpartition(".")[2]), status_of(headers)
         if asked is not None and not asked.done():
             # 404 and 408: nothing came. The rest (the consumer is gone, say) is for the next request to find out.
-            code, text = status_of(headers)
             if code in ("404", "408"):
                 asked.set_result(None)
             else:
                 asked.set_exception(LogUnavailable(f"the items' consumer answers: {code} {text}"))
         return None
-
-
-def _delivery(subject: str, reply: str) -> Delivery:
-    words = reply.split(".")
-    # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>…, and from 2.16 on with domain and account hash before.
-    at = 2 if len(words) < 11 else 4
-    return Delivery(subject, int(words[at + 3]), int(words[at + 2]), reply)

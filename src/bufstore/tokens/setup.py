@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
@@ -19,6 +21,11 @@ WORKERS = "workers"
 _RECORD_AGE_S = 7 * 24 * 3600
 _S = 1_000_000_000
 _ID = "bufstore.id"
+
+
+def holder_name(given: str) -> str:
+    """What others see as the holder: what was given, or host and process."""
+    return given or f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Opened:
@@ -38,12 +45,12 @@ class Opened:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
     async def aclose(self) -> None:
         """Disconnect. What is held goes to others when its time is over."""
         await self._connection.aclose()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 def items_config(config: TokensConfig) -> dict[str, Any]:
@@ -116,11 +123,10 @@ async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> 
     try:
         info = await items.api(f"CONSUMER.INFO.{name}.{WORKERS}")
     except ConsumerMissing:
-        body = {"stream_name": name, "config": wanted, "action": ""}
+        body = {"stream_name": name, "config": wanted}
         info = await items.api(f"CONSUMER.CREATE.{name}.{WORKERS}", body)
-    check(
-        f"consumer {WORKERS} of {name}", wanted, info["config"], "TokensConfig", f"nats consumer edit {name} {WORKERS}"
-    )
+    edit = f"nats consumer edit {name} {WORKERS}"
+    check(f"consumer {WORKERS} of {name}", wanted, info["config"], "TokensConfig", edit)
     return stream
 
 
@@ -131,14 +137,13 @@ async def ensure_stream(stream: NatsStream, wanted: dict[str, Any], ours: str, *
         info = await stream.api(f"STREAM.INFO.{name}")
     except StreamMissing:
         first = first_token(time.time_ns() // 1_000_000)
-        identity = {"metadata": {_ID: secrets.token_hex(8)}}
+        made = {**wanted, "first_seq": first, "metadata": {_ID: secrets.token_hex(8)}}
         try:
-            info = await stream.api(f"STREAM.CREATE.{name}", {**wanted, "first_seq": first, **identity})
-        except StreamTaken:  # by another process just now, at another time
+            info = await stream.api(f"STREAM.CREATE.{name}", made)
+            # Of two clocks the later: ours may be behind that of whoever created the stream before.
+            if tokens and (now := first_token(int(seconds(info["ts"]) * 1000))) > first:
+                await stream.api(f"STREAM.PURGE.{name}", {"seq": now})
+        except StreamTaken:  # by another process just now
             info = await stream.api(f"STREAM.INFO.{name}")
-        # Of two clocks the later: ours may be behind that of whoever created the stream before.
-        first = first_token(int(seconds(info["ts"]) * 1000))
-        if tokens and info["state"]["last_seq"] < first - first_token(1000):
-            await stream.api(f"STREAM.PURGE.{name}", {"seq": first})
     check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
     return str((info["config"].get("metadata") or {}).get(_ID, ""))

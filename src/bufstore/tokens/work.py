@@ -1,12 +1,10 @@
 """Exclusive work: items per key, in order, one at a time, however many workers there are.
 
-A submitter stores the item, and that is all. Items are delivered to workers in the order in which they came; a delivery
-says that its key may have work. Its receiver reads the key's record: if nobody holds the key, it takes the key's first
-item. If another does, that one looks again when it is done, and its own delivery comes again should it die. When items
-of a key wait, the next one's turn comes with a message that is stored behind everything else: keys take turns.
-
-Whatever went wrong with deliveries, items that nobody works on are found: each worker looks at some of the oldest now
-and then (`_look`).
+A submitter stores the item, and that is all. A delivery of it says that its key may have work. The receiver reads the
+key's record: if nobody holds the key, it takes the key's first item. If another does, that one looks again when it is
+done, and its own delivery comes again should it die. When items of a key wait, the next one's turn comes with a message
+behind all that is stored: keys take turns. And whatever became of deliveries, each worker looks at some of the oldest
+items now and then, and finds those that nobody works on (`_look`).
 """
 
 from __future__ import annotations
@@ -14,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
@@ -42,6 +38,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.tokens.fence import Register
+from bufstore.tokens.lease import Hold
 from bufstore.tokens.model import (
     Holder,
     Policy,
@@ -54,7 +51,7 @@ from bufstore.tokens.model import (
     oldest_s,
 )
 from bufstore.tokens.pull import Delivery, Pulls
-from bufstore.tokens.setup import WORKERS, Opened, ensure
+from bufstore.tokens.setup import WORKERS, Opened, ensure, holder_name
 from bufstore.tokens.task import Task
 from bufstore.types import check_id
 
@@ -77,7 +74,7 @@ class ExclusiveWork(Opened):
     def __init__(self, connection: Connection, api: str, config: TokensConfig, holder: str = "") -> None:
         self._connection = connection
         self._config = config
-        self._holder = holder or f"{socket.gethostname()}:{os.getpid()}"
+        self._holder = holder_name(holder)
         self._stream = f"{config.name}-items"
         self._id = ""
         self._items = NatsStream(connection, api, self._stream, config.replicas)
@@ -155,12 +152,7 @@ class ExclusiveWork(Opened):
                 return task
 
     async def run(
-        self,
-        handler: Handler,
-        stopping: asyncio.Event,
-        *,
-        concurrency: int = 1,
-        dead_letter: Handler | None = None,
+        self, handler: Handler, stopping: asyncio.Event, *, concurrency: int = 1, dead_letter: Handler | None = None
     ) -> None:
         """Work until `stopping`: call `handler` with each item, and mark the item done when it returns.
 
@@ -194,12 +186,12 @@ class ExclusiveWork(Opened):
         found = await self.who(key)
         if found is not None and not force:
             raise TokenBusy(key, found.name)
-        name = token(key)
-        seq, record = await self._register.read(self._fence(name))
+        fence = self._fence(token(key))
+        seq, record = await self._register.read(fence)
         free = replace(record, holder="", mark=secrets.token_hex(8), lease_s=0.0, turn=False)
         with contextlib.suppress(Conflict):  # another holds it meanwhile
-            await self._register.write(self._fence(name), free, seq)
-        await self._give_turn(name)
+            await self._register.write(fence, free, seq)
+        await self._give_turn(token(key))
         return found
 
     async def statistics(self) -> Statistics:
@@ -249,13 +241,12 @@ class ExclusiveWork(Opened):
             await self._remove(delivery.seq)
             return None
         except LogUnavailable:
-            await self._answer(delivery, b"-NAK")
+            await self._pulls.answer(delivery, b"-NAK")
             raise
 
     async def _begin(self, key: str, name: str, delivery: Delivery | None) -> Task | None:
         """Take the key's first item; None when there is none, or its turn is not now. `delivery`: what told of it."""
-        c = self._config
-        subject = self._fence(name)
+        c, subject = self._config, self._fence(name)
         # A delivery that came before may be the only one that will tell of the key when its holder is gone.
         again, is_turn = delivery is None or delivery.times > 1, delivery is not None and delivery.is_turn
         while True:
@@ -274,35 +265,19 @@ class ExclusiveWork(Opened):
                 if seen.seq != seq:
                     continue
                 if (left := seen.record.lease_s - seen.age_s) > 0:
-                    await self._answer(delivery, b'-NAK {"delay": %d}' % (round(left * 1e9) + 1_000_000))
+                    await self._pulls.answer(delivery, b'-NAK {"delay": %d}' % (round(left * 1e9) + 1_000_000))
                     return None
             began = asyncio.get_running_loop().time()
             item = items[0]
-            mine = Record(
-                self._holder,
-                secrets.token_hex(8),
-                item=item.seq,
-                stream=self._id,
-                attempt=attempt_of(record, item.seq),
-                lease_s=c.ttl_s,
-            )
+            attempt = attempt_of(record, item.seq)
+            mark = secrets.token_hex(8)
+            mine = Record(self._holder, mark, item=item.seq, stream=self._id, attempt=attempt, lease_s=c.ttl_s)
             try:
                 given = await self._register.write(subject, mine, seq)
             except Conflict:
                 continue
-            return Task(
-                key=key,
-                payload=item.body,
-                seq=given,
-                record=mine,
-                register=self._register,
-                subject=subject,
-                began=began,
-                delivery=delivery,
-                others_wait=len(items) > 1,
-                answer=self._answer,
-                finish=self._finish,
-            )
+            hold = Hold(key, self._register, subject, given, mine, began)
+            return Task(hold, item.body, delivery, len(items) > 1, self._pulls.answer, self._finish)
 
     async def _waiting(self, name: str, limit: int) -> list[Any]:
         c = self._config
@@ -317,14 +292,9 @@ class ExclusiveWork(Opened):
                 try:
                     await self._give_turn(name)
                 except LogFull:  # no room for a message: the one that told us tells another
-                    await self._answer(delivery, b"-NAK")
+                    await self._pulls.answer(delivery, b"-NAK")
                     return
-            if delivery is None or delivery.seq == task.item:
-                await self._remove(task.item)
-            else:
-                await asyncio.gather(self._remove(task.item), self._drop(delivery))
-                return
-            await self._answer(delivery, b"+ACK")
+            await asyncio.gather(self._remove(task.item), self._drop(delivery))
         except (Unavailable, AppendUnknown) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
 
@@ -339,17 +309,13 @@ class ExclusiveWork(Opened):
     async def _drop(self, delivery: Delivery | None) -> None:
         """It need not come again. An item stays stored; a turn goes."""
         if delivery is not None:
-            await self._answer(delivery, b"+ACK")
+            await self._pulls.answer(delivery, b"+ACK")
             if delivery.is_turn:
                 await self._remove(delivery.seq)
 
     async def _remove(self, seq: int) -> None:
         with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
             await self._items.api(f"STREAM.MSG.DELETE.{self._stream}", {"seq": seq, "no_erase": True})
-
-    async def _answer(self, delivery: Delivery | None, what: bytes) -> None:
-        if delivery is not None:
-            await self._pulls.answer(delivery.reply, what)
 
     async def _look(self) -> Task | None:
         """Look at some of the oldest items, others each time: take one that nobody works on.
@@ -379,8 +345,9 @@ class ExclusiveWork(Opened):
 
     async def _work_on(self, handler: Handler, dead_letter: Handler, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
+            taking = await _unless(stopping, self.take())
             try:
-                task = await _unless(stopping, self.take())
+                task = None if taking.cancelled() else taking.result()
             except LogUnavailable as e:
                 _log.warning("cannot take work; tries again: %s", e, extra={"action": "token_take"})
                 await _unless(stopping, asyncio.sleep(_PAUSE_S * (1 + random.random())))  # noqa: S311 - no secret
@@ -391,35 +358,27 @@ class ExclusiveWork(Opened):
 
     async def _handle(self, handler: Handler, task: Task) -> None:
         async with task:
-            working = asyncio.ensure_future(handler(task))
-            losing = asyncio.ensure_future(task.lost.wait())
+            working = await _unless(task.lost, handler(task))
+            if working.cancelled():
+                return
+            error = working.exception()
             try:
-                await asyncio.wait([working, losing], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                losing.cancel()
-                working.cancel()
-                await asyncio.gather(working, losing, return_exceptions=True)
-            try:
-                if working.cancelled():
-                    return
-                if working.exception() is None:
+                if error is None:
                     await task.done()
-                    return
-                _log.error(
-                    "work on %r failed", task.key, exc_info=working.exception(), extra={"action": "token_failed"}
-                )
-                await task.retry(backoff_s(task.attempt))
+                else:
+                    _log.error("work on %r failed", task.key, exc_info=error, extra={"action": "token_failed"})
+                    await task.retry(backoff_s(task.attempt))
             except (TokenLost, LogUnavailable) as e:
                 _log.warning("%s", e, extra={"action": "token_lost"})
 
 
-async def _unless(stopping: asyncio.Event, waiting: Any) -> Any:
-    """What is waited for, or None when `stopping` comes first."""
+async def _unless(stopping: asyncio.Event, waiting: Awaitable[Any]) -> asyncio.Future[Any]:
+    """What is waited for, ended; cancelled when `stopping` comes first."""
     task, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
     finally:
-        for each in (task, stop):
-            each.cancel()
+        task.cancel()
+        stop.cancel()
         await asyncio.gather(task, stop, return_exceptions=True)
+    return task
