@@ -55,8 +55,9 @@ def _turn(item: pytest.Item) -> int:
     return next((n for n, place in enumerate(_LONG_FIRST) if item.nodeid.startswith(place)), len(_LONG_FIRST))
 
 
-#: All rows of the benchmark, one after the other, have an end to keep to.
-_ALONE = ("tests/bench/",)
+#: All rows of the benchmark, one after the other, have an end to keep to. A Python process that Spark starts has ten
+#: seconds to connect, which importing PySpark takes beside many others.
+_ALONE = ("tests/bench/", "tests/spark/")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
