@@ -9,8 +9,9 @@ import pytest
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command
 
-from bufstore import ConfigError
+from bufstore import BufferConfig, ConfigDrift, ConfigError
 from bufstore.embedded import Servers
+from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
 from helpers import fresh, query
 from langgraph_graphs import assistant
 from langgraph_savers import Place, checkpoint, config
@@ -151,3 +152,13 @@ async def test_tables_of_another_version_are_refused(place: Place, change: str, 
     with pytest.raises(ConfigError, match=says):
         async with place.saver():
             pass
+
+
+async def test_a_log_of_other_tables_is_refused(servers: Servers) -> None:
+    place = Place(servers)
+    async with place.saver():
+        pass
+    buffer_schema, place.schema = f"{place.schema}_b", f"{place.schema}_other"
+    store = PostgresCheckpointStore(place.dsn, schema=place.schema, buffer_schema=buffer_schema)
+    with pytest.raises(ConfigDrift, match=place.schema):
+        await AsyncBufferedSaver.open(store, nats=place.nats, config=BufferConfig.fitting(place.log))

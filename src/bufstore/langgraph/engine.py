@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Self, get_args
 
 from bufstore.buffer.buffer import Buffer
-from bufstore.config import BufferConfig
+from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.model import BlobKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
@@ -25,6 +25,9 @@ from bufstore.types import Consistency, Receipt
 NewThreads = Literal["ask", "assume"]
 #: Whether a write is refused when another worker has written to the thread since it was read.
 OnConflict = Literal["allow", "reject"]
+
+#: Where the log is, unless a configuration says otherwise.
+DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="langgraph")
 
 _PAGE = 100
 #: About how large an entry of a copied thread is.
@@ -44,7 +47,9 @@ class CheckpointEngine:
         new_threads: NewThreads = "ask",
         on_conflict: OnConflict = "allow",
         cache_bytes: int = 64 << 20,
+        name: str = "bufstore-langgraph",
     ) -> None:
+        """`name`: what NATS calls this process."""
         if new_threads not in get_args(NewThreads):
             raise ConfigError(f"new_threads is one of {', '.join(get_args(NewThreads))}, not {new_threads!r}")
         if on_conflict not in get_args(OnConflict):
@@ -57,7 +62,7 @@ class CheckpointEngine:
         ledger, backing = store.behind(config)
         cache = ReadCache(cache_bytes)
         reader = CachingReader(backing.reader, cache)
-        session = session_to(nats, config, f"bufstore-langgraph-{secrets.token_hex(8)}")
+        session = session_to(nats, config, f"{name}-{secrets.token_hex(8)}")
         backing = dataclasses.replace(backing, reader=reader)
         self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session, ledger, backing, config)
         reader.watch = self.buffer.reads.store

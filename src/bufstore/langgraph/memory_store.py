@@ -9,7 +9,7 @@ from typing import Any
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.target import Kind
 from bufstore.config import BufferConfig
-from bufstore.langgraph.domain import Tail, stored_tail
+from bufstore.langgraph.domain import DOMAIN, Tail, stored_tail
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import History, check_history, thin
 from bufstore.langgraph.model import (
@@ -41,7 +41,7 @@ class MemoryCheckpointStore:
 
     def behind(self, config: BufferConfig) -> tuple[MemoryLedger, Backing[Tail]]:
         """See `CheckpointStore.behind`."""
-        return self._ledger, Backing(Kind("langgraph", "memory"), self)
+        return self._ledger, Backing(Kind(DOMAIN, "memory"), self)
 
     async def apply(self, connection: Any, batch: Sequence[LangGraphChange]) -> None:
         """See `bufstore.buffer.domain.Applies`."""

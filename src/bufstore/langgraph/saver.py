@@ -20,9 +20,9 @@ from langgraph.checkpoint.base import (
 )
 from langgraph.checkpoint.serde.base import SerializerProtocol
 
-from bufstore.config import BufferConfig, LogConfig
+from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
-from bufstore.langgraph.engine import CheckpointEngine, NewThreads, OnConflict
+from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine, NewThreads, OnConflict
 from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
@@ -31,9 +31,6 @@ from bufstore.nats.session import Nats
 from bufstore.types import Consistency
 
 T = TypeVar("T")
-
-#: Where the log is, unless a configuration says otherwise.
-DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="langgraph")
 
 
 class AsyncBufferedSaver(BaseCheckpointSaver[str]):

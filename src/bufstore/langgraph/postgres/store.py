@@ -15,7 +15,7 @@ from bufstore.buffer.domain import Backing
 from bufstore.buffer.target import Kind
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
-from bufstore.langgraph.domain import Tail, stored_tail
+from bufstore.langgraph.domain import DOMAIN, Tail, stored_tail
 from bufstore.langgraph.folded import Folded
 from bufstore.langgraph.history import History, check_history, thin
 from bufstore.langgraph.model import (
@@ -38,6 +38,8 @@ from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
 
 _FOLDER = files("bufstore.langgraph.postgres") / "sql"
+#: What a log says that is flushed into LangGraph's tables, before the name of their schema.
+_KIND = "bufstore.langgraph.postgres:"
 #: LangGraph's migration whose tables this release reads and writes.
 MIGRATION = 9
 #: Any fixed number: one process at a time creates the tables.
@@ -93,7 +95,7 @@ class PostgresCheckpointStore:
             lease_s=config.lease_s,
         )
         return ledger, Backing(
-            Kind("langgraph", "bufstore.langgraph.postgres"),
+            Kind(DOMAIN, f"{_KIND}{self.schema}"),
             self,
             open=self.open,
             setup=self.setup,
@@ -240,6 +242,11 @@ class PostgresCheckpointStore:
         cursor = arrays.ArrayCursor(connection)
         await cursor.execute(self._sql[name], parameters, binary=True)
         return await cursor.rows()
+
+
+def schema_of(kind: Kind) -> str | None:
+    """The schema of the tables that a log of this kind is flushed into; None for any other log."""
+    return kind.store.removeprefix(_KIND) if kind.domain == DOMAIN and kind.store.startswith(_KIND) else None
 
 
 class _Any(frozenset[BlobKey]):
