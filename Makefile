@@ -36,17 +36,22 @@ $(READY) $(DEMO_READY): pyproject.toml constraints.txt
 demo: $(DEMO_READY) ## Run the demo: real servers, many writers, an outage of Postgres, a verified report
 	$(BIN)/bufstore demo
 
-# Most tests wait for servers, so several files run at a time, each process with servers of its own. What measures time or
-# needs the whole machine is marked `alone` and runs after them.
+# Most tests wait for servers, so several files run at a time, each process with servers of its own. What measures time is
+# marked `alone` and runs after them, with one more beside it.
 WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
+ALONE := -n 2 --dist loadfile
 # Without servers nothing waits: as many as there are cores.
 WITHOUT_SERVERS := -n logical --dist loadfile tests/unit
 
 .PHONY: test
-test: check ## Run all tests on real servers (lint, types and layers first)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone"
-	$(BIN)/python -m pytest -m alone
+test: check ## Run the tests on real servers (lint, types and layers first; under 12 minutes)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long"
+	$(BIN)/python -m pytest $(ALONE) -m "alone and not long"
+
+.PHONY: test-long
+test-long: $(READY) ## Run what `make test` leaves out: other ways to run Spark, Spark's rows of the benchmark (some minutes)
+	$(BIN)/python -m pytest -m long
 
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers (under a minute)
@@ -84,6 +89,12 @@ ITEMS ?= 10000
 .PHONY: tokens
 tokens: $(READY) ## Exclusive work of ITEMS=10000 on three replicas while things break as SEED=1 says (some minutes)
 	$(LONG) sweep.tokens --items $(ITEMS) --seed $(SEED)
+
+ON ?= nats
+DISPATCHES ?= 10000
+.PHONY: mailbox-chaos
+mailbox-chaos: $(READY) ## The same for the mailbox: DISPATCHES=10000 ON=nats (or replicas, postgres) as SEED=1 says
+	$(LONG) mailbox_chaos.run --on $(ON) --dispatches $(DISPATCHES) --seed $(SEED)
 
 .PHONY: model
 model: $(READY) ## Live through random worlds for SECONDS=60 from SEED=1 on, each against an oracle (no servers)

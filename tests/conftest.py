@@ -33,6 +33,7 @@ _TOGETHER = ("tests/spark/",)
 _LONG_FIRST = (
     "tests/spark/",
     "tests/bench/test_bench_smoke.py",
+    "tests/chaos/test_chaos.py",
     "tests/integration/test_cli_import.py",
     "tests/integration/test_cli.py",
     "tests/integration/test_buffered_store.py",
@@ -54,7 +55,8 @@ def _turn(item: pytest.Item) -> int:
     return next((n for n, place in enumerate(_LONG_FIRST) if item.nodeid.startswith(place)), len(_LONG_FIRST))
 
 
-#: They keep all cores busy for minutes; where there are more of these, they may well run beside the others.
+#: All rows of the benchmark, one after the other, have an end to keep to. A Python process that Spark starts has ten
+#: seconds to connect, which importing PySpark takes beside many others.
 _ALONE = ("tests/bench/", "tests/spark/")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import selectors
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _READY = b"ready\n"
+_START_S = 60.0
 _STREAMS = 3
 _LENGTH = struct.Struct("!I")
 _STATUS = struct.Struct("!i")
@@ -34,6 +36,7 @@ def run(
     """What `subprocess.run` gives. Raises TimeoutExpired, and kills the command, when it takes longer."""
     deadline = time.monotonic() + timeout_s
     connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(_START_S)
     connection.connect(_parent())
     pipes = [os.pipe() for _ in range(_STREAMS)]
     ours, theirs = [pipes[0][1], pipes[1][0], pipes[2][0]], [pipes[0][0], pipes[1][1], pipes[2][1]]
@@ -100,6 +103,9 @@ def _parent() -> str:
         folder.cleanup()
 
     atexit.register(ended)
+    with selectors.DefaultSelector() as ready:
+        ready.register(process.stdout, selectors.EVENT_READ)
+        assert ready.select(_START_S), f"the process that forks commands did not start within {_START_S:g} s"
     assert process.stdout.readline() == _READY
     return address
 
@@ -153,5 +159,6 @@ if __name__ == "__main__":
     import bufstore.cli.app  # noqa: F401 - what each command would import
     from bufstore.cli import main
 
+    gc.freeze()  # what is imported stays; a command need not look through it
     _serve(sys.argv[1])
     main()

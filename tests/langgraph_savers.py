@@ -46,11 +46,12 @@ class Place:
         self.dsn = servers.postgres.dsn if servers is not None else ""
         self._memory = MemoryCheckpointStore()
 
-    def store(self) -> Any:
+    def store(self, **options: Any) -> Any:
         """What the savers stand in front of."""
         if not self.dsn:
             return self._memory
-        return PostgresCheckpointStore(self.dsn, schema=self.schema, buffer_schema=f"{self.schema}_b", pool_size=4)
+        names = {"schema": self.schema, "buffer_schema": f"{self.schema}_b"}
+        return PostgresCheckpointStore(self.dsn, pool_size=4, **names, **options)
 
     @asynccontextmanager
     async def saver(self, *, flush: float | None = None, **options: Any) -> AsyncIterator[AsyncBufferedSaver]:
@@ -58,8 +59,9 @@ class Place:
         names = ("serde", "consistency", "new_threads", "on_conflict", "cache_bytes", "nats")
         ours = {name: options.pop(name) for name in names if name in options}
         interval = {"flush_interval_s": 0.02 if flush is None else 3600.0}
+        store = self.store(**({"history": options.pop("history")} if "history" in options else {}))
         buffer = BufferConfig.fitting(self.log, **({"lease_s": 4} | interval | options))
-        saver = await AsyncBufferedSaver.open(self.store(), **({"nats": self.nats} | ours), config=buffer)
+        saver = await AsyncBufferedSaver.open(store, **({"nats": self.nats} | ours), config=buffer)
         if flush is not None:
             flush_now_and_then(saver, flush)
         try:

@@ -27,17 +27,24 @@ KINDS = ("memory", "nats", "postgres")
 class Mailboxes:
     """One deployment of a kind; on NATS with three replicas if a cluster is given."""
 
-    def __init__(self, kind: str, servers: Servers, cluster: Cluster | None = None) -> None:
+    def __init__(self, kind: str, servers: Servers | None, cluster: Cluster | None = None) -> None:
         self.kind = kind
-        self.servers = servers
+        self._servers = servers
+        self.max_bytes = 256 << 20
         self.cluster = cluster
         self.name = f"m{secrets.token_hex(5)}"
         self._shared = MemoryMailbox()
 
     @property
+    def servers(self) -> Servers:
+        """Its server and Postgres, unless it is on a cluster alone."""
+        assert self._servers is not None
+        return self._servers
+
+    @property
     def names(self) -> NatsMailboxNames:
         replicas = 1 if self.cluster is None else 3
-        return NatsMailboxNames(bucket=self.name, max_bytes=256 << 20, replicas=replicas)
+        return NatsMailboxNames(bucket=self.name, max_bytes=self.max_bytes, replicas=replicas)
 
     def store(self, **config: Any) -> MailboxStore:
         """An instance, to be opened."""

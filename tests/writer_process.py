@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Run
-from bufstore.errors import LogUnavailable, OutcomeUnknown
+from bufstore.errors import OutcomeUnknown, Unavailable
 
 
 async def main(options: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ async def write(store: BufferedThreadStore, thread_id: str, name: str) -> None:
             try:
                 run = Run(run_id=f"{name}-of-{thread_id}", thread_id=thread_id)
                 receipt = await store.checkpoint_append(thread_id, [key], run, idempotency_key=key)
-            except (OutcomeUnknown, LogUnavailable):
+            except (OutcomeUnknown, Unavailable):  # also of a machine that is busy
                 continue
             break
         print(json.dumps([thread_id, key, receipt.thread_seq]), flush=True)

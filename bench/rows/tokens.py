@@ -89,7 +89,7 @@ async def _work_queue(url: str, keys: int) -> dict[str, float]:
             nonlocal left
             while left > 0:
                 left -= 1
-                await (await pull.fetch(1))[0].ack_sync()
+                await (await pull.fetch(1, timeout=60))[0].ack_sync()
 
         began = time.perf_counter()
         await asyncio.gather(*(worker() for _ in range(_CONCURRENCY)))

@@ -17,6 +17,8 @@ _INSTALL = {
     "psycopg": "'psycopg[binary,pool]'",
     "psycopg_pool": "'psycopg[pool]'",
     "redis": "'bufstore[redis]'",
+    "langgraph": "'bufstore[langgraph]'",
+    "langchain_core": "'bufstore[langgraph]'",
 }
 
 

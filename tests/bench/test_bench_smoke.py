@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,14 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
         [f"coalescing_t250_r5_w{ms}ms.per_{what}" for ms in (100, 500) for what in ("transaction", "row")],
         {"unbuffered"},
     ),
+    "langgraph_steps": (
+        [f"langgraph_steps_{n}.{what}" for n in (1, 32, 256) for what in ("rate", "p50", "p99")],
+        {"AsyncPostgresSaver", "without its lock"},
+    ),
+    "langgraph_react": (
+        [f"langgraph_react.{what}" for what in ("seconds", "transactions", "wal")],
+        {"AsyncPostgresSaver", "without its lock", "durability exit"},
+    ),
     "notify": (["notify.wakeups_per_item", "notify.first_wake"], {"NATS, KV", "NATS, no hints", "Postgres, no hints"}),
     "tokens": (
         ["tokens.submitted_distinct_keys", "tokens.worked_distinct_keys"],
@@ -78,11 +88,32 @@ _MORE_IS_BETTER = {"1/s", "checkpoints/transaction", "checkpoints/row", "slowest
 _SPARK = ["spark_drain", "spark_source", "spark_sink"]
 _OTHERS = (
     "append append_lazy append_8x8 append_idle append_r3 reads database_load end_to_end drain recovery growth_length "
-    "growth_history coalescing mailbox"
+    "growth_history coalescing mailbox langgraph_steps langgraph_react"
 )
 _REST = [*_OTHERS.split(), "mailbox_claim", "notify", "tokens"]
 #: Not run: the same functions as "append_8x8" and "append_r3", with other numbers.
 _ALIKE = ["append_4x16", "append_16x4", "append_16x16", "append_r3_lazy"]
+
+
+@dataclass
+class SmallRun:
+    """A run of some rows, scaled down."""
+
+    spark: bool
+    folder: Path
+    printed: str
+
+    @functools.cached_property
+    def results(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "latest.json").read_text())
+        return found
+
+    @property
+    def entries(self) -> dict[str, Any]:
+        return {entry["name"]: entry for entry in self.results["benchmarks"]}
+
+    def has(self, name: str) -> bool:
+        return name.startswith("spark") == self.spark
 
 
 def small_run(folder: Path, rows: list[str]) -> str:
@@ -95,46 +126,34 @@ def small_run(folder: Path, rows: list[str]) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """One small run of all rows but those of Spark: the folder of its results, and what it printed."""
-    folder = tmp_path_factory.mktemp("bench")
-    return folder, small_run(folder, _REST)
+@pytest.fixture(scope="module", params=["others", pytest.param("spark", marks=pytest.mark.long)])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    """One small run of the rows of Spark, and one of all others."""
+    spark = request.param == "spark"
+    folder = tmp_path_factory.mktemp(f"bench-{request.param}")
+    return SmallRun(spark, folder, small_run(folder, _SPARK if spark else _REST))
 
 
-@pytest.fixture(scope="module")
-def spark_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """One of the rows of Spark."""
-    folder = tmp_path_factory.mktemp("spark-bench")
-    return folder, small_run(folder, _SPARK)
+# First, so that each run has the time of a test of its own.
+def test_the_rows_run(run: SmallRun) -> None:
+    assert "targets met" in run.printed
 
 
-@pytest.fixture(scope="module")
-def results(run: tuple[Path, str], spark_run: tuple[Path, str]) -> dict[str, Any]:
-    found, of_spark = (json.loads((folder / "latest.json").read_text()) for folder, _ in (run, spark_run))
-    return {"machine": found["machine"], "benchmarks": found["benchmarks"] + of_spark["benchmarks"]}
-
-
-# Each run in the time of a test of its own.
-def test_all_rows_run(run: tuple[Path, str]) -> None:
+def test_none_of_the_rows_is_left_out_here() -> None:
     help_ = subprocess.run(
         [sys.executable, "-m", "bench", "--help"], cwd=_ROOT, capture_output=True, text=True, timeout=60
     )
     rows = re.search(r"which to run:(.*?)\(default", " ".join(help_.stdout.split()))
     assert rows is not None
-    assert {row.strip() for row in rows[1].split(",")} == {*_REST, *_SPARK, *_ALIKE}, "none is left out here"
-    assert "targets met" in run[1]
+    assert {row.strip() for row in rows[1].split(",")} == {*_REST, *_SPARK, *_ALIKE}
 
 
-def test_the_rows_of_spark_run(spark_run: tuple[Path, str]) -> None:
-    assert "targets met" in spark_run[1]
-
-
-def test_the_results_have_their_form(results: dict[str, Any]) -> None:
-    assert set(results) == {"machine", "benchmarks"}
-    names = [entry["name"] for entry in results["benchmarks"]]
+def test_the_results_have_their_form(run: SmallRun) -> None:
+    assert set(run.results) == {"machine", "benchmarks"}
+    names = [entry["name"] for entry in run.results["benchmarks"]]
     assert len(set(names)) == len(names)
-    for entry in results["benchmarks"]:
+    for entry in run.results["benchmarks"]:
+        assert run.has(entry["name"])
         assert list(entry) == ["name", "unit", "ours", "baselines", "ratios"]
         assert entry["ours"] > 0, entry
         assert set(entry["ratios"]) == set(entry["baselines"]) != set()
@@ -144,43 +163,42 @@ def test_the_results_have_their_form(results: dict[str, Any]) -> None:
             assert entry["ratios"][baseline] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("row", _ROWS)
-def test_each_row_has_ours_and_its_baselines(row: str, results: dict[str, Any]) -> None:
-    entries = {entry["name"]: entry for entry in results["benchmarks"]}
-    names, baselines = _ROWS[row]
-    for name in names:
-        assert baselines <= set(entries[name]["baselines"]), name
+def test_each_row_has_ours_and_its_baselines(run: SmallRun) -> None:
+    rows = {row: expected for row, expected in _ROWS.items() if run.has(row)}
+    assert rows
+    for row, (names, baselines) in rows.items():
+        for name in names:
+            assert baselines <= set(run.entries[name]["baselines"]), (row, name)
 
 
-def test_both_promised_the_same_and_say_so(run: tuple[Path, str], results: dict[str, Any]) -> None:
-    durability = results["machine"]["durability"]
+def test_both_promised_the_same_and_say_so(run: SmallRun) -> None:
+    durability = run.results["machine"]["durability"]
     assert durability["nats"] == "sync_interval: always"
     assert (durability["fsync"], durability["synchronous_commit"]) == ("on", "on")
-    assert "sync_interval: always" in run[1]
-    assert results["machine"]["conversations"] == "generated"
+    assert "sync_interval: always" in run.printed
+    if not run.spark:
+        assert run.results["machine"]["conversations"] == "generated"
 
 
-def test_the_table_says_of_every_target_whether_it_was_met(
-    run: tuple[Path, str], spark_run: tuple[Path, str], results: dict[str, Any]
-) -> None:
+def test_the_table_says_of_every_target_whether_it_was_met(run: SmallRun) -> None:
     sys.path.insert(0, str(_ROOT))
     try:
         from bench.targets import TARGETS, verdicts
     finally:
         sys.path.remove(str(_ROOT))
-    entries = {entry["name"]: entry for entry in results["benchmarks"]}
-    targets = {name: wanted for name, wanted in TARGETS.items() if not name.startswith(tuple(_ALIKE))}
+    targets = {n: wanted for n, wanted in TARGETS.items() if run.has(n) and not n.startswith(tuple(_ALIKE))}
     for name, wanted in targets.items():
-        assert {baseline for baseline, _, _ in verdicts(entries[name])} == set(wanted), name
-    of_spark = sum(len(wanted) for name, wanted in targets.items() if name.startswith("spark"))
-    assert f" of {of_spark} targets met" in spark_run[1]
-    assert f" of {sum(map(len, targets.values())) - of_spark} targets met" in run[1]
+        assert {baseline for baseline, _, _ in verdicts(run.entries[name])} == set(wanted), name
+    assert f" of {sum(map(len, targets.values()))} targets met" in run.printed
 
 
-def test_the_plots_are_drawn_from_the_results(run: tuple[Path, str]) -> None:
+def test_the_plots_are_drawn_from_the_results(run: SmallRun) -> None:
     pytest.importorskip("matplotlib")
+    if run.spark:
+        assert not list(run.folder.glob("*.png")), "none is of these rows"
+        return
     for name in ("latency", "throughput", "processes", "growth", "coalescing"):
-        assert (run[0] / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (run.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_row_that_does_not_exist_is_refused() -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bufstore.errors import InvalidId, InvalidQuery
+from bufstore.notify.idle import wait_for_work
+from bufstore.notify.listener_state import ListenerState
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
 from bufstore.testing.basics import Check, raises, registrar
@@ -259,6 +261,60 @@ async def hints_of_several_schedulings_add_up(subject: Notifiers) -> None:
         assert len(heard) == (5 if subject.hints else 6)
         for leave in leaves:
             await leave()
+
+
+@_check()
+async def single_schedulings_in_a_row_each_wake_an_idle_worker(subject: Notifiers) -> None:
+    """In one process or in several, however fast they come: who was called is not idle any more."""
+    for processes in (1, 5):
+        async with AsyncExitStack() as stack:
+            notifiers = []
+            for _ in range(processes):
+                notifiers.append(await subject.open())
+                stack.push_async_callback(notifiers[-1].aclose)
+            heard, kind = Heard(), fresh_name("kind")
+            leaves = [await _idle(notifiers[i % processes], kind, heard) for i in range(5)]
+            for _ in range(5):
+                await notifiers[0].notify_scheduled(kind)
+            await heard.until(5)
+            for leave in leaves:
+                await leave()
+
+
+@_check()
+async def who_was_called_just_now_is_called_again_if_nobody_else_is_there(subject: Notifiers) -> None:
+    async with subject.two() as (here, there):
+        heard, kind = Heard(), fresh_name("kind")
+        await here.listen_scheduled([kind], heard.kind)
+        for _ in range(3):
+            await there.notify_scheduled(kind)
+        await heard.until(3)
+
+
+@_check()
+async def a_worker_that_stops_when_it_is_called_passes_it_on(subject: Notifiers) -> None:
+    async with subject.two() as (here, there):
+        kind, stopping = fresh_name("kind"), asyncio.Event()
+
+        async def nothing_due() -> float | None:
+            return None
+
+        waiting = asyncio.create_task(wait_for_work(here, [kind], nothing_due, stopping=stopping))
+        await eventually(lambda: here._scheduled.count(kind) == 1 and here._scheduled.state is ListenerState.RUNNING)
+        call, passed_on = here._call, Heard()
+
+        def call_and_stop(callback: Callable[..., None], *args: str) -> None:
+            call(callback, *args)
+            stopping.set()
+
+        async def pass_on(kind: str, count: int = 1) -> None:
+            passed_on.kind(kind)
+
+        here._call, here.notify_scheduled = call_and_stop, pass_on  # type: ignore[method-assign]
+        await there.notify_scheduled(kind)
+        async with asyncio.timeout(_PATIENCE_S):
+            assert not await waiting
+        assert passed_on == [kind]
 
 
 @_check()

@@ -263,7 +263,10 @@ async def test_a_signal_is_removed_when_it_was_answered_and_no_sooner(on_nats: M
         await signal.nack(0)
         (signal,) = await b.pull_signals(timeout_s=5)
         assert signal.thread_id == "one"
-        await signal.ack()
+        claim = await a.claim("one", "w")
+        assert claim is not None
+        await a.ack(claim)
+        assert await signal.ack()
 
         async def gone() -> bool:
             assert isinstance(a.backend, NatsBackend)

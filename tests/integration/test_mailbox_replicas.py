@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 
 from bufstore import BufstoreError
 from bufstore.embedded import Servers
+from bufstore.mailbox.store import MailboxStore
 from bufstore.testing import Check
 from cluster import Cluster
 from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
 from helpers import eventually
+from mailbox_chaos.faults import Place
+from mailbox_chaos.run import Run
 from mailboxes import Mailboxes
 
 
@@ -22,23 +27,37 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         yield running
 
 
-@pytest.fixture
-async def mailboxes(servers: Servers, cluster: Cluster) -> Mailboxes:
-    boxes = Mailboxes("nats", servers, cluster)
+#: Each in a bucket of its own, some at a time: most of what they do here is waiting for others.
+TOGETHER = [[*MAILBOX_CHECKS, *LIVE_MAILBOX_CHECKS][n::8] for n in range(8)]
 
-    async def ready() -> bool:
-        """The cluster has elected who makes streams, and the bucket's replicas know each other."""
+
+@pytest.mark.parametrize("checks", TOGETHER, ids=lambda checks: f"{checks[0]}-and-{len(checks) - 1}-more")
+async def test_it_keeps_the_mailbox_contract(checks: list[Check], servers: Servers, cluster: Cluster) -> None:
+    async def keeps(check: Check) -> None:
         try:
-            async with boxes.open(1):
-                return True
-        except BufstoreError:
-            return False
+            async with AsyncExitStack() as stack:
+                await check(await eventually(lambda: _opened(Mailboxes("nats", servers, cluster), stack), 60))
+        except Exception as e:
+            e.add_note(f"in {check}")
+            raise
 
-    await eventually(ready, 60)
-    return boxes
+    async with asyncio.TaskGroup() as group:
+        for check in checks:
+            group.create_task(keeps(check))
 
 
-@pytest.mark.parametrize("check", [*MAILBOX_CHECKS, *LIVE_MAILBOX_CHECKS], ids=str)
-async def test_it_keeps_the_mailbox_contract(check: Check, mailboxes: Mailboxes) -> None:
-    async with mailboxes.open() as stores:
-        await check(stores)
+async def _opened(boxes: Mailboxes, stack: AsyncExitStack) -> list[MailboxStore]:
+    """Two instances; none while the cluster elects who makes streams."""
+    with suppress(BufstoreError):
+        return await stack.enter_async_context(boxes.open())
+    return []
+
+
+async def test_dying_leaders_leave_nothing_and_double_nothing(servers: Servers, cluster: Cluster) -> None:
+    boxes = Mailboxes("nats", servers, cluster)
+    place = Place("replicas", boxes, servers, cluster)
+    run = Run(boxes, place, seed=3, dispatches=300, workers=2)
+    report = await run(["leader killed", "node cut off"], hold_s=(0.5, 1.0))
+    assert report.wrong == [], report.text()
+    assert report.accepted == report.acked == 300
+    assert report.faults["leader killed"] + report.faults["node cut off"] >= 1

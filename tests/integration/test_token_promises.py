@@ -85,8 +85,8 @@ async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
     """Its delivery went to somebody who acknowledged it and did nothing."""
     work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a", b"1")
-    delivery = await work._new_puller().next(5)
-    await work._answer(delivery, b"+ACK")
+    delivery = await work._pulls.next(5)
+    await work._pulls.answer(delivery, b"+ACK")
     async with await took(other, 5) as task:
         assert (task.payload, task.attempt) == (b"1", 1)
         await task.done()
@@ -99,7 +99,7 @@ async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -
     await work.submit("a", b"1")
     task = await took(work)
     stall(task)
-    await work._answer(task.delivery, b"+ACK")
+    await work._pulls.answer(task.delivery, b"+ACK")
     async with await took(other, 10) as second:
         assert second.attempt == 2
         with pytest.raises(TokenLost):
@@ -348,6 +348,8 @@ async def test_who_holds_a_lock_is_shown_and_it_can_be_taken_away(servers: Any, 
             await lock.extend()
         assert lock.lost.is_set()
         assert other.token > lock.token
+        assert (held := await locks.who("a")) is not None  # it has a name also if it gave itself none
+        assert held.name
 
 
 async def test_statistics_and_settings(opened: Open, name: str) -> None:

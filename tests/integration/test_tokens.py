@@ -216,8 +216,7 @@ async def test_a_late_delivery_does_not_steal_the_key(opened: Open) -> None:
     """A worker that was told of the key and slept before it wrote its name finds another one there."""
     work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a")
-    puller = work._new_puller()
-    early = await puller.next(5)
+    early = await work._pulls.next(5)
     assert early is not None
     holder = await took(other)
     assert await work._begin("a", "YQ", early) is None

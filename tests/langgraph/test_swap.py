@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.types import Command
 
-from bufstore import ConfigError
+from bufstore import BufferConfig, ConfigDrift, ConfigError
 from bufstore.embedded import Servers
+from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
 from helpers import fresh, query
 from langgraph_graphs import assistant
 from langgraph_savers import Place, checkpoint, config
@@ -96,6 +98,27 @@ async def test_rows_are_byte_for_byte_those_of_the_other(place: Place) -> None:
         assert found[0]
 
 
+@pytest.mark.parametrize(("history", "checkpoints"), [("all", 17), ("run", 9), ("latest", 5)])
+async def test_less_history_is_written_and_a_graph_goes_on_there(place: Place, history: str, checkpoints: int) -> None:
+    """Two turns, each flushed at once: the root's newest checkpoint of each flush, and those of the subgraphs."""
+    thread_id, count = fresh(), f"SELECT count(*) FROM {place.schema}.checkpoints"
+    async with place.saver(flush=0.0, history=history) as ours:
+        for what in (_say, _approve, _say):
+            before = await what(ours, thread_id)
+            await ours.force_flush()
+    assert await query(place.dsn, count) == [(checkpoints,)]
+    async with place.plain() as plain:
+        after = await _approve(plain, thread_id)
+        assert after["said"][: len(before["said"])] == before["said"]
+        assert after["turns"] == 2
+    async with place.saver() as ours:
+        assert await ours.aprune_idle(timedelta(days=1)) == []
+        assert await ours.aprune_idle(timedelta(days=-1)) == [thread_id]
+        assert (await _say(ours, thread_id))["turns"] == 3
+        assert await ours.aprune_idle(timedelta(days=-1), strategy="delete") == [thread_id]
+    assert await query(place.dsn, count) == [(0,)]
+
+
 async def test_tables_that_we_make_are_those_that_they_make(place: Place, servers: Servers) -> None:
     ours = Place(servers)
     async with ours.saver():
@@ -129,3 +152,13 @@ async def test_tables_of_another_version_are_refused(place: Place, change: str, 
     with pytest.raises(ConfigError, match=says):
         async with place.saver():
             pass
+
+
+async def test_a_log_of_other_tables_is_refused(servers: Servers) -> None:
+    place = Place(servers)
+    async with place.saver():
+        pass
+    buffer_schema, place.schema = f"{place.schema}_b", f"{place.schema}_other"
+    store = PostgresCheckpointStore(place.dsn, schema=place.schema, buffer_schema=buffer_schema)
+    with pytest.raises(ConfigDrift, match=place.schema):
+        await AsyncBufferedSaver.open(store, nats=place.nats, config=BufferConfig.fitting(place.log))

@@ -29,7 +29,7 @@ def killed(settings: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     spark = session("killed", "local[2,4]", **settings["spark"])
-    stream(spark, Path(settings["input"]), Path(settings["checkpoints"]), write_and_die).awaitTermination(90)
+    stream(spark, Path(settings["input"]), Path(settings["checkpoints"]), write_and_die).awaitTermination(180)
 
 
 def connect(settings: dict[str, Any]) -> None:
@@ -44,14 +44,14 @@ def connect(settings: dict[str, Any]) -> None:
     write = checkpoint_sink(SinkConfig(**settings["sink"]))
     for _ in range(2):
         query = stream(spark, Path(settings["input"]), Path(settings["checkpoints"]), write)
-        assert query.awaitTermination(90)
+        assert query.awaitTermination(180)
         commits = Path(settings["checkpoints"]) / "commits"
         (commits / "1").unlink()
         (commits / ".1.crc").unlink(missing_ok=True)
     refused = ""
     try:
         other = stream(spark, Path(settings["input"]), Path(settings["checkpoints"] + "-other"), write)
-        other.awaitTermination(90)
+        other.awaitTermination(180)
     except Exception as e:
         refused = str(e)
     found = spark.read.format("threadlog").options(**read_options_of(settings["sink"])).load()

@@ -56,7 +56,7 @@ def stream(spark: Any, folder: Path, checkpoints: Path, write: Callable[[Any, in
 
 async def ended(query: Any) -> None:
     """Wait for a query's end. Raises its error."""
-    assert await asyncio.to_thread(query.awaitTermination, 90)
+    assert await asyncio.to_thread(query.awaitTermination, 180)
 
 
 def uncommit(checkpoints: Path, batch: int) -> None:
@@ -157,7 +157,7 @@ QUICK = {
     "spark.sql.session.timeZone": "UTC",
     "spark.ui.enabled": "false",
 }
-_TIMEOUT_S = 120
+_TIMEOUT_S = 400
 
 
 def environment(**more: str) -> dict[str, str]:

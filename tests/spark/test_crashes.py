@@ -36,6 +36,7 @@ async def test_a_driver_killed_between_the_sink_and_sparks_commit(
     assert await held(deployment, threads) == {t: list(range(9)) for t in threads}
 
 
+@pytest.mark.long  # two Javas
 async def test_on_spark_connect(deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)
     threads = [fresh() for _ in range(3)]
@@ -107,6 +108,7 @@ async def _drained(stream: asyncio.StreamReader) -> None:
         pass
 
 
+@pytest.mark.long  # six Javas
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a second loopback address")
 async def test_two_attempts_that_both_write_everything(deployment: Deployment, tmp_path: Path) -> None:
     await prepared(deployment)

@@ -437,3 +437,22 @@ def test_what_has_a_time_to_live_is_gone_after_it() -> None:
         assert await shared.thread_of_run("r", 1) is None
 
     run(main())
+
+
+def test_a_flush_of_an_empty_log_waits_for_nobody() -> None:
+    """So a close does not either, whether Postgres answers or not."""
+
+    async def main() -> None:
+        async with instance(MemoryNats(), MemoryThreadStore()) as store:
+            flushed = store.buffer.ledger.flushed
+
+            async def silent() -> Any:
+                await asyncio.sleep(3600)
+
+            store.buffer.ledger.flushed = silent  # type: ignore[method-assign]
+            began = asyncio.get_running_loop().time()
+            await store.force_flush_all()
+            assert asyncio.get_running_loop().time() - began < 1
+            store.buffer.ledger.flushed = flushed  # type: ignore[method-assign]
+
+    run(main())

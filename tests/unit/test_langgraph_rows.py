@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,23 +51,6 @@ OPERATIONS: st.SearchStrategy[Operation] = st.one_of(
 )
 
 
-def written(tables: Tables, folded: Folded) -> Tables:
-    """What the statements of a flush make of tables: deletions first, then rows, each key once."""
-    after = Tables() if folded.deleted else tables.copy()
-    after.apply(Drop(sorted(folded.dropped), sorted(folded.dropped_namespaces), sorted(folded.dropped_blobs)))
-    after.blobs = {**folded.blobs, **after.blobs}
-    for key, row in folded.checkpoints.items():
-        there = after.checkpoints.get(key)
-        after.checkpoints[key] = row if there is None else msgspec.structs.replace(row, parent=there.parent)
-    for write_key, (write, upsert) in folded.writes.items():
-        before = after.writes.get(write_key)
-        if before is None:
-            after.writes[write_key] = write
-        elif upsert:
-            after.writes[write_key] = msgspec.structs.replace(write, task_path=before.task_path)
-    return after
-
-
 def content(tables: Tables) -> tuple[object, ...]:
     return tables.checkpoints, tables.blobs, tables.writes
 
@@ -84,7 +66,7 @@ def test_folded_in_any_windows_they_mean_the_same(
     for operation in operations:
         one_by_one.apply(operation)
     for window in (operations[:cut], operations[cut:]):
-        flushed = written(flushed, Folded("t", window))
+        flushed = Folded("t", window).written(flushed)
     assert content(flushed) == content(one_by_one)
 
 

@@ -17,7 +17,7 @@ import bufstore
 from bufstore import errors
 
 #: Packages whose names are imported when they are asked for.
-LAZY = ["bufstore", "bufstore.mailbox", "bufstore.notify", "bufstore.spark", "bufstore.tokens"]
+LAZY = ["bufstore", "bufstore.langgraph", "bufstore.mailbox", "bufstore.notify", "bufstore.spark", "bufstore.tokens"]
 
 #: Packages that have errors of their own.
 WITH_ERRORS = [
@@ -70,7 +70,7 @@ def test_the_package_itself_imports_no_driver_and_none_of_the_stores() -> None:
     ).stdout.split()
     ours = {m for m in modules if m.partition(".")[0] == bufstore.__name__}
     assert ours == {*LAZY, "bufstore._lazy"}
-    assert not {"nats", "psycopg", "psycopg_pool", "redis", "msgspec"} & set(modules)
+    assert not {"nats", "psycopg", "psycopg_pool", "redis", "msgspec", "langgraph"} & set(modules)
 
 
 def _exported_errors(package: str) -> set[str]:

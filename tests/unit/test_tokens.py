@@ -27,7 +27,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Store
 from bufstore.tokens import ExclusiveWork, Policy, Task, TokensConfig
 from bufstore.tokens.fence import Register
 from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode, first_token
-from bufstore.tokens.pull import Puller
+from bufstore.tokens.pull import Pulls
 from bufstore.tokens.setup import items_config
 from unit.fake_log import run
 
@@ -206,15 +206,15 @@ def test_when_one_worker_fails_none_works_on() -> None:
 def test_a_connection_that_is_lost_while_work_is_asked_for_leaves_nothing_unlooked_at() -> None:
     async def main() -> None:
         class Lost:
-            def new_inbox(self) -> str:
-                return "inbox"
+            max_payload, is_connected = 1, False
 
-            async def subscribe(self, *_: Any, **__: Any) -> None:
-                puller.lost()
+            async def publish(self, *_: Any, **__: Any) -> None:
+                pulls._lost()
                 raise ConnectionClosedError
 
-        puller = Puller(cast(Connection, SimpleNamespace(client=Lost)), "next")
+        connection = SimpleNamespace(client=Lost, on_connect=lambda _: None, on_lost=lambda _: None)
+        pulls = Pulls(cast(Connection, connection), "next")
         with pytest.raises(LogUnavailable):
-            await puller.next(5)
+            await pulls.next(5)
 
     run(main())

@@ -10,6 +10,7 @@ from bufstore.cli.importing.import_ import import_
 from bufstore.cli.operate.erase import erase
 from bufstore.cli.operate.flush import flush
 from bufstore.cli.operate.log import log
+from bufstore.cli.operate.mailbox import mailbox
 from bufstore.cli.operate.permissions import permissions
 from bufstore.cli.operate.quarantine import quarantine
 from bufstore.cli.operate.repair import repair
@@ -33,6 +34,7 @@ def app() -> None:
 
 
 for command in (
-    demo, import_, status, flush, erase, quarantine, verify, doctor, log, repair, spark, tokens, setup, permissions,
+    demo, import_, status, flush, erase, quarantine, verify, doctor, log, repair, spark, mailbox, tokens, setup,
+    permissions,
 ):  # fmt: skip
     app.add_command(command)

@@ -16,15 +16,19 @@ import msgspec
 from click.core import ParameterSource
 from psycopg.conninfo import make_conninfo
 
-from bufstore.buffer.target import check_flushable
+from bufstore.buffer.buffer import Buffer
+from bufstore.buffer.target import Target, check_flushable
 from bufstore.cli.certificates import tls_context
 from bufstore.cli.output import show_fields, show_json
 from bufstore.cli.running import configure_logs, reporting_errors, run
 from bufstore.config import BufferConfig, LogConfig, NatsConfig
 from bufstore.errors import ConfigError, EmbeddedError
-from bufstore.nats.finding import find_log
+from bufstore.langgraph.engine import CheckpointEngine
+from bufstore.langgraph.postgres.store import PostgresCheckpointStore, schema_of
+from bufstore.nats.finding import FoundLog, find_log
 from bufstore.postgres.connection.migrate import check_schema
 from bufstore.postgres.connection.pool import check_conninfo
+from bufstore.threads.behind import buffer_of as threads_buffer
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.postgres.store import PostgresThreadStore
 from bufstore.threads.protocol import kind_of
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+#: A buffer of any domain.
+AnyBuffer = Buffer[Any, Any, Any]
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 STREAM = click.option("--stream", default="THREADLOG", show_default=True, envvar="BUFSTORE_STREAM", show_envvar=True,
@@ -86,6 +93,31 @@ class Endpoints:
     session: str = field(default_factory=lambda: f"bufstore-{secrets.token_hex(6)}")
 
     @asynccontextmanager
+    async def opened(self, *, flusher: bool = True, create: bool = True) -> AsyncIterator[AnyBuffer]:
+        """The open buffer of the log, of whichever domain the log is; `create` as in `buffered`."""
+        found = await self._find()
+        if found is None or found.target is None or schema_of(found.target.kind) is None:
+            async with self.buffered(flusher=flusher, create=create) as store:
+                yield store.buffer
+            return
+        buffer = self.buffer_of(found.target, BufferConfig.fitting(found.config, flusher=flusher))
+        await buffer.open()
+        try:
+            yield buffer
+        finally:
+            await buffer.aclose()
+
+    def buffer_of(self, target: Target | None, config: BufferConfig, *, timeout_s: float = 30.0) -> AnyBuffer:
+        """The buffer of a log with this target, of whichever domain it is; nothing is connected yet."""
+        schema = schema_of(target.kind) if target is not None else None
+        if schema is not None:
+            tables = PostgresCheckpointStore(
+                self._conninfo(), schema=schema, buffer_schema=self.schema, pool_size=2, timeout_s=timeout_s
+            )
+            return CheckpointEngine(tables, self.nats, config, name=self.session).buffer
+        return threads_buffer(self.plain(pool_size=2), self.nats, config, name=self.session, timeout_s=timeout_s)
+
+    @asynccontextmanager
     async def buffered(self, *, flusher: bool = True, create: bool = True) -> AsyncIterator[BufferedThreadStore]:
         """The buffered store, with the log as it stands on the server.
 
@@ -104,9 +136,11 @@ class Endpoints:
 
     def plain(self, *, pool_size: int = 8) -> PostgresThreadStore:
         """The Postgres store alone, without buffer: what it reads is what Postgres holds."""
+        return PostgresThreadStore(self._conninfo(), schema=self.schema, pool_size=pool_size)
+
+    def _conninfo(self) -> str:
         check_conninfo(self.postgres)
-        conninfo = make_conninfo(self.postgres, application_name=self.session)
-        return PostgresThreadStore(conninfo, schema=self.schema, pool_size=pool_size)
+        return make_conninfo(self.postgres, application_name=self.session)
 
     async def find_log(self, *, applies: bool = False) -> LogConfig | None:
         """The configuration of the log as it stands on the server; None if there is no log.
@@ -114,12 +148,24 @@ class Endpoints:
         `applies`: something of it is going to be written into a PostgresThreadStore. Raises ConfigDrift when it does
         not belong there.
         """
-        found = await find_log(self.nats, self.stream, self.bucket, self.session)
+        found = await self._find()
         if found is None:
             return None
         if applies:
             check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
         return found.config
+
+    async def find_any_log(self, *, applies: bool = False) -> tuple[LogConfig, Target | None] | None:
+        """The same for a log of any domain that comes with bufstore, with what it is flushed into."""
+        found = await self._find()
+        if found is None:
+            return None
+        if applies and (found.target is None or schema_of(found.target.kind) is None):
+            check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
+        return found.config, found.target
+
+    async def _find(self) -> FoundLog | None:
+        return await find_log(self.nats, self.stream, self.bucket, self.session)
 
 
 @dataclass(frozen=True)

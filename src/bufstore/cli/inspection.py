@@ -15,11 +15,9 @@ from bufstore.buffer.operate.log_fill import FillForecast, look
 from bufstore.buffer.ports.ledger import Cursor
 from bufstore.buffer.ports.waiting import WaitingTotals
 from bufstore.buffer.target import check_same
-from bufstore.cli.connect import Endpoints
+from bufstore.cli.connect import AnyBuffer, Endpoints
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError, ConfigError
-from bufstore.threads.behind import buffer_of
-from bufstore.threads.runs import ThreadBuffer
 
 _TIMEOUT_S = 5.0
 
@@ -77,7 +75,7 @@ class BufferStatus(msgspec.Struct, kw_only=True):
 class Inspection:
     """Connected to NATS, and to Postgres if that is up."""
 
-    def __init__(self, buffer: ThreadBuffer) -> None:
+    def __init__(self, buffer: AnyBuffer) -> None:
         self._buffer = buffer
         self._log, self._shared, self._ledger = buffer.log, buffer.shared, buffer.ledger
         #: The entries in quarantine.
@@ -157,14 +155,14 @@ def _partition(number: int, end: int, cursors: dict[int, Cursor] | None, above: 
 async def inspecting(target: Endpoints, *, applies: bool = False) -> AsyncIterator[Inspection]:
     """Look at the buffer of `target`. Raises ConfigError when it has none, LogUnavailable.
 
-    `applies`: to write something into a PostgresThreadStore. Raises ConfigDrift when the log is not flushed into that.
+    `applies`: to write something into a store. Raises ConfigDrift when the log is flushed into one that does not come
+    with bufstore.
     """
-    config = await target.find_log(applies=applies)
-    if config is None:
+    found = await target.find_any_log(applies=applies)
+    if found is None:
         raise ConfigError(f"there is no log {target.stream!r} on this server yet: the first write makes it")
-    store = target.plain(pool_size=1)
-    fitting = BufferConfig.fitting(config, flusher=False)
-    buffer = buffer_of(store, target.nats, fitting, name=target.session, timeout_s=_TIMEOUT_S)
+    config, named = found
+    buffer = target.buffer_of(named, BufferConfig.fitting(config, flusher=False), timeout_s=_TIMEOUT_S)
     async with buffer.connected():
         if applies:
             await buffer.log.epoch(checked=False)

@@ -19,6 +19,7 @@ from langgraph.checkpoint.base import (
     DeltaChannelHistory,
 )
 
+from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore
 from bufstore.langgraph.saver import AsyncBufferedSaver
@@ -78,6 +79,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
         *,
         schema: str = "public",
         buffer_schema: str = "bufstore_langgraph",
+        history: History = "all",
         pool_size: int = 16,
         call_timeout_s: float = 60.0,
         **options: Any,
@@ -86,7 +88,7 @@ class BufferedSaver(BaseCheckpointSaver[str]):
 
         async def opened() -> AsyncBufferedSaver:
             store = PostgresCheckpointStore(
-                conn_string, schema=schema, buffer_schema=buffer_schema, pool_size=pool_size
+                conn_string, schema=schema, buffer_schema=buffer_schema, history=history, pool_size=pool_size
             )
             return await AsyncBufferedSaver.open(store, nats=nats, **options)
 

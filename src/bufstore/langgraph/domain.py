@@ -12,6 +12,9 @@ from bufstore.buffer.entry import StoredEntry
 from bufstore.langgraph.model import LangGraphChange, Operation
 from bufstore.langgraph.payload import decode_payload
 
+#: The domain's name, which the log keeps.
+DOMAIN = "langgraph"
+
 #: Where the rows come from that a tail belongs on.
 STORE, LOG, CACHE = "store", "log", "cache"
 

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Self, get_args
 
 from bufstore.buffer.buffer import Buffer
-from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, StoreUnavailable
+from bufstore.config import BufferConfig, LogConfig
+from bufstore.errors import ConcurrentWriter, ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.model import BlobKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
 from bufstore.langgraph.outlines import all_but_latest, drop_of
@@ -25,6 +25,9 @@ from bufstore.types import Consistency, Receipt
 NewThreads = Literal["ask", "assume"]
 #: Whether a write is refused when another worker has written to the thread since it was read.
 OnConflict = Literal["allow", "reject"]
+
+#: Where the log is, unless a configuration says otherwise.
+DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="langgraph")
 
 _PAGE = 100
 #: About how large an entry of a copied thread is.
@@ -44,7 +47,9 @@ class CheckpointEngine:
         new_threads: NewThreads = "ask",
         on_conflict: OnConflict = "allow",
         cache_bytes: int = 64 << 20,
+        name: str = "bufstore-langgraph",
     ) -> None:
+        """`name`: what NATS calls this process."""
         if new_threads not in get_args(NewThreads):
             raise ConfigError(f"new_threads is one of {', '.join(get_args(NewThreads))}, not {new_threads!r}")
         if on_conflict not in get_args(OnConflict):
@@ -52,11 +57,12 @@ class CheckpointEngine:
         #: The last entries of the threads as they were read last; None: nobody asks.
         self._seen: OrderedDict[str, int] | None = OrderedDict() if on_conflict == "reject" else None
         self._seen_max = config.cached_threads
+        self._put: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
         ledger, backing = store.behind(config)
         cache = ReadCache(cache_bytes)
         reader = CachingReader(backing.reader, cache)
-        session = session_to(nats, config, f"bufstore-langgraph-{secrets.token_hex(8)}")
+        session = session_to(nats, config, f"{name}-{secrets.token_hex(8)}")
         backing = dataclasses.replace(backing, reader=reader)
         self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session, ledger, backing, config)
         reader.watch = self.buffer.reads.store
@@ -95,8 +101,8 @@ class CheckpointEngine:
         """See `CheckpointReads.checkpoint`."""
         try:
             last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency)
-        except StoreUnavailable:
-            if not self._assume_new or await self._in_log(thread_id):
+        except (StoreUnavailable, ReadNotFresh):
+            if not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
                 raise
             return None
         if self._seen is not None:
@@ -114,6 +120,22 @@ class CheckpointEngine:
 
     async def _in_log(self, thread_id: str) -> bool:
         return await self.buffer.log.latest(self.buffer.subjects.of(thread_id), self.buffer.config.read_timeout_s) > 0
+
+    @property
+    def thins(self) -> bool:
+        """Whether the store leaves out a part of the history."""
+        return self._store.history != "all"
+
+    def last_put(self, thread_id: str, ns: str) -> str | None:
+        """The checkpoint that this process saved last in a namespace, as far as it is remembered."""
+        return self._put.get((thread_id, ns))
+
+    def note_put(self, thread_id: str, ns: str, checkpoint_id: str) -> None:
+        """Remember which checkpoint was saved last."""
+        self._put[thread_id, ns] = checkpoint_id
+        self._put.move_to_end((thread_id, ns))
+        while len(self._put) > self._seen_max:
+            self._put.popitem(last=False)
 
     # --- many checkpoints -------------------------------------------------------------------------------------
 
@@ -163,6 +185,44 @@ class CheckpointEngine:
     async def prune(self, thread_id: str) -> None:
         """Delete all checkpoints of the thread but the newest of each namespace. Raises like `delete_for_runs`."""
         await self._drop(thread_id, all_but_latest(await self.outlines(thread_id)))
+
+    async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
+        """Prune or delete the threads whose last checkpoint is older than this time; which they are."""
+        await self._flush(None)
+        done: list[str] = []
+        for thread_id in await self._store.idle(before):
+            if not delete:
+                outlines = await self._store.outlines(thread_id)
+                drop = None if any(o.delta for o in outlines) else all_but_latest(outlines)
+                if drop is None:
+                    continue
+                await self._drop(thread_id, drop)
+            elif not await self._delete_as_it_is(thread_id, before):
+                continue
+            done.append(thread_id)
+        return done
+
+    async def _delete_as_it_is(self, thread_id: str, before: str) -> bool:
+        """Delete the thread unless somebody writes to it meanwhile; whether it was deleted."""
+        state, _ = await self.buffer.reads.joined(thread_id)
+        last = state.watermark.applied_id
+        if any(outline.ts >= before for outline in await self._store.outlines(thread_id)) or state.operations:
+            return False
+        try:
+            prepare = appending(thread_id, Delete(), self._store_is_down, seen=lambda: last)
+            await self.buffer.appender.append(thread_id, prepare)
+        except ConcurrentWriter:
+            return False
+        return True
+
+    async def erase(self, thread_id: str) -> None:
+        """Delete the thread, and remove what the log and the quarantine hold of it."""
+        receipt = await self.append(thread_id, Delete())
+        await self._flush(thread_id)
+        await self.buffer.eraser.erase({thread_id: receipt.thread_seq})
+        quarantine = self.buffer.quarantine
+        while found := await quarantine.page(thread_id=thread_id, limit=_PAGE):
+            await quarantine.discard([entry.seq for entry in found])
 
     async def outlines(self, thread_id: str) -> list[Outline]:
         """The thread's checkpoints without their values, once it is flushed."""

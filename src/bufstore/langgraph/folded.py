@@ -16,6 +16,7 @@ from bufstore.langgraph.model import (
     Operation,
     Put,
     Rows,
+    Tables,
     WriteKey,
     WriteRow,
     Writes,
@@ -44,8 +45,21 @@ class Folded:
         self.dropped_blobs: set[BlobKey] = set()
         self.checkpoints: dict[CheckpointKey, CheckpointRow] = {}
         self.blobs: dict[BlobKey, BlobRow] = {}
+        #: Checkpoints that stand here as another thread has them.
+        self.copied: set[CheckpointKey] = set()
         #: The row, and whether it replaces one that is there.
         self.writes: dict[WriteKey, tuple[WriteRow, bool]] = {}
+
+    def written(self, tables: Tables) -> Tables:
+        """What the statements of a flush make of the thread's tables: deletions first, then rows."""
+        after = Tables() if self.deleted else tables.copy()
+        after.apply(Drop(sorted(self.dropped), sorted(self.dropped_namespaces), sorted(self.dropped_blobs)))
+        after.blobs = {**self.blobs, **after.blobs}
+        for row in self.checkpoints.values():
+            after.apply(Put(row))
+        for write, upsert in self.writes.values():
+            after.apply(Writes([write], upsert))
+        return after
 
     def _fold(self, operation: Operation) -> None:
         match operation:
@@ -58,6 +72,7 @@ class Folded:
             case Rows(checkpoints, blobs, writes):
                 for row in checkpoints:
                     self._put(row)
+                    self.copied.add((row.ns, row.id))
                 self._keep_blobs(blobs)
                 for write in writes:
                     self._write(write, False)

@@ -9,7 +9,9 @@ from typing import Any
 from bufstore.buffer.domain import Backing
 from bufstore.buffer.target import Kind
 from bufstore.config import BufferConfig
-from bufstore.langgraph.domain import Tail, stored_tail
+from bufstore.langgraph.domain import DOMAIN, Tail, stored_tail
+from bufstore.langgraph.folded import Folded
+from bufstore.langgraph.history import History, check_history, thin
 from bufstore.langgraph.model import (
     TASKS,
     BlobKey,
@@ -31,20 +33,27 @@ class MemoryCheckpointStore:
     With a `bufstore.memory.MemoryNats` they make a buffered saver that needs no server, for an app's unit tests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, history: History = "all") -> None:
+        """`history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth)."""
+        self.history = check_history(history)
         self._threads: dict[str, Tables] = {}
         self._ledger = MemoryLedger(self)
 
     def behind(self, config: BufferConfig) -> tuple[MemoryLedger, Backing[Tail]]:
         """See `CheckpointStore.behind`."""
-        return self._ledger, Backing(Kind("langgraph", "memory"), self)
+        return self._ledger, Backing(Kind(DOMAIN, "memory"), self)
 
     async def apply(self, connection: Any, batch: Sequence[LangGraphChange]) -> None:
         """See `bufstore.buffer.domain.Applies`."""
         for change in batch:
             tables = self._threads.setdefault(change.thread_id, Tables())
-            for _, operation in change.operations:
-                tables.apply(operation)
+            if self.history == "all":
+                for _, operation in change.operations:
+                    tables.apply(operation)
+            else:
+                folded = Folded(change.thread_id, (operation for _, operation in change.operations))
+                thin(folded, self.history)
+                self._threads[change.thread_id] = folded.written(tables)
 
     async def state(self, thread_id: str) -> Tail:
         """See `bufstore.buffer.domain.StateReader`."""
@@ -106,6 +115,11 @@ class MemoryCheckpointStore:
             outline_of(row, tables.blobs.keys(), parent_sends=(row.ns, row.parent) in sending)
             for row in tables.checkpoints.values()
         ]
+
+    async def idle(self, before: str) -> list[str]:
+        """See `CheckpointStore.idle`."""
+        last = {t: max((outline.ts for outline in await self.outlines(t)), default="") for t in self._threads}
+        return sorted(thread_id for thread_id, ts in last.items() if "" < ts < before)
 
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """See `CheckpointStore.of_runs`."""

@@ -61,6 +61,11 @@ class Outline(msgspec.Struct, frozen=True):
 class CheckpointStore(Protocol):
     """LangGraph's tables. Every read is of one moment. Reads raise StoreUnavailable, StoreMisconfigured, Closed."""
 
+    @property
+    def history(self) -> str:
+        """How much of a thread's history is written: see `bufstore.langgraph.history`."""
+        ...
+
     def behind(self, config: BufferConfig) -> tuple[Ledger, Backing[Tail]]:
         """What a buffer in front of it works with."""
         ...
@@ -91,6 +96,10 @@ class CheckpointStore(Protocol):
 
     async def outlines(self, thread_id: str) -> list[Outline]:
         """All checkpoints of a thread."""
+        ...
+
+    async def idle(self, before: str) -> list[str]:
+        """The threads whose last checkpoint is older than this time (ISO 8601)."""
         ...
 
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:

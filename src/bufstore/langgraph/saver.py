@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self, TypeVar
 
 from langchain_core.runnables import RunnableConfig
@@ -19,9 +20,10 @@ from langgraph.checkpoint.base import (
 )
 from langgraph.checkpoint.serde.base import SerializerProtocol
 
-from bufstore.config import BufferConfig, LogConfig
+from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
-from bufstore.langgraph.engine import CheckpointEngine, NewThreads, OnConflict
+from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine, NewThreads, OnConflict
+from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
 from bufstore.langgraph.serialize import json_of, place, put_of, tuple_of, writes_of
@@ -29,9 +31,6 @@ from bufstore.nats.session import Nats
 from bufstore.types import Consistency
 
 T = TypeVar("T")
-
-#: Where the log is, unless a configuration says otherwise.
-DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="langgraph")
 
 
 class AsyncBufferedSaver(BaseCheckpointSaver[str]):
@@ -92,6 +91,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         *,
         schema: str = "public",
         buffer_schema: str = "bufstore_langgraph",
+        history: History = "all",
         pool_size: int = 16,
         config: BufferConfig | None = None,
         serde: SerializerProtocol | None = None,
@@ -102,10 +102,13 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     ) -> AsyncIterator[Self]:
         """A saver on LangGraph's tables in `schema`, for the block; what is acknowledged is flushed at its end.
 
-        `conn_string`: Postgres, as a URL or key=value. `buffer_schema`: where the buffer keeps its own tables. For the
-        other arguments and the errors see `open`.
+        `conn_string`: Postgres, as a URL or key=value. `buffer_schema`: where the buffer keeps its own tables.
+        `history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth). For the other arguments and
+        the errors see `open`.
         """
-        store = PostgresCheckpointStore(conn_string, schema=schema, buffer_schema=buffer_schema, pool_size=pool_size)
+        store = PostgresCheckpointStore(
+            conn_string, schema=schema, buffer_schema=buffer_schema, history=history, pool_size=pool_size
+        )
         saver = await cls.open(
             store,
             nats=nats,
@@ -148,9 +151,14 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
         Raises InvalidRecord and InvalidId for what Postgres could not hold, and what `CheckpointEngine.append` raises.
         """
-        thread_id, put = put_of(self.serde, config, checkpoint, metadata, new_versions)
+        thread_id, ns, parent = place(config)
+        # Where history is left out, what a checkpoint builds on must be there: all but the one saved last may go.
+        whole = self.engine.thins and self.engine.last_put(thread_id, ns) != parent
+        thread_id, put = put_of(self.serde, config, checkpoint, metadata, new_versions, whole=whole)
         await self.engine.append(thread_id, put)
         row = put.checkpoint
+        if self.engine.thins:
+            self.engine.note_put(thread_id, ns, row.id)
         return {"configurable": {"thread_id": thread_id, "checkpoint_ns": row.ns, "checkpoint_id": row.id}}
 
     async def aput_writes(
@@ -239,6 +247,25 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
             raise NotImplementedError(f"threads with a DeltaChannel cannot be pruned: {', '.join(delta)}")
         for thread_id in thread_ids:
             await self.engine.prune(str(thread_id))
+
+    async def aprune_idle(self, idle_for: timedelta, *, strategy: str = "keep_latest") -> list[str]:
+        """Prune the threads whose last checkpoint is at least so old, as `aprune` does; which they are.
+
+        A job for quiet hours: it reads the whole table. "delete" leaves a thread alone that is written to meanwhile;
+        "keep_latest" leaves threads with a DeltaChannel alone. Raises like `aprune`.
+        """
+        if strategy not in ("keep_latest", "delete"):
+            raise ValueError(f"unknown strategy {strategy!r}")
+        return await self.engine.prune_idle((datetime.now(UTC) - idle_for).isoformat(), delete=strategy == "delete")
+
+    async def aerase_thread(self, thread_id: str) -> None:
+        """Delete the thread, and remove its content from the log and from quarantine for good.
+
+        After `adelete_thread` alone the content stays in the log until it is purged. Returns after the log's
+        ``failover_window_s`` at the earliest, because until then Postgres may need the entries again. Safe to repeat.
+        Raises FlushTimeout, StoreUnavailable, and like `aput`.
+        """
+        await self.engine.erase(str(thread_id))
 
     async def aget_delta_channel_history(
         self, *, config: RunnableConfig, channels: Sequence[str]

@@ -42,8 +42,12 @@ def put_of(
     checkpoint: Checkpoint,
     metadata: CheckpointMetadata,
     new_versions: ChannelVersions,
+    *,
+    whole: bool = False,
 ) -> tuple[str, Put]:
     """The thread and the rows of a checkpoint; afterwards the caller may change its objects.
+
+    `whole`: with all values, not only those of the channels in `new_versions`.
 
     None, str, int, float and bool stand in the checkpoint's row, other values in blobs. Raises InvalidId,
     InvalidRecord (what Postgres would refuse), and what the serializer raises.
@@ -58,8 +62,11 @@ def put_of(
         else:
             if isinstance(value, _DeltaSnapshot):
                 inline[channel] = True
-            if channel in new_versions:
-                blobs.append(BlobRow(ns, channel, str(new_versions[channel]), *serde.dumps_typed(value)))
+            version = new_versions.get(channel)
+            if version is None and whole:
+                version = checkpoint["channel_versions"].get(channel)
+            if version is not None:
+                blobs.append(BlobRow(ns, channel, str(version), *serde.dumps_typed(value)))
     carried = {blob.channel for blob in blobs}
     empty = [(channel, str(version)) for channel, version in new_versions.items() if channel not in carried]
     row = CheckpointRow(

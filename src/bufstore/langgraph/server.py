@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
-from bufstore.langgraph.saver import DEFAULT_LOG, AsyncBufferedSaver
+from bufstore.langgraph.engine import DEFAULT_LOG
+from bufstore.langgraph.saver import AsyncBufferedSaver
 
 __all__ = ["checkpointer"]
 

@@ -34,7 +34,7 @@ def appending(
 
     def draft(tip: Tip[Known]) -> Draft[Known]:
         memory, alone = tip.memory, deletes
-        if memory is None and not deletes:
+        if memory is None and (not deletes or seen is not None):
             if not store_is_down() or not (tip.seq or assume_new):
                 raise NeedBase
             alone = not tip.seq

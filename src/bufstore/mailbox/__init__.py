@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bufstore.errors import StepUnknown as StepUnknown
     from bufstore.mailbox.config import MailboxConfig as MailboxConfig
     from bufstore.mailbox.config import NatsMailboxNames as NatsMailboxNames
+    from bufstore.mailbox.counters import MailboxGauges as MailboxGauges
     from bufstore.mailbox.counters import MailboxStatistics as MailboxStatistics
     from bufstore.mailbox.counters import Timing as Timing
     from bufstore.mailbox.memory import MemoryMailbox as MemoryMailbox
@@ -33,7 +34,7 @@ else:
         {
             "bufstore.errors": ("ClaimInterrupted", "StaleClaim", "StepUnknown"),
             "bufstore.mailbox.config": ("MailboxConfig", "NatsMailboxNames"),
-            "bufstore.mailbox.counters": ("MailboxStatistics", "Timing"),
+            "bufstore.mailbox.counters": ("MailboxGauges", "MailboxStatistics", "Timing"),
             "bufstore.mailbox.memory": ("MemoryMailbox", "MemoryMailboxStore"),
             "bufstore.mailbox.model": ("Dispatch", "Interruption", "Status"),
             "bufstore.mailbox.nats": ("NatsMailboxStore",),

@@ -28,6 +28,22 @@ class MailboxStatistics(msgspec.Struct, frozen=True):
     timings: dict[str, Timing]
 
 
+class MailboxGauges(msgspec.Struct, frozen=True, kw_only=True):
+    """How things stand now; asking costs no scan. What a store cannot tell is None."""
+
+    #: How long the oldest queued dispatch has been queued; in Postgres, how long the thread that waits longest waits.
+    oldest_queued_s: float | None = None
+    #: How long the lease that ran out first has been over: more than a sweep or two, and nobody sweeps.
+    oldest_lease_over_s: float | None = None
+    #: Signals that no worker has yet; that workers have, or that are delayed; and of these, those that came again.
+    signals_waiting: int = 0
+    signals_out: int | None = None
+    signals_again: int | None = None
+    #: What the bucket holds, and may hold (-1: no limit).
+    bytes: int | None = None
+    bytes_max: int | None = None
+
+
 class Counters:
     """Counts since the start, and the last durations of each kind."""
 

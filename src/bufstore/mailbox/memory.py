@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from bufstore.errors import Closed
 from bufstore.jetstream.messages import Conflict
 from bufstore.mailbox.config import MailboxConfig
+from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
@@ -245,15 +246,25 @@ class MemoryBackend:
     async def wake(self, thread_id: str) -> None:
         self._state().wake(thread_id)
 
-    async def signal_lost(self, now_ms: int, limit: int) -> int:
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
         shared = self._state()
         next_ones = list(islice(shared.queued, self._looked, self._looked + limit))
         self._looked = self._looked + limit if len(next_ones) == limit else 0
         free = [t for t in next_ones if t not in shared.wakes and self._thread(t).active is None]
-        lost = [t for t in free if any(d.available_at_ms <= now_ms for d in self.waiting(t))]
+        lost = [t for t in free if any(d.available_at_ms <= due_ms for d in self.waiting(t))]
         for thread_id in lost:
             shared.wake(thread_id)
         return len(lost)
+
+    async def gauges(self) -> MailboxGauges:
+        queued = [d.created_at_ms for t in self._state().queued for d in self.waiting(t)]
+        now, due = time.monotonic(), [w for w in self._shared.wakes.values() if w.deliveries]
+        return MailboxGauges(
+            oldest_queued_s=(self.now_ms() - min(queued)) / 1000 if queued else None,
+            signals_waiting=sum(w.due <= now for w in self._shared.wakes.values()),
+            signals_out=sum(w.due > now for w in due),
+            signals_again=sum(w.deliveries > 1 for w in due),
+        )
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         threads = [await self.thread(t) for t in thread_ids]

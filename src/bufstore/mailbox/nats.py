@@ -19,19 +19,22 @@ from typing import Any
 from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, as_nats_config
-from bufstore.errors import Closed, ConfigDrift, LogUnavailable, MalformedEntry, TooLarge
+from bufstore.errors import ConfigDrift, LogFull, LogUnavailable, MalformedEntry, TooLarge
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import StreamMissing, TooManyResults
 from bufstore.jetstream.group_commit import GroupCommit
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
+from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
 from bufstore.mailbox.nats_agenda import Agenda
 from bufstore.mailbox.nats_keys import SLOT_MS, THREAD_GONE_S, Keys, bucket_config
+from bufstore.mailbox.nats_reads import PAGE, NatsReads
+from bufstore.mailbox.nats_room import Room
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.steps import AT_ONCE
@@ -39,9 +42,6 @@ from bufstore.mailbox.store import MailboxStore
 
 _log = logging.getLogger(__name__)
 
-_PAGE = 1000
-#: How long to wait for a copy that is behind its leader.
-_BEHIND_S = 0.005
 _NEVER_MS = 1 << 53
 #: So old is an entry of a lease whose thread is not there at all.
 _FORGOTTEN_MS = 24 * 3600_000
@@ -64,14 +64,15 @@ class NatsBackend:
         self._keys = Keys(names.bucket)
         self._connection = Connection(nats, "bufstore mailbox")
         self._stream = NatsStream(self._connection, nats.api, f"KV_{names.bucket}", names.replicas)
+        self._reads = NatsReads(self._stream, names.replicas > 1, config.timeout_s)
         self._writes = GroupCommit(self._stream, linger=_LINGER)
         self._signals = NatsSignals(self._connection, self._stream, nats.api, names, self._again_in)
+        self._room = Room(names.max_bytes, self._held)
         self._live = NatsLive(self._connection, self._stream, names)
         self._leases, self._delays = (
             Agenda(kind, self._stream, self._keys, self._write_each, self._purge, config.timeout_s) for kind in "ld"
         )
         self._walks = [_Walk(self._keys.of("q", "*", "*", "*")), _Walk(self._keys.of("r", "*", "*"))]
-        self._replicated = names.replicas > 1
         #: Per thread and priority: the first of the queue, in order.
         self._ahead: OrderedDict[tuple[str, int], _Ahead] = OrderedDict()
         #: Sequences under ``r``, by subject, as they were read.
@@ -82,8 +83,8 @@ class NatsBackend:
         self._set_aside: set[int] = set()
         #: The server's clock minus ours.
         self._offset_ms = 0
-        self._open = False
         self._priorities = asyncio.Lock()
+        self._alone = asyncio.Lock()
 
     async def open(self) -> None:
         await self._connection.open()
@@ -94,10 +95,10 @@ class NatsBackend:
             await self._connection.aclose()
             raise
         self._writes.start()
-        self._open = True
+        self._reads.open = True
 
     async def aclose(self) -> None:
-        self._open = False
+        self._reads.open = False
         await self._writes.aclose()
         await self._connection.aclose()
 
@@ -135,18 +136,30 @@ class NatsBackend:
                 1000 * (datetime.fromisoformat(str(ts)[:26].rstrip("Z") + "+00:00").timestamp() - time.time())
             )
 
+    async def _held(self) -> tuple[int, int]:
+        state = (await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}"))["state"]
+        return int(state["bytes"]), int(state["messages"])
+
     def now_ms(self) -> int:
         return round(1000 * time.time()) + self._offset_ms
 
     # Writing
 
     async def _put(self, messages: Sequence[Outgoing]) -> int:
-        self._check_open()
+        self._reads.check_open()
         limit = self._connection.client().max_payload
         for message in messages:
             if len(message.body) + _OVERHEAD > limit:
                 raise TooLarge(len(message.body), limit - _OVERHEAD)
-        return await self._writes.submit(messages)
+        try:
+            return await self._writes.submit(messages)
+        except LogFull:
+            # A step makes room when it is done, and needs some before: many at once need more than one after the other.
+            async with self._alone:
+                try:
+                    return await self._stream.publish_batch(messages, self._config.timeout_s)
+                except BatchRefused as e:
+                    raise LogUnavailable(f"the server accepts no batch now: {e}") from None
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
         t = token(dispatch.thread_id)
@@ -168,7 +181,8 @@ class NatsBackend:
         if self._keys.is_new_priority(dispatch, state):
             state = await self._add_priority(dispatch)
         d, messages = self._keys.enqueued(dispatch, state, keys)
-        seq = await self._put(messages)
+        async with self._room.taken(messages):
+            seq = await self._put(messages)
         return self._keys.dispatch(StoredMessage("", seq, None, messages[-1].body)) if not d.position else d
 
     async def _add_priority(self, dispatch: Dispatch) -> MailboxThread:
@@ -214,46 +228,12 @@ class NatsBackend:
 
     # Reading
 
-    async def _last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
-        """The last message of each, as the leader has it; of one moment, on a stream without replicas."""
-        self._check_open()
-        if not self._replicated:
-            return await self._stream.last(subjects, self._config.timeout_s)
-        found = await self._stream.last([s for s in subjects if "*" not in s], self._config.timeout_s)
-        wild = [s for s in subjects if "*" in s]
-        # The leader shows no more than one message of a wildcard. It tells how far a copy must be that shows them all.
-        ends = await self._stream.ends(wild, self._config.timeout_s)
-        if wild := [s for s, end in zip(wild, ends, strict=True) if end]:
-            found |= await self._copy(wild, max(ends))
-        return found
-
-    async def _copy(self, subjects: Sequence[str], end: int = 0) -> dict[str, StoredMessage]:
-        """The same as any copy has it that is as far as `end`. At most 1024 messages."""
-        found: dict[str, StoredMessage] = {}
-        deadline = time.monotonic() + self._config.timeout_s
-        start = 0
-        while True:
-            messages, more, reached = await self._stream.shown(subjects, start, self._config.timeout_s)
-            if reached < end and not more:
-                if time.monotonic() > deadline:
-                    raise LogUnavailable("the copies of the mailbox are behind their leader")
-                await asyncio.sleep(_BEHIND_S)
-                continue
-            found |= {m.subject: m for m in messages}
-            if not more or not messages:
-                return found
-            start = messages[-1].seq + 1
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise Closed("the mailbox is closed or not open")
-
     async def claim_first(self, thread_id: str, claiming: Claiming, step_id: str) -> MailboxThread | None:
         raise InSteps
 
     async def thread(self, thread_id: str) -> MailboxThread:
         subject = self._keys.thread(thread_id)
-        return self._keys.state((await self._last([subject])).get(subject), thread_id)
+        return self._keys.state((await self._reads.last([subject])).get(subject), thread_id)
 
     async def queue(self, thread_id: str, now_ms: int) -> Queue:
         return (await self._look(thread_id, now_ms))[0]
@@ -264,11 +244,11 @@ class NatsBackend:
         returned = self._keys.of("r", token(thread_id), "*")
         try:
             found, _ = await asyncio.gather(
-                self._last([*more, subject, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
+                self._reads.last([*more, subject, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
             )
         except TooManyResults:
-            found = await self._last([*more, subject])
-            found |= {m.subject: m for m in await self._all(returned)}
+            found = await self._reads.last([*more, subject])
+            found |= {m.subject: m for m in await self._reads.all(returned)}
         seqs = [found.pop(s).seq if s in found else 0 for s in more]
         thread = self._keys.state(found.pop(subject, None), thread_id)
         if thread.active is not None:
@@ -303,19 +283,19 @@ class NatsBackend:
     async def wake(self, thread_id: str) -> None:
         await self._put([self._keys.signal(thread_id)])
 
-    async def signal_lost(self, now_ms: int, limit: int) -> int:
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
         lost = 0
         for walk in self._walks:
             page = await self._stream.read(walk.subject, walk.position, self._config.timeout_s, min(limit, walk.size))
             walk.read(page, min(limit, walk.size))
             first: dict[str, StoredMessage] = {}
             for d, m in self._dispatches(page):
-                if d.available_at_ms <= now_ms:
+                if d.available_at_ms <= due_ms:
                     first.setdefault(d.thread_id, m)
             # Most have their signal: so a copy is asked first.
-            for t in self._untold(first, await self._copy(self._told_by(first)) if first else {}):
-                seen = await self._last(self._told_by([t]))
-                queued = (await self._last([first[t].subject])).get(first[t].subject)
+            for t in self._untold(first, await self._reads.copy(self._told_by(first)) if first else {}):
+                seen = await self._reads.last(self._told_by([t]))
+                queued = (await self._reads.last([first[t].subject])).get(first[t].subject)
                 if self._untold([t], seen) and queued is not None and queued.seq == first[t].seq:
                     await self.wake(t)
                     lost += 1
@@ -335,8 +315,26 @@ class NatsBackend:
                     untold.append(thread_id)
         return untold
 
+    async def gauges(self) -> MailboxGauges:
+        info = await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}")
+        waiting, out, again = await self._signals.counts()
+        # What has left is marked for a second, so what is first is soon found.
+        first = [
+            d.created_at_ms
+            for walk in self._walks
+            for d, _ in self._dispatches(await self._stream.read(walk.subject, 0, self._config.timeout_s, 16))
+        ]
+        return MailboxGauges(
+            oldest_queued_s=(self.now_ms() - min(first)) / 1000 if first else None,
+            signals_waiting=waiting,
+            signals_out=out,
+            signals_again=again,
+            bytes=info["state"]["bytes"],
+            bytes_max=info["config"]["max_bytes"],
+        )
+
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        found = await self._copy([self._keys.thread(t) for t in thread_ids])
+        found = await self._reads.copy([self._keys.thread(t) for t in thread_ids])
         states = [self._keys.state(found.get(self._keys.thread(t)), t) for t in thread_ids]
         return {s.thread_id: (s.active.token if s.active is not None else 0, s.epoch) for s in states if s.version}
 
@@ -345,7 +343,7 @@ class NatsBackend:
         if thread_id not in self._doubted or not queued:
             return queued
         now_at = {s: d for d in queued for s in (self._keys.ended(d), self._keys.returned(d))}
-        found = await self._last(list(now_at))
+        found = await self._reads.last(list(now_at))
         ended = {now_at[s].dispatch_id for s, m in found.items() if m.body and s != self._keys.queued(now_at[s])}
         left = [d for d in queued if d.dispatch_id not in ended]
         if len(left) == len(queued):
@@ -364,7 +362,7 @@ class NatsBackend:
         while not ahead.dispatches:
             found = await self._stream.read(subject, ahead.floor, self._config.timeout_s, ahead.next_read)
             more = len(found) >= ahead.next_read
-            if self._replicated and not more and not any(m.body for m in found):
+            if self._reads.replicated and not more and not any(m.body for m in found):
                 # What any copy shows is first in the queue; whether there is nothing only the leader knows.
                 seq = found[-1].seq if found else ahead.floor
                 found += await self._stream.after(subject, seq, self._config.timeout_s, 2)
@@ -397,7 +395,7 @@ class NatsBackend:
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         version = None
         while True:
-            found = await self._last(self._keys.by_id(thread_id, dispatch_id))
+            found = await self._reads.last(self._keys.by_id(thread_id, dispatch_id))
             thread = self._keys.state(found.pop(self._keys.thread(thread_id), None), thread_id)
             if thread.active is not None and thread.active.dispatch_id == dispatch_id:
                 return thread, thread.active
@@ -407,36 +405,15 @@ class NatsBackend:
                 self._noted(places)
                 return thread, there[0]
             # On replicas the reads are not of one moment, and it may have gone from the one to the other meanwhile.
-            if not self._replicated or thread.version == version:
+            if not self._reads.replicated or thread.version == version:
                 return thread, None
             version = thread.version
-
-    async def _all(self, subject: str, limit: int | None = None) -> list[StoredMessage]:
-        """All (or the first `limit`) that a filter has, in the stream's order."""
-        messages: list[StoredMessage] = []
-        deadline = time.monotonic() + self._config.timeout_s
-        seq = end = 0
-        while limit is None or len(messages) < limit:
-            page = await self._stream.read(subject, seq, self._config.timeout_s, _PAGE)
-            messages += [m for m in page if m.body]
-            seq = page[-1].seq if page else seq
-            if len(page) >= _PAGE:
-                deadline = time.monotonic() + self._config.timeout_s
-                continue
-            if self._replicated and seq >= end:
-                (end,) = await self._stream.ends([subject], self._config.timeout_s)
-            if seq >= end:
-                break
-            if time.monotonic() > deadline:
-                raise LogUnavailable("the copies of the mailbox are behind their leader")
-            await asyncio.sleep(_BEHIND_S)
-        return messages[:limit]
 
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
         t = token(thread_id)
         active = (await self.thread(thread_id)).active
-        found = [d for d, _ in self._dispatches(await self._all(self._keys.of("q", t, "*", "*"), limit))]
-        found += self._noted(await self._all(self._keys.of("r", t, "*")))
+        found = [d for d, _ in self._dispatches(await self._reads.all(self._keys.of("q", t, "*", "*"), limit))]
+        found += self._noted(await self._reads.all(self._keys.of("r", t, "*")))
         known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
         wanted = [d for d in known.values() if below_epoch is None or d.epoch < below_epoch][:limit]
         return await self._not_ended(thread_id, wanted)
@@ -445,12 +422,12 @@ class NatsBackend:
         t, subject = token(thread_id), self._keys.thread(thread_id)
         filters = [self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*"), self._keys.of("x", t, "*")]
         try:
-            found = await self._last([subject, *filters])
+            found = await self._reads.last([subject, *filters])
         except TooManyResults:
             # Read one after the other, in the direction in which dispatches move.
-            found = await self._last([subject])
+            found = await self._reads.last([subject])
             for f in filters:
-                found |= {m.subject: m for m in await self._all(f)}
+                found |= {m.subject: m for m in await self._reads.all(f)}
         thread = self._keys.state(found.pop(subject, None), thread_id)
         # In the order q, r, x: of what is in several places (see `Keys`) the last counts.
         messages = sorted(found.values(), key=lambda m: self._keys.kind(m.subject))
@@ -463,8 +440,8 @@ class NatsBackend:
         """As any copy has them; of those that cannot be read the empty one."""
         states = {t: MailboxThread(thread_id=t) for t in thread_ids}
         subjects = list(map(self._keys.thread, states))
-        for i in range(0, len(subjects), _PAGE):
-            for message in (await self._copy(subjects[i : i + _PAGE])).values():
+        for i in range(0, len(subjects), PAGE):
+            for message in (await self._reads.copy(subjects[i : i + PAGE])).values():
                 with suppress(MalformedEntry):
                     state = self._keys.state(message, untoken(message.subject.rpartition(".")[2]))
                     states[state.thread_id] = state
@@ -473,24 +450,24 @@ class NatsBackend:
     async def queued_threads(self, limit: int) -> list[str]:
         epochs: dict[str, int] = {}
         for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*")):
-            for d, _ in self._dispatches(await self._all(kind)):
+            for d, _ in self._dispatches(await self._reads.all(kind)):
                 epochs[d.thread_id] = max(d.epoch, epochs.get(d.thread_id, 0))
         states = await self._states(epochs)
         return [t for t, epoch in epochs.items() if epoch >= states[t].epoch][:limit]
 
     async def finished(self, limit: int) -> list[Dispatch]:
-        return [d for d, _ in self._dispatches(await self._all(self._keys.of("x", "*", "*"), limit))]
+        return [d for d, _ in self._dispatches(await self._reads.all(self._keys.of("x", "*", "*"), limit))]
 
     async def counts(self) -> dict[Status, int]:
         counts = dict.fromkeys(Status, 0)
         states = {}
-        for message in await self._all(self._keys.of("t", "*")):
+        for message in await self._reads.all(self._keys.of("t", "*")):
             with suppress(MalformedEntry):
                 state = self._keys.state(message, "")
                 states[state.thread_id] = state
                 counts[Status.CLAIMED] += state.active is not None
         for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*"), self._keys.of("x", "*", "*")):
-            for d, _ in self._dispatches(await self._all(kind)):
+            for d, _ in self._dispatches(await self._reads.all(kind)):
                 thread = states.get(d.thread_id)
                 stale = d.status is Status.QUEUED and thread is not None and d.epoch < thread.epoch
                 counts[Status.SUPERSEDED if stale else d.status] += 1
@@ -528,7 +505,7 @@ class NatsBackend:
             holders[self._keys.of("i", t, token(d.dispatch_id))] = body
             if d.dedupe_key is not None:
                 holders[self._keys.of("k", t, token(d.dedupe_key))] = body
-        found = await self._last(list(holders))
+        found = await self._reads.last(list(holders))
         # Not the key of a later dispatch.
         await self._drop([m for s, m in found.items() if m.body == holders[s]])
 
@@ -536,7 +513,7 @@ class NatsBackend:
         """Forget a thread of which nothing is left. Its epoch and tokens are not needed: their numbers only grow."""
         t, subject = token(thread_id), self._keys.thread(thread_id)
         try:
-            found = await self._last([subject, self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
+            found = await self._reads.last([subject, self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
         except TooManyResults:
             return
         message = found.pop(subject, None)

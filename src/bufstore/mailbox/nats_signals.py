@@ -37,6 +37,10 @@ _log = logging.getLogger(__name__)
 AgainIn = Callable[[str, int], Awaitable[float | None]]
 
 
+#: How long a worker waits for whom the consumer has no more room among those that wait.
+_CROWDED_S = 0.5
+
+
 class NatsSignal:
     """See `bufstore.mailbox.ports.Signal`. Answers are hints too: a lost one makes the signal come again."""
 
@@ -134,6 +138,8 @@ class NatsSignals:
             status = "408"
         except (nats.errors.Error, OSError) as e:
             raise LogUnavailable(f"cannot ask for signals: {type(e).__name__}") from None
+        if status == "409":  # more wait than the consumer lets: this one asks again later
+            await asyncio.sleep(min(timeout_s, _CROWDED_S))
         if status == "503":  # the consumer is gone: somebody removed it
             await self.setup(self._ack_wait_s)
         return [signal for msg in got if (signal := self._signal(msg)) is not None]
@@ -148,6 +154,11 @@ class NatsSignals:
                 extra={"action": "mailbox_foreign"},
             )
             return None
+
+    async def counts(self) -> tuple[int, int, int]:
+        """How many wait, are out, and of these came again."""
+        info = await self._stream.api(f"CONSUMER.INFO.{self._consumer}")
+        return int(info["num_pending"]), int(info["num_ack_pending"]), int(info["num_redelivered"])
 
     async def forget_answered(self) -> None:
         """Remove the signals up to the consumer's ack floor, in one request."""

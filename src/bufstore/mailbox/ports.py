@@ -8,6 +8,7 @@ from typing import Protocol
 
 import msgspec
 
+from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import Dispatch, MailboxThread, Status
 
@@ -149,11 +150,15 @@ class Backend(Protocol):
         """Signal a thread, behind those that wait."""
         ...
 
-    async def signal_lost(self, now_ms: int, limit: int) -> int:
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
         """Go on to the next `limit` of what is queued, and signal free threads of which no signal tells; how many.
 
-        In normal life there are none. What has become due and what is superseded counts, what is delayed does not.
+        In normal life there are none. What is superseded counts, what is delayed does if it was due at `due_ms`.
         """
+        ...
+
+    async def gauges(self) -> MailboxGauges:
+        """How things stand; without what `expiring` tells."""
         ...
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:

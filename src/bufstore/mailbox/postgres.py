@@ -7,8 +7,9 @@ tells them when to ask, and without one they poll.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib.resources import files
 from typing import Any
@@ -18,9 +19,10 @@ import psycopg
 from msgspec.structs import replace
 from psycopg import sql
 
-from bufstore.errors import Closed, Unavailable
+from bufstore.errors import Closed, MalformedEntry, Unavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
+from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, claimed
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
@@ -32,6 +34,8 @@ from bufstore.postgres.connection.errors import NoAnswer
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 
+_log = logging.getLogger(__name__)
+
 _FOLDER = files("bufstore.mailbox") / "sql"
 #: The statuses as numbers, in the order of the enum: 0 queued, 1 claimed, above finished.
 _NUMBERS = {status: n for n, status in enumerate(Status)}
@@ -40,6 +44,8 @@ _STATUSES = list(Status)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Dispatch).decode
 _decode_claiming = msgspec.msgpack.Decoder(Claiming).decode
+#: So many waiting threads are counted at most.
+_COUNTED = 10_000
 #: Outcomes of ``claim``.
 _SUPERSEDED, _MOVED = 0, 2
 
@@ -64,6 +70,8 @@ class PostgresBackend:
         self._listening: Unlisten | None = None
         self._listens = asyncio.Lock()
         self._news = asyncio.Event()
+        self._telling: asyncio.Task[None] | None = None
+        self._untold = 0
         self._offset_ms = 0
         self._open = False
 
@@ -82,6 +90,9 @@ class PostgresBackend:
     async def aclose(self) -> None:
         self._open = False
         self._news.set()
+        if self._telling is not None:
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
         await self._unlisten()
         if self._owns_pool:
             await self._pool.close()
@@ -119,14 +130,22 @@ class PostgresBackend:
             same_id = e.diag.constraint_name == "mailbox_dispatch"
             raise KeyTaken(d.dispatch_id if same_id else await self._holder(d), same_id=same_id) from None
         if d.available_at_ms <= now_ms:
-            await self._tell()
+            self._tell()
         position, epoch = rows[0]
         return replace(d, position=position, epoch=epoch)
 
-    async def _tell(self) -> None:
+    def _tell(self) -> None:
+        """Whatever becomes of the notification: what was stored is stored, and nobody waits for it."""
         self._news.set()
-        if self._notifier is not None:
-            await self._notifier.notify_scheduled(self._kind)
+        self._untold += 1
+        if self._notifier is not None and (self._telling is None or self._telling.done()):
+            self._telling = asyncio.create_task(self._tell_all(self._notifier), name="bufstore-mailbox-tell")
+
+    async def _tell_all(self, notifier: Notifier) -> None:
+        with suppress(Closed):
+            while self._untold:
+                count, self._untold = self._untold, 0
+                await notifier.notify_scheduled(self._kind, count)
 
     async def _holder(self, d: Dispatch) -> str:
         """The holder of the dedupe key; if it is free again, an id that does not exist."""
@@ -167,7 +186,7 @@ class PostgresBackend:
         if not rows:
             raise Conflict("the thread has moved")
         if step.wake:
-            await self._tell()
+            self._tell()
         version = rows[0][0]
         if active is not None and active.token == OWN:
             active = replace(active, token=version)
@@ -192,7 +211,16 @@ class PostgresBackend:
             raise InSteps
         if outcome == _MOVED:
             raise Conflict("the thread has moved")
-        return _state(thread_id, (version, epoch, step_id, *active))
+        try:
+            return _state(thread_id, (version, epoch, step_id, *active))
+        except MalformedEntry as e:
+            await self._set_aside(thread_id, version, e)
+            raise Conflict("what was claimed cannot be read") from e
+
+    async def _set_aside(self, thread_id: str, version: int, error: MalformedEntry) -> None:
+        """What is claimed cannot be read: it is dead, and the thread goes on."""
+        _log.warning("thread %r: %s; it is dead", thread_id, error, extra={"action": "mailbox_foreign"})
+        await self._run("set_aside", thread_id, version, self.now_ms(), self._numbers, _NUMBERS[Status.DEAD])
 
     async def thread(self, thread_id: str) -> MailboxThread:
         rows = await self._run("thread", thread_id)
@@ -211,12 +239,12 @@ class PostgresBackend:
 
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
         below = (1 << 62) if below_epoch is None else below_epoch
-        return [_dispatch((*row, None)) for row in await self._run("queued", thread_id, below, limit)]
+        return _readable((*row, None) for row in await self._run("queued", thread_id, below, limit))
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         rows = await self._run("all_of", thread_id)
         thread = _state(thread_id, rows[0][:4]) if rows else MailboxThread(thread_id=thread_id)
-        dispatches = [_dispatch(row[4:10]) for row in rows]
+        dispatches = _readable(row[4:10] for row in rows)
         active = [d for d in dispatches if d.status is Status.CLAIMED]
         rest = [d for d in dispatches if d.status is not Status.CLAIMED]
         return replace(thread, active=active[0] if active else None), rest
@@ -225,7 +253,7 @@ class PostgresBackend:
         return [row[0] for row in await self._run("queued_threads", limit)]
 
     async def finished(self, limit: int) -> list[Dispatch]:
-        return [_dispatch((*row, None)) for row in await self._run("finished", limit)]
+        return _readable((*row, None) for row in await self._run("finished", limit))
 
     async def counts(self) -> dict[Status, int]:
         rows = await self._run("counts", _NUMBERS[Status.SUPERSEDED])
@@ -238,7 +266,13 @@ class PostgresBackend:
         return len(purged)
 
     async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
-        return [_state(row[9], row) for row in await self._run("expiring", now_ms, limit)]
+        expired = []
+        for row in await self._run("expiring", now_ms, limit):
+            try:
+                expired.append(_state(row[9], row))
+            except MalformedEntry as e:
+                await self._set_aside(row[9], row[0], e)
+        return expired
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
         return 0  # a thread's next time stands in its row, where workers look
@@ -246,14 +280,19 @@ class PostgresBackend:
     async def wake(self, thread_id: str) -> None:
         with _unknown():
             await self._run("wake", thread_id, self.now_ms(), self._numbers)
-        await self._tell()
+        self._tell()
 
-    async def signal_lost(self, now_ms: int, limit: int) -> int:
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
         # Whoever pulls a signal, or hands it back, puts the next look no further than this.
-        late = now_ms + self._patience_ms
-        rows = await self._run("signal_lost", self._looked, limit, now_ms, late, self._numbers)
+        late = self.now_ms() + self._patience_ms
+        rows = await self._run("signal_lost", self._looked, limit, due_ms, late, self._numbers)
         self._looked = rows[-1][0] if len(rows) >= limit else ""
         return sum(signalled for _, signalled in rows)
+
+    async def gauges(self) -> MailboxGauges:
+        ((count, first),) = await self._run("gauges", self.now_ms(), _COUNTED)
+        since = None if first is None else max(0, self.now_ms() - first) / 1000
+        return MailboxGauges(oldest_queued_s=since, signals_waiting=count)
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         return {row[0]: (row[1], row[2]) for row in await self._run("held", arrays.texts(thread_ids))}
@@ -359,11 +398,25 @@ def _state(thread_id: str, row: Sequence[Any]) -> MailboxThread:
     )
 
 
+def _readable(rows: Iterable[Sequence[Any]]) -> list[Dispatch]:
+    """What can be read; of the rest the log tells."""
+    dispatches = []
+    for row in rows:
+        try:
+            dispatches.append(_dispatch(row))
+        except MalformedEntry as e:
+            _log.warning("%s", e, extra={"action": "mailbox_foreign"})
+    return dispatches
+
+
 def _dispatch(row: Sequence[Any]) -> Dispatch:
     record, position, epoch, status, token, claim = row
-    d = replace(_decode(record), position=position, epoch=epoch)
-    if claim is not None:  # the record is as it was in the queue
-        return claimed(d, _decode_claiming(claim), token)
+    try:
+        d = replace(_decode(record), position=position, epoch=epoch)
+        if claim is not None:  # the record is as it was in the queue
+            return claimed(d, _decode_claiming(claim), token)
+    except msgspec.MsgspecError as e:
+        raise MalformedEntry(f"the record at position {position} does not belong to a mailbox: {e}") from None
     return replace(d, status=_STATUSES[status], token=token)
 
 

@@ -20,7 +20,7 @@ from bufstore.errors import AlreadyExists, BufstoreError, InvalidQuery, StaleCla
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions
 from bufstore.mailbox.config import MailboxConfig
-from bufstore.mailbox.counters import Counters, MailboxStatistics
+from bufstore.mailbox.counters import Counters, MailboxGauges, MailboxStatistics
 from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_stale
 from bufstore.mailbox.model import (
     DEFAULT_PRIORITY,
@@ -414,6 +414,12 @@ class MailboxStore:
         purged = await self.backend.purge(check_ms(finished_before_ms, "finished_before_ms"), limit)
         self.counters.count("purged", purged)
         return purged
+
+    async def gauges(self) -> MailboxGauges:
+        """How things stand now, for dashboards and alerts."""
+        now = self.backend.now_ms()
+        ends = [t.active.lease_until_ms or now for t in await self.backend.expiring(now, 100) if t.active is not None]
+        return replace(await self.backend.gauges(), oldest_lease_over_s=(now - min(ends)) / 1000 if ends else None)
 
     async def pull_signals(self, limit: int | None = None, timeout_s: float | None = None) -> Sequence[Signal]:
         """Which threads may have work: each signal goes to one worker, over all instances, until it is answered."""

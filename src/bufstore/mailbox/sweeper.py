@@ -56,7 +56,9 @@ class Sweeper:
         with box.counters.timed("sweep"):
             await self._parts(self._reclaim)
             await self._parts(self._signal_due)
-            lost = await box.backend.signal_lost(box.backend.now_ms(), c.sweep_limit)
+            # What has become due since the last pass or two is on its way.
+            due_ms = box.backend.now_ms() - round(2000 * c.sweep_interval_s)
+            lost = await box.backend.signal_lost(due_ms, c.sweep_limit)
             if lost:
                 _log.warning("signalled %d threads with work of which no signal told", lost, extra=_LOST)
             box.counters.count("resignalled", lost)

@@ -35,9 +35,15 @@ async def wait_for_work(
     here. A worker that is called gets work until there is none, and only then waits again.
     """
     called = asyncio.Event()
+    scheduled: list[str] = []
+
+    def call(kind: str) -> None:
+        scheduled.append(kind)
+        called.set()
+
     unlisten: Unlisten | None = None
     try:
-        unlisten = await notifier.listen_scheduled(kinds, lambda _: called.set())
+        unlisten = await notifier.listen_scheduled(kinds, call)
     except Closed:
         raise
     except Unavailable as e:
@@ -48,7 +54,11 @@ async def wait_for_work(
             pause = poll_s if due is None else min(due, poll_s)
             pause *= 1 + random.uniform(0, _JITTER)  # noqa: S311 - no secret
             await _first([called] if stopping is None else [called, stopping], pause)
-        return not (stopping and stopping.is_set())
+        if not (stopping and stopping.is_set()):
+            return True
+        for kind in scheduled:  # it was for this worker only
+            await notifier.notify_scheduled(kind)
+        return False
     finally:
         if unlisten is not None:
             await unlisten()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -24,12 +25,17 @@ C = TypeVar("C")
 
 Deliver = Callable[[P], None]
 
+#: How long a callback that was picked counts as busy: the time that its owner needs to leave.
+BUSY_S = 0.1
+
 
 class _Member(Generic[C]):
     def __init__(self, keys: tuple[str, ...], callback: C) -> None:
         self.keys = keys
         self.callback = callback
         self.present = True
+        #: Until when it is taken to be at what it was called for.
+        self.busy_until = 0.0
 
 
 class SharedListener(Generic[P, C]):
@@ -49,6 +55,8 @@ class SharedListener(Generic[P, C]):
         self._moves: set[asyncio.Task[None]] = set()
         self._teardown: Teardown | None = None
         self._generation = 0
+        self._failures = 0
+        self._failure: Exception | None = None
         self._closed = False
 
     @property
@@ -59,12 +67,19 @@ class SharedListener(Generic[P, C]):
         """How many callbacks there are for a key."""
         return len(self._members.get(key, ()))
 
+    def idle(self, key: str) -> int:
+        """How many of them were not picked just now. Who was will leave, if it is one that listens while it is idle."""
+        now = time.monotonic()
+        return sum(member.busy_until <= now for member in self._members.get(key, ()))
+
     def pick(self, key: str, most: int) -> list[C]:
         """Up to `most` callbacks of a key: those first that were not picked for the longest time."""
         members = self._members.get(key, {})
         picked = list(members)[:most]
-        for member in picked if most < len(members) else ():
-            members[member] = members.pop(member)
+        for member in picked:
+            member.busy_until = time.monotonic() + BUSY_S
+            if most < len(members):
+                members[member] = members.pop(member)
         return [member.callback for member in picked]
 
     def everyone(self) -> list[tuple[str, C]]:
@@ -128,10 +143,13 @@ class SharedListener(Generic[P, C]):
             task.exception()  # the caller has it, or is gone
 
     async def _start(self) -> None:
+        failures = self._failures
         async with self._moving:
             # A callback that left meanwhile needs no subscription; one that came meanwhile needs no second one.
             if self._state is not ListenerState.IDLE or not self._members:
                 return
+            if self._failure is not None and self._failures != failures:
+                raise self._failure  # of an attempt that hung while this one waited: for all of them one is enough
             self._state = after(self._state, ListenerStep.WANTED)
             self._generation += 1
             generation = self._generation
@@ -140,10 +158,14 @@ class SharedListener(Generic[P, C]):
                 if generation == self._generation:
                     self._deliver(payload)
 
+            began = time.monotonic()
             try:
                 self._teardown = await self._open(deliver)
-            except BaseException:
+            except BaseException as e:
                 self._state = after(self._state, ListenerStep.FAILED)
+                if isinstance(e, Exception) and time.monotonic() > began + BUSY_S:
+                    self._failures += 1
+                    self._failure = e
                 raise
             self._state = after(self._state, ListenerStep.STARTED)
 

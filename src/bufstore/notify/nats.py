@@ -176,10 +176,12 @@ class NatsNotifier(Notifier):
         *,
         prefix: str = "bufstore",
         hints: Hints | KeyValue = Hints.AUTO,
+        domain: str | None = None,
         timeout_s: float = 2.0,
     ) -> Self:
         """Connect, or use a connected client of the app's, which stays the app's to close.
 
+        `domain`: the JetStream domain for the hints of an app's client; `NatsConfig` has one of its own.
         `hints`: where budgets are kept; a KV bucket of the app's (its values should live about 60 s) may be given.
         Raises ConfigError, and LogUnavailable when NATS cannot be reached. JetStream is asked when it is first needed.
         """
@@ -187,7 +189,7 @@ class NatsNotifier(Notifier):
         if not timeout_s > 0:
             raise ConfigError("timeout_s must be positive")
         link: Connection | Client
-        api = "$JS.API"
+        api = NatsConfig(domain=domain).api
         if isinstance(nats, Client):
             link = nats
         else:

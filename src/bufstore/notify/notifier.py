@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Self, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Self, TypeVar
 
 from bufstore.errors import Closed, InvalidQuery
 from bufstore.notify.broker import Broker, HintUnavailable
-from bufstore.notify.listener import SharedListener
+from bufstore.notify.listener import BUSY_S, SharedListener
 from bufstore.notify.payload import pack, unpack
 from bufstore.notify.protocol import Event, NotifierStatistics, Unlisten
 from bufstore.types import check_id
@@ -180,34 +180,53 @@ class Notifier:
         if parts is None:
             return
         hint, kind = parts
-        wanted = self._scheduled.count(kind)
+        wanted, idle = self._scheduled.count(kind), self._scheduled.idle(kind)
         if not wanted:
             return
         if not hint or len(self._claims) >= _CLAIMS_MAX:
-            self._wake(kind, wanted, wanted)
+            self._wake(kind, wanted)
             return
-        granted = self._broker.claim(hint, wanted)
-        if isinstance(granted, int):
-            self._wake(kind, wanted, granted)
+        # What this process takes is not there for the idle of another: so who was just called stands back.
+        granted = self._broker.claim(hint, idle) if idle else 0
+        if isinstance(granted, int) and (granted < idle or idle == wanted):
+            self._wake(kind, granted)
+            self._spared += wanted - granted
             return
-        task = asyncio.ensure_future(self._ask(kind, wanted, granted))
+        self._start(self._ask(kind, hint, wanted, idle, granted))
+
+    def _start(self, asking: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(asking)
         self._claims.add(task)
         task.add_done_callback(self._claims.discard)
 
-    async def _ask(self, kind: str, wanted: int, claim: Awaitable[int]) -> None:
+    async def _ask(self, kind: str, hint: str, wanted: int, idle: int, granted: int | Awaitable[int]) -> None:
+        """Wake the idle, and of those who were just called as many as are left when all the idle were asked."""
+        granted = await self._granted(granted, idle)
+        woken = self._wake(kind, granted)
+        if granted > woken:  # somebody left while we asked
+            self._start(self._fire(self._schedule(kind, granted - woken)))
+        elif granted == idle < wanted:
+            await asyncio.sleep(BUSY_S)
+            if there := min(self._scheduled.count(kind), wanted - idle):
+                woken += self._wake(kind, await self._granted(self._broker.claim(hint, there), there))
+        self._spared += max(0, wanted - woken)
+
+    async def _granted(self, claim: int | Awaitable[int], wanted: int) -> int:
+        if isinstance(claim, int):
+            return claim
         try:
             async with asyncio.timeout(self._timeout_s):
-                granted = await claim
+                return await claim
         except Exception as e:
             self._hint_failures += 1
             _log.debug("cannot ask for a hint; all workers wake: %s", e, extra={"action": "notify_hint"})
-            granted = wanted
-        self._wake(kind, wanted, granted)
+            return wanted
 
-    def _wake(self, kind: str, wanted: int, granted: int) -> None:
-        self._spared += wanted - granted
-        for callback in self._scheduled.pick(kind, granted):
+    def _wake(self, kind: str, most: int) -> int:
+        callbacks = self._scheduled.pick(kind, most)
+        for callback in callbacks:
             self._call(callback, kind)
+        return len(callbacks)
 
     def _call(self, callback: Callable[..., None], *args: str) -> None:
         self._woken += 1

@@ -1,7 +1,6 @@
 """The notifier on Redis (or Valkey): Pub/Sub, and hints as keys that expire. Needs the `redis` extra.
 
-Two connections: one listens, the others (of the client's pool) publish and ask. Both scripts name their one key, and
-the channel is an argument, so they run on Redis Cluster.
+Two connections: one listens, the others (of the client's pool) publish and ask. Redis Cluster is not supported.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from redis.asyncio import Redis
-from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
@@ -42,15 +40,13 @@ if take > 0 then redis.call('DECRBY', KEYS[1], take) end
 return take
 """
 
-Client = Redis | RedisCluster
-
 
 class RedisBroker:
     """See `bufstore.notify.broker.Broker`."""
 
     def __init__(
         self,
-        client: Client,
+        client: Redis,
         listener: Redis,
         prefix: str,
         *,
@@ -179,7 +175,7 @@ class RedisNotifier(Notifier):
     @classmethod
     async def open(
         cls,
-        redis: str | Client = "redis://127.0.0.1:6379",
+        redis: str | Redis = "redis://127.0.0.1:6379",
         *,
         listener: Redis | None = None,
         prefix: str = "bufstore",
@@ -189,7 +185,7 @@ class RedisNotifier(Notifier):
     ) -> Self:
         """Use a client of the app's, which stays the app's to close, or make one of a URL.
 
-        `listener` is the client that listens, if it is not the same; a RedisCluster client needs one. Redis is first
+        `listener` is the client that listens, if it is not the same. Redis is first
         asked when something is published or listened for. After `quiet_s` without a message a listening connection is
         asked whether it lives. Raises ConfigError.
         """
@@ -197,9 +193,9 @@ class RedisNotifier(Notifier):
         if not timeout_s > 0 or not quiet_s > 0:
             raise ConfigError("timeout_s and quiet_s must be positive")
         client = _client_of(redis, timeout_s) if isinstance(redis, str) else redis
+        if not isinstance(client, Redis):
+            raise ConfigError(f"the notifier on Redis takes a redis.asyncio.Redis, not a {type(client).__name__}")
         listening = listener or client
-        if not isinstance(listening, Redis):
-            raise ConfigError("with a cluster client, pass a client of one node as `listener`")
         broker = RedisBroker(
             client, listening, prefix, hints=hints, owned=isinstance(redis, str), timeout_s=timeout_s, quiet_s=quiet_s
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
+from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.operate.repair import Repair, Repaired
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
@@ -36,10 +38,21 @@ async def repair(
     Raises LogUnavailable, StoreUnavailable, StoreMisconfigured, ConfigError (ConfigDrift: the log belongs to another
     database, or with `apply` to another kind of store).
     """
+    buffer = buffer_of(
+        store, nats, repairing(config or BufferConfig()), name="bufstore-repair", postgres=postgres, schema=schema
+    )
+    return await repair_buffer(buffer, apply=apply)
+
+
+def repairing(config: BufferConfig) -> BufferConfig:
+    """The configuration with which a log is repaired."""
     # What goes to quarantine here is bounded by the log, and has nowhere else to wait.
-    config = replace(config or BufferConfig(), quarantine_max=sys.maxsize, flusher=False)
-    buffer = buffer_of(store, nats, config, name="bufstore-repair", postgres=postgres, schema=schema)
-    ledger, backing = buffer.ledger, buffer.backing
+    return replace(config, quarantine_max=sys.maxsize, flusher=False)
+
+
+async def repair_buffer(buffer: Buffer[Any, Any, Any], *, apply: bool) -> Repaired:
+    """The same for a buffer of any domain, which is not connected yet and has a configuration of `repairing`."""
+    ledger, backing, config = buffer.ledger, buffer.backing, buffer.config
     async with buffer.connected():
         await ledger.setup()
         reason = await _reason(buffer.log, ledger, config.log.stream)

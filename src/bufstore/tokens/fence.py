@@ -13,7 +13,7 @@ from bufstore.errors import LogUnavailable
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
-from bufstore.tokens.model import Record, decode, encode, seconds
+from bufstore.tokens.model import Holder, Record, decode, encode, seconds
 
 
 class Seen(NamedTuple):
@@ -23,23 +23,31 @@ class Seen(NamedTuple):
     record: Record
     age_s: float
 
+    @property
+    def holder(self) -> Holder | None:
+        """Who holds the key now, if anybody does."""
+        held = self.record.holder and self.age_s < self.record.lease_s
+        return Holder(self.record.holder, self.record.token or self.seq, self.age_s) if held else None
+
 
 class Register:
-    """The last record of each subject, and the sequence of the write that stored it."""
+    """The last record of each subject of a stream, and the sequence of the write that stored it."""
 
     def __init__(self, stream: NatsStream, name: str, timeout_s: float) -> None:
-        self._stream = stream
-        self._name = name
-        self._timeout_s = timeout_s
+        self._stream, self._name, self._timeout_s = stream, name, timeout_s
 
     async def read(self, subject: str) -> tuple[int, Record]:
         """Sequence and record; 0 and that of a free key if there is none. Raises LogUnavailable."""
         found = (await self._stream.last([subject], self._timeout_s)).get(subject)
         return (found.seq, decode(found.body)) if found is not None else (0, Record())
 
-    async def seen(self, subjects: Sequence[str]) -> list[Seen]:
+    async def seen(self, subject: str) -> Seen:
         """The same with its age, from the leader. Raises LogUnavailable."""
-        found = await asyncio.gather(*(self._message(subject) for subject in subjects))
+        return (await self.seen_all([{"last_by_subj": subject}]))[0]
+
+    async def seen_all(self, which: Sequence[dict[str, Any]]) -> list[Seen]:
+        """What these requests (STREAM.MSG.GET) find, with their ages, from the leader. Raises LogUnavailable."""
+        found = await asyncio.gather(*map(self._get, which))
         # Asked afterwards, so that nothing seems older than it is. One server's clock says both times.
         now = seconds((await self._stream.api(f"STREAM.INFO.{self._name}", timeout_s=self._timeout_s))["ts"])
         return [
@@ -49,20 +57,18 @@ class Register:
             for m in found
         ]
 
-    async def _message(self, subject: str) -> dict[str, Any]:
+    async def _get(self, which: dict[str, Any]) -> dict[str, Any]:
         try:
-            request = {"last_by_subj": subject}
-            answer = await self._stream.api(f"STREAM.MSG.GET.{self._name}", request, self._timeout_s)
+            message = (await self._stream.api(f"STREAM.MSG.GET.{self._name}", which, self._timeout_s))["message"]
         except MessageMissing:
             return {}
-        message: dict[str, Any] = answer["message"]
-        return message
+        return dict(message)
 
     async def write(self, subject: str, record: Record, expected: int, ttl_s: int = 0) -> int:
         """Replace the record of sequence `expected` (0: none). Returns the new one. Raises Conflict, LogUnavailable.
 
-        Without an answer, read whether it was stored, and if not, try again: the expectation lets only one of all
-        attempts through. So no two records that are written may be equal.
+        Without an answer it is tried again: the expectation lets only one of all attempts through. So no two records
+        that are written may be equal.
         """
         message = Outgoing(subject, encode(record), expected=expected, ttl_s=ttl_s)
         try:
@@ -72,17 +78,13 @@ class Register:
                     retry=retry_if_exception_type((AppendUnknown, LogUnavailable)),
                 ):
                     with attempt:
-                        return await self._attempt(message, record, attempt.retry_state.attempt_number > 1)
+                        try:
+                            return await self._stream.publish(message, self._timeout_s)
+                        except Conflict:  # perhaps with an earlier attempt of ours
+                            seq, found = await self.read(subject)
+                            if seq and found == record:
+                                return seq
+                            raise
         except TimeoutError:
             pass
         raise LogUnavailable(f"{subject} may or may not be written: no answer in time")
-
-    async def _attempt(self, message: Outgoing, record: Record, again: bool) -> int:
-        try:
-            return await self._stream.publish(message, self._timeout_s)
-        except Conflict:
-            if again:  # perhaps with our own earlier attempt
-                seq, found = await self.read(message.subject)
-                if seq and found == record:
-                    return seq
-            raise

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from bufstore.errors import TokenLost, Unavailable
 from bufstore.jetstream.messages import Conflict
@@ -25,24 +26,30 @@ _RENEWED = 1 / 3
 _UNRENEWED = "it was not renewed in time"
 
 
+class Hold(NamedTuple):
+    """A record that was written, as `seq` and not before `began` by the loop's clock."""
+
+    key: str
+    register: Register
+    subject: str
+    seq: int
+    record: Record
+    began: float
+
+
 class Lease:
     """What `Task` and `Lock` have in common."""
 
     #: After which the server removes what we write; 0: never.
     _server_ttl_s = 0
 
-    def __init__(
-        self, key: str, seq: int, record: Record, register: Register, subject: str, ttl_s: float, began: float
-    ) -> None:
-        """`record` was written as `seq`, not before `began` by the loop's clock."""
-        self.key = key
+    def __init__(self, hold: Hold) -> None:
+        self.key, self._register, self._subject, self._seq, record, began = hold
         #: Larger than that of every earlier holder of this key. Pass it to everything that is written under it.
-        self.token = seq
+        self.token = hold.seq
         #: Set when the key was found lost.
         self.lost = asyncio.Event()
-        self._record = msgspec.structs.replace(record, token=seq)
-        self._register, self._subject, self._ttl_s = register, subject, ttl_s
-        self._seq = seq
+        self._record, self._ttl_s = replace(record, token=hold.seq), record.lease_s
         self._reason = ""
         self._changing = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
@@ -69,22 +76,24 @@ class Lease:
         """Replace our record. Raises TokenLost, LogUnavailable."""
         async with self._changing:
             number = self._record.number + 1
-            self._record = msgspec.structs.replace(self._record, number=number)
-            record = msgspec.structs.replace(record, number=number)
+            self._record = replace(self._record, number=number)
+            record = replace(record, number=number)
             while True:
                 try:
                     self._seq = await self._register.write(self._subject, record, self._seq, self._server_ttl_s)
                     return
                 except Conflict:
-                    seq, found = await self._register.read(self._subject)
-                    ours = found.mark == self._record.mark
-                    if found == record or (ours and found.done and record.done):
-                        self._seq = seq
+                    if (await self._found_again()).done and record.done:
                         return
-                    if not ours or found.done:
-                        self._lose(f"another has it (token {found.token or seq})" if seq else "its time was over")
-                        raise TokenLost(self.key, self._reason) from None
-                    self._seq = seq  # an earlier write of ours, whose answer was lost
+
+    async def _found_again(self) -> Record:
+        """What stands there instead of what we knew: a write of ours whose answer was lost. Raises TokenLost."""
+        seq, found = await self._register.read(self._subject)
+        if found.mark != self._record.mark:
+            self._lose(f"another has it (token {found.token or seq})" if seq else "its time was over")
+            raise TokenLost(self.key, self._reason) from None
+        self._seq = seq
+        return found
 
     def _keep(self) -> None:
         self._keeping = asyncio.create_task(self._renew(), name="bufstore-token")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,21 +23,21 @@ from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token
 from bufstore.tokens.fence import Register
-from bufstore.tokens.lease import Lease
+from bufstore.tokens.lease import Hold, Lease
 from bufstore.tokens.model import Holder, Record, Storage, check_name
-from bufstore.tokens.setup import ensure_stream, locks_config
+from bufstore.tokens.setup import Opened, ensure_stream, holder_name, locks_config
 from bufstore.types import check_id
 
 
-class Locks:
+class Locks(Opened):
     """Locks by key; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, name: str, storage: Storage, timeout_s: float) -> None:
         self._connection = connection
         self._config = locks_config(name, storage)
-        self._name = name
-        self._stream = NatsStream(connection, api, self._config["name"], storage.replicas)
-        self._register = Register(self._stream, self._config["name"], timeout_s)
+        self._name, self._stream_name = name, f"{name}-locks"
+        self._stream = NatsStream(connection, api, self._stream_name, storage.replicas)
+        self._register = Register(self._stream, self._stream_name, timeout_s)
 
     @classmethod
     async def open(
@@ -52,31 +53,15 @@ class Locks:
         if not timeout_s > 0:
             raise ConfigError("timeout_s must be positive")
         nats_config = as_nats_config(nats)
-        connection = Connection(nats_config, "bufstore-locks")
-        locks = cls(connection, nats_config.api, name, storage or Storage(), timeout_s)
-        await connection.open()
-        try:
-            await ensure_stream(locks._stream, locks._config, "the arguments of Locks.open", tokens=True)
-        except BaseException:
-            await connection.aclose()
-            raise
-        return locks
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Disconnect. Held locks stay held until their time is over."""
-        await self._connection.aclose()
+        locks = cls(Connection(nats_config, "bufstore-locks"), nats_config.api, name, storage or Storage(), timeout_s)
+        preparing = partial(ensure_stream, locks._stream, locks._config, "the arguments of Locks.open", tokens=True)
+        return await locks._open(preparing)
 
     async def acquire(self, key: str, *, ttl_s: int = 10, wait_s: float = 0.0, holder: str = "") -> Lock:
         """The lock, for `ttl_s` (whole seconds). Raises TokenBusy when another holds it, still after `wait_s`.
 
-        `holder` is shown to whoever finds the key busy. Raises LogUnavailable when it is not known whether it was
-        taken; it is free again after `ttl_s` at the latest.
+        `holder` (else host and process) is shown to whoever finds the key busy. Raises LogUnavailable when it is not
+        known whether it was taken; it is free again after `ttl_s` at the latest.
         """
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int) or ttl_s < 1:
             raise ConfigError("a lock's ttl_s must be whole seconds, at least one")
@@ -93,53 +78,44 @@ class Locks:
 
     async def who(self, key: str) -> Holder | None:
         """Who holds the lock, if anybody does. Raises LogUnavailable."""
-        seen = (await self._register.seen([self._subject(key)]))[0]
-        return Holder(seen.record.holder, seen.record.token or seen.seq, seen.age_s) if seen.seq else None
+        return (await self._register.seen(self._subject(key))).holder
 
     async def release(self, key: str, *, force: bool = False) -> Holder | None:
         """Take the lock from its holder, who finds it lost. Returns who that was. Raises TokenBusy without `force`."""
         found = await self.who(key)
-        if found is not None and not force:
-            raise TokenBusy(key, found.name)
-        await self._stream.api(f"STREAM.PURGE.{self._config['name']}", {"filter": self._subject(key)})
+        if found is not None:
+            if not force:
+                raise TokenBusy(key, found.name)
+            await self._stream.api(f"STREAM.PURGE.{self._stream_name}", {"filter": self._subject(key)})
         return found
 
     async def held(self) -> int:
         """How many locks are held. Raises LogUnavailable."""
-        return int((await self._stream.api(f"STREAM.INFO.{self._config['name']}"))["state"]["messages"])
+        return int((await self._stream.api(f"STREAM.INFO.{self._stream_name}"))["state"]["messages"])
 
     def _subject(self, key: str) -> str:
         return f"{self._name}.lock.{token(check_id(key, 'the key'))}"
 
     async def _take(self, key: str, subject: str, ttl_s: int, holder: str) -> Lock:
         began = asyncio.get_running_loop().time()
-        record = Record(holder, secrets.token_hex(8))
+        record = Record(holder_name(holder), secrets.token_hex(8), lease_s=ttl_s)
         try:
             seq = await self._register.write(subject, record, 0, ttl_s)
         except Conflict:
             raise TokenBusy(key, (await self._register.read(subject))[1].holder) from None
-        return Lock(key, seq, record, self._register, subject, ttl_s, began, self._stream, self._config["name"])
+        return Lock(Hold(key, self._register, subject, seq, record, began), self)
+
+    async def _remove(self, seq: int) -> None:
+        await self._stream.api(f"STREAM.MSG.DELETE.{self._stream_name}", {"seq": seq, "no_erase": True})
 
 
 class Lock(Lease):
     """A held lock. As a context manager it is renewed, and released at the end."""
 
-    def __init__(
-        self,
-        key: str,
-        seq: int,
-        record: Record,
-        register: Register,
-        subject: str,
-        ttl_s: int,
-        began: float,
-        stream: NatsStream,
-        stream_name: str,
-    ) -> None:
-        super().__init__(key, seq, record, register, subject, ttl_s, began)
-        self._server_ttl_s = ttl_s
-        self._stream, self._stream_name = stream, stream_name
-        self._released = False
+    def __init__(self, hold: Hold, locks: Locks) -> None:
+        super().__init__(hold)
+        self._server_ttl_s = int(hold.record.lease_s)
+        self._locks, self._released = locks, False
 
     async def __aenter__(self) -> Self:
         self._keep()
@@ -151,12 +127,9 @@ class Lock(Lease):
         believed = not self.lost.is_set()
         try:
             await self.release()
-        except TokenLost:
-            if error is None:
+        except (TokenLost, LogUnavailable) as e:
+            if error is None and not (believed and isinstance(e, LogUnavailable)):
                 raise  # until now the block believed that it held the lock
-        except LogUnavailable:
-            if error is None and not believed:
-                raise
 
     async def release(self) -> None:
         """Give it up. Raises TokenLost when it was lost before, and LogUnavailable when that is not known."""
@@ -166,22 +139,14 @@ class Lock(Lease):
         await self._stop_keeping()
         try:
             async with self._changing:
-                await self._remove()
+                while not self._released:
+                    try:  # by its sequence: it can only be ours
+                        await self._locks._remove(self._seq)
+                        self._released = True
+                    except MessageMissing:
+                        await self._found_again()
         finally:
             self._released = True
             self._stop()
             self._reason = self._reason or "released"
             self.lost.set()
-
-    async def _remove(self) -> None:
-        while True:
-            try:  # by its sequence: it can only be ours
-                request = {"seq": self._seq, "no_erase": True}
-                await self._stream.api(f"STREAM.MSG.DELETE.{self._stream_name}", request)
-                return
-            except MessageMissing:
-                seq, found = await self._register.read(self._subject)
-                if found.mark != self._record.mark:
-                    self._lose("its time was over")
-                    raise TokenLost(self.key, self._reason) from None
-                self._seq = seq  # a renewal whose answer was lost

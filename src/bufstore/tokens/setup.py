@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import socket
 import time
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Self
 
+from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
@@ -17,6 +21,36 @@ WORKERS = "workers"
 _RECORD_AGE_S = 7 * 24 * 3600
 _S = 1_000_000_000
 _ID = "bufstore.id"
+
+
+def holder_name(given: str) -> str:
+    """What others see as the holder: what was given, or host and process."""
+    return given or f"{socket.gethostname()}:{os.getpid()}"
+
+
+class Opened:
+    """What `open` of work and of locks gives: for an ``async with`` block, or to be closed."""
+
+    _connection: Connection
+
+    async def _open(self, prepare: Callable[[], Awaitable[object]]) -> Self:
+        await self._connection.open()
+        try:
+            await prepare()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def aclose(self) -> None:
+        """Disconnect. What is held goes to others when its time is over."""
+        await self._connection.aclose()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
 
 def items_config(config: TokensConfig) -> dict[str, Any]:
@@ -52,15 +86,12 @@ def locks_config(name: str, storage: Storage) -> dict[str, Any]:
 def consumer_config(config: TokensConfig) -> dict[str, Any]:
     """The consumer of all workers: a pull consumer, so that only an idle worker gets anything."""
     return {
-        "name": WORKERS,
         "durable_name": WORKERS,
-        "deliver_policy": "all",
         "ack_policy": "explicit",
         "ack_wait": round(config.ttl_s * _S),
         "max_deliver": -1,
         "max_ack_pending": 100_000,
         "max_waiting": 10_000,
-        "replay_policy": "instant",
     }
 
 
@@ -92,11 +123,10 @@ async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> 
     try:
         info = await items.api(f"CONSUMER.INFO.{name}.{WORKERS}")
     except ConsumerMissing:
-        body = {"stream_name": name, "config": wanted, "action": ""}
+        body = {"stream_name": name, "config": wanted}
         info = await items.api(f"CONSUMER.CREATE.{name}.{WORKERS}", body)
-    check(
-        f"consumer {WORKERS} of {name}", wanted, info["config"], "TokensConfig", f"nats consumer edit {name} {WORKERS}"
-    )
+    edit = f"nats consumer edit {name} {WORKERS}"
+    check(f"consumer {WORKERS} of {name}", wanted, info["config"], "TokensConfig", edit)
     return stream
 
 
@@ -107,14 +137,13 @@ async def ensure_stream(stream: NatsStream, wanted: dict[str, Any], ours: str, *
         info = await stream.api(f"STREAM.INFO.{name}")
     except StreamMissing:
         first = first_token(time.time_ns() // 1_000_000)
-        identity = {"metadata": {_ID: secrets.token_hex(8)}}
+        made = {**wanted, "first_seq": first, "metadata": {_ID: secrets.token_hex(8)}}
         try:
-            info = await stream.api(f"STREAM.CREATE.{name}", {**wanted, "first_seq": first, **identity})
-        except StreamTaken:  # by another process just now, at another time
+            info = await stream.api(f"STREAM.CREATE.{name}", made)
+            # Of two clocks the later: ours may be behind that of whoever created the stream before.
+            if tokens and (now := first_token(int(seconds(info["ts"]) * 1000))) > first:
+                await stream.api(f"STREAM.PURGE.{name}", {"seq": now})
+        except StreamTaken:  # by another process just now
             info = await stream.api(f"STREAM.INFO.{name}")
-        # Of two clocks the later: ours may be behind that of whoever created the stream before.
-        first = first_token(int(seconds(info["ts"]) * 1000))
-        if tokens and info["state"]["last_seq"] < first - first_token(1000):
-            await stream.api(f"STREAM.PURGE.{name}", {"seq": first})
     check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
     return str((info["config"].get("metadata") or {}).get(_ID, ""))

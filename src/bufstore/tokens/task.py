@@ -10,12 +10,13 @@ from typing import Self
 from msgspec.structs import replace
 
 from bufstore.errors import TokenLost, Unavailable
-from bufstore.tokens.fence import Register
-from bufstore.tokens.lease import Lease
-from bufstore.tokens.model import Record
+from bufstore.tokens.lease import Hold, Lease
 from bufstore.tokens.pull import Delivery
 
 _log = logging.getLogger(__name__)
+
+Answer = Callable[[Delivery | None, bytes], Awaitable[None]]
+Finish = Callable[["Task"], Awaitable[None]]
 
 
 class Task(Lease):
@@ -25,28 +26,15 @@ class Task(Lease):
     """
 
     def __init__(
-        self,
-        *,
-        key: str,
-        payload: bytes,
-        seq: int,
-        record: Record,
-        register: Register,
-        subject: str,
-        began: float,
-        delivery: Delivery | None,
-        others_wait: bool,
-        answer: Callable[[Delivery | None, bytes], Awaitable[None]],
-        finish: Callable[[Task], Awaitable[None]],
+        self, hold: Hold, payload: bytes, delivery: Delivery | None, others_wait: bool, answer: Answer, finish: Finish
     ) -> None:
         """`delivery` told of the item, if any did; `answer` answers it. `others_wait`: behind this item."""
-        super().__init__(key, seq, record, register, subject, record.lease_s, began)
+        super().__init__(hold)
         self.payload = payload
         #: Which attempt of this item this is: above 1 another holder began it before.
-        self.attempt = record.attempt
-        self.delivery = delivery
-        self.item = record.item
-        self.others_wait = others_wait
+        self.attempt = hold.record.attempt
+        self.item = hold.record.item
+        self.delivery, self.others_wait = delivery, others_wait
         self._answer, self._finish = answer, finish
         self._over = self._done = False
         self._keep()

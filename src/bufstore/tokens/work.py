@@ -1,12 +1,10 @@
 """Exclusive work: items per key, in order, one at a time, however many workers there are.
 
-A submitter stores the item, and that is all. Items are delivered to workers in the order in which they came; a delivery
-says that its key may have work. Its receiver reads the key's record: if nobody holds the key, it takes the key's first
-item. If another does, that one looks again when it is done, and its own delivery comes again should it die. When items
-of a key wait, the next one's turn comes with a message that is stored behind everything else: keys take turns.
-
-Whatever went wrong with deliveries, items that nobody works on are found: each worker looks at some of the oldest now
-and then (`_look`).
+A submitter stores the item, and that is all. A delivery of it says that its key may have work. The receiver reads the
+key's record: if nobody holds the key, it takes the key's first item. If another does, that one looks again when it is
+done, and its own delivery comes again should it die. When items of a key wait, the next one's turn comes with a message
+behind all that is stored: keys take turns. And whatever became of deliveries, each worker looks at some of the oldest
+items now and then, and finds those that nobody works on (`_look`).
 """
 
 from __future__ import annotations
@@ -14,14 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import secrets
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Self
 
-import nats.errors
 from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, as_nats_config
@@ -43,6 +38,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.tokens.fence import Register
+from bufstore.tokens.lease import Hold
 from bufstore.tokens.model import (
     Holder,
     Policy,
@@ -53,10 +49,9 @@ from bufstore.tokens.model import (
     backoff_s,
     done_to,
     oldest_s,
-    seconds,
 )
-from bufstore.tokens.pull import Delivery, Puller
-from bufstore.tokens.setup import WORKERS, ensure
+from bufstore.tokens.pull import Delivery, Pulls
+from bufstore.tokens.setup import WORKERS, Opened, ensure, holder_name
 from bufstore.tokens.task import Task
 from bufstore.types import check_id
 
@@ -73,27 +68,25 @@ _LOOKS = 10
 Handler = Callable[[Task], Awaitable[None]]
 
 
-class ExclusiveWork:
+class ExclusiveWork(Opened):
     """One kind of exclusive work; made by `open`."""
 
     def __init__(self, connection: Connection, api: str, config: TokensConfig, holder: str = "") -> None:
         self._connection = connection
         self._config = config
-        self._holder = holder or f"{socket.gethostname()}:{os.getpid()}"
+        self._holder = holder_name(holder)
         self._stream = f"{config.name}-items"
         self._id = ""
         self._items = NatsStream(connection, api, self._stream, config.replicas)
         self._fences = NatsStream(connection, api, f"{config.name}-fence", config.replicas)
         self._register = Register(self._fences, f"{config.name}-fence", config.timeout_s)
-        self._pull_subject = f"{api}.CONSUMER.MSG.NEXT.{self._stream}.{WORKERS}"
-        self._pullers: list[Puller] = []
-        self._idle: list[Puller] = []
+        self._stored = Register(self._items, self._stream, config.timeout_s)  # for the ages of items
+        self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._stream}.{WORKERS}")
         self._ending: set[asyncio.Future[Any]] = set()
         #: Where and when to look for items that nobody was told of, and how many were found.
         self._position = 0
         self._look_at = 0.0
         self._found = 0
-        connection.on_lost(self._lost)
 
     @classmethod
     async def open(
@@ -107,31 +100,18 @@ class ExclusiveWork:
 
         `holder`: what others see as the holder of keys taken here; without it, host and process.
         """
-        config = config or TokensConfig()
-        nats_config = as_nats_config(nats)
-        connection = Connection(nats_config, "bufstore-tokens")
-        work = cls(connection, nats_config.api, config, holder)
-        await connection.open()
-        try:
-            work._id = await ensure(config, work._items, work._fences)
-        except BaseException:
-            await connection.aclose()
-            raise
-        return work
+        config, nats_config = config or TokensConfig(), as_nats_config(nats)
+        work = cls(Connection(nats_config, "bufstore-tokens"), nats_config.api, config, holder)
+        return await work._open(work._prepare)
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+    async def _prepare(self) -> None:
+        self._id = await ensure(self._config, self._items, self._fences)
 
     async def aclose(self) -> None:
         """Disconnect. Held items go to other workers when their time is over."""
-        for puller in self._pullers:
-            await puller.aclose()
         while self._ending:
             await asyncio.gather(*self._ending, return_exceptions=True)
-        await self._connection.aclose()
+        await super().aclose()
 
     async def submit(self, key: str, payload: bytes = b"") -> None:
         """Add an item of work for a key. When this returns it is stored, and will be worked on.
@@ -157,31 +137,22 @@ class ExclusiveWork:
         """The next item whose key is free, or None when there is none for `wait_s`. Raises LogUnavailable."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        puller = self._idle.pop() if self._idle else self._new_puller()
-        try:
-            while True:
-                if loop.time() >= self._look_at:
-                    self._look_at = loop.time() + self._config.ttl_s / _LOOKS
-                    taking = self._look()
-                else:
-                    delivery = await puller.next(max(min(deadline, self._look_at) - loop.time(), 0.001))
-                    if delivery is None:
-                        if loop.time() >= deadline:
-                            return None
-                        continue
-                    taking = self._begin_or_return(delivery)
-                if (task := await self._to_the_end(taking)) is not None:
-                    return task
-        finally:
-            self._idle.append(puller)
+        while True:
+            if loop.time() >= self._look_at:
+                self._look_at = loop.time() + self._config.ttl_s / _LOOKS
+                taking = self._look()
+            else:
+                delivery = await self._pulls.next(max(min(deadline, self._look_at) - loop.time(), 0.001))
+                if delivery is None:
+                    if loop.time() >= deadline:
+                        return None
+                    continue
+                taking = self._begin_or_return(delivery)
+            if (task := await self._to_the_end(taking)) is not None:
+                return task
 
     async def run(
-        self,
-        handler: Handler,
-        stopping: asyncio.Event,
-        *,
-        concurrency: int = 1,
-        dead_letter: Handler | None = None,
+        self, handler: Handler, stopping: asyncio.Event, *, concurrency: int = 1, dead_letter: Handler | None = None
     ) -> None:
         """Work until `stopping`: call `handler` with each item, and mark the item done when it returns.
 
@@ -205,9 +176,7 @@ class ExclusiveWork:
 
     async def who(self, key: str) -> Holder | None:
         """Who holds the key, if anybody does. Raises LogUnavailable."""
-        seen = (await self._register.seen([self._fence(token(check_id(key, "the key")))]))[0]
-        held = seen.record.holder and seen.age_s < seen.record.lease_s
-        return Holder(seen.record.holder, seen.record.token or seen.seq, seen.age_s) if held else None
+        return (await self._register.seen(self._fence(token(check_id(key, "the key"))))).holder
 
     async def release(self, key: str, *, force: bool = False) -> Holder | None:
         """Take the key from its holder, who finds it lost; its item goes to another. Returns who that was.
@@ -217,12 +186,12 @@ class ExclusiveWork:
         found = await self.who(key)
         if found is not None and not force:
             raise TokenBusy(key, found.name)
-        name = token(key)
-        seq, record = await self._register.read(self._fence(name))
+        fence = self._fence(token(key))
+        seq, record = await self._register.read(fence)
         free = replace(record, holder="", mark=secrets.token_hex(8), lease_s=0.0, turn=False)
         with contextlib.suppress(Conflict):  # another holds it meanwhile
-            await self._register.write(self._fence(name), free, seq)
-        await self._give_turn(name)
+            await self._register.write(fence, free, seq)
+        await self._give_turn(token(key))
         return found
 
     async def statistics(self) -> Statistics:
@@ -245,29 +214,16 @@ class ExclusiveWork:
     def _fence(self, name: str) -> str:
         return f"{self._config.name}.fence.{name}"
 
-    def _new_puller(self) -> Puller:
-        puller = Puller(self._connection, self._pull_subject)
-        self._pullers.append(puller)
-        return puller
-
-    def _lost(self) -> None:
-        for puller in self._pullers:
-            puller.lost()
-
     async def _to_the_end(self, taking: Coroutine[Any, Any, Task | None]) -> Task | None:
         """Also when cancelled: a key that is taken by half would have no holder until its time is over."""
         beginning = asyncio.ensure_future(taking)
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            if not beginning.cancelled():
-                self._let_end(self._abandon(beginning))
+            ending = asyncio.ensure_future(self._abandon(beginning))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
             raise
-
-    def _let_end(self, ending: Coroutine[Any, Any, None]) -> None:
-        future = asyncio.ensure_future(ending)
-        self._ending.add(future)
-        future.add_done_callback(self._ending.discard)
 
     async def _abandon(self, beginning: asyncio.Future[Task | None]) -> None:
         """The caller is gone: hand back what was taken for it."""
@@ -285,16 +241,14 @@ class ExclusiveWork:
             await self._remove(delivery.seq)
             return None
         except LogUnavailable:
-            await self._answer(delivery, b"-NAK")
+            await self._pulls.answer(delivery, b"-NAK")
             raise
 
     async def _begin(self, key: str, name: str, delivery: Delivery | None) -> Task | None:
         """Take the key's first item; None when there is none, or its turn is not now. `delivery`: what told of it."""
-        c = self._config
-        subject = self._fence(name)
+        c, subject = self._config, self._fence(name)
         # A delivery that came before may be the only one that will tell of the key when its holder is gone.
-        first_time = delivery is not None and delivery.count == 1 and c.per_key > 1
-        is_turn = delivery is not None and (delivery.count > 1 or ".turn." in delivery.subject)
+        again, is_turn = delivery is None or delivery.times > 1, delivery is not None and delivery.is_turn
         while True:
             (seq, record), items = await asyncio.gather(self._register.read(subject), self._waiting(name, 2))
             if items and items[0].seq <= done_to(record, self._id):
@@ -303,43 +257,27 @@ class ExclusiveWork:
             if not items:
                 await self._drop(delivery)
                 return None
-            if record.lease_s and not (record.turn and is_turn):
-                if first_time:
+            if record.lease_s and not (record.turn and (again or is_turn)):
+                if not again and (is_turn or c.per_key > 1):
                     await self._drop(delivery)
                     return None
-                seen = (await self._register.seen([subject]))[0]
+                seen = await self._register.seen(subject)
                 if seen.seq != seq:
                     continue
                 if (left := seen.record.lease_s - seen.age_s) > 0:
-                    await self._answer(delivery, b'-NAK {"delay": %d}' % (round(left * 1e9) + 1_000_000))
+                    await self._pulls.answer(delivery, b'-NAK {"delay": %d}' % (round(left * 1e9) + 1_000_000))
                     return None
             began = asyncio.get_running_loop().time()
             item = items[0]
-            mine = Record(
-                self._holder,
-                secrets.token_hex(8),
-                item=item.seq,
-                stream=self._id,
-                attempt=attempt_of(record, item.seq),
-                lease_s=c.ttl_s,
-            )
+            attempt = attempt_of(record, item.seq)
+            mark = secrets.token_hex(8)
+            mine = Record(self._holder, mark, item=item.seq, stream=self._id, attempt=attempt, lease_s=c.ttl_s)
             try:
                 given = await self._register.write(subject, mine, seq)
             except Conflict:
                 continue
-            return Task(
-                key=key,
-                payload=item.body,
-                seq=given,
-                record=mine,
-                register=self._register,
-                subject=subject,
-                began=began,
-                delivery=delivery,
-                others_wait=len(items) > 1,
-                answer=self._answer,
-                finish=self._finish,
-            )
+            hold = Hold(key, self._register, subject, given, mine, began)
+            return Task(hold, item.body, delivery, len(items) > 1, self._pulls.answer, self._finish)
 
     async def _waiting(self, name: str, limit: int) -> list[Any]:
         c = self._config
@@ -354,14 +292,9 @@ class ExclusiveWork:
                 try:
                     await self._give_turn(name)
                 except LogFull:  # no room for a message: the one that told us tells another
-                    await self._answer(delivery, b"-NAK")
+                    await self._pulls.answer(delivery, b"-NAK")
                     return
-            if delivery is None or delivery.seq == task.item:
-                await self._remove(task.item)
-            else:
-                await asyncio.gather(self._remove(task.item), self._drop(delivery))
-                return
-            await self._answer(delivery, b"+ACK")
+            await asyncio.gather(self._remove(task.item), self._drop(delivery))
         except (Unavailable, AppendUnknown) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
 
@@ -376,19 +309,13 @@ class ExclusiveWork:
     async def _drop(self, delivery: Delivery | None) -> None:
         """It need not come again. An item stays stored; a turn goes."""
         if delivery is not None:
-            await self._answer(delivery, b"+ACK")
-            if ".turn." in delivery.subject:
+            await self._pulls.answer(delivery, b"+ACK")
+            if delivery.is_turn:
                 await self._remove(delivery.seq)
 
     async def _remove(self, seq: int) -> None:
         with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
             await self._items.api(f"STREAM.MSG.DELETE.{self._stream}", {"seq": seq, "no_erase": True})
-
-    async def _answer(self, delivery: Delivery | None, what: bytes) -> None:
-        """Without waiting for it to arrive: a delivery without an answer comes again."""
-        if delivery is not None:
-            with contextlib.suppress(Unavailable, nats.errors.Error, OSError):
-                await self._connection.client().publish(delivery.reply, what)
 
     async def _look(self) -> Task | None:
         """Look at some of the oldest items, others each time: take one that nobody works on.
@@ -403,9 +330,9 @@ class ExclusiveWork:
         page = await self._items.read(f"{c.name}.item.*", self._position, c.timeout_s, limit=_LOOKED_AT)
         self._position = page[-1].seq if len(page) == _LOOKED_AT else 0
         firsts = {message.subject.rpartition(".")[2]: message.seq for message in reversed(page)}
-        seen = await self._register.seen([self._fence(name) for name in firsts])
+        seen = await self._register.seen_all([{"last_by_subj": self._fence(name)} for name in firsts])
         for (name, item), (_, record, age_s) in zip(firsts.items(), seen, strict=True):
-            if age_s < record.lease_s + c.ttl_s or await self._age_s(item) < c.ttl_s:
+            if age_s < record.lease_s + c.ttl_s or (await self._stored.seen_all([{"seq": item}]))[0].age_s < c.ttl_s:
                 continue
             with contextlib.suppress(MalformedEntry):
                 if (task := await self._begin(untoken(name), name, None)) is not None:
@@ -414,19 +341,13 @@ class ExclusiveWork:
                     return task
         return None
 
-    async def _age_s(self, item: int) -> float:
-        with contextlib.suppress(MessageMissing):
-            found = await self._items.api(f"STREAM.MSG.GET.{self._stream}", {"seq": item})
-            info = await self._items.api(f"STREAM.INFO.{self._stream}")
-            return seconds(info["ts"]) - seconds(found["message"]["time"])
-        return 0.0
-
     # Running.
 
     async def _work_on(self, handler: Handler, dead_letter: Handler, stopping: asyncio.Event) -> None:
         while not stopping.is_set():
+            taking = await _unless(stopping, self.take())
             try:
-                task = await _unless(stopping, self.take())
+                task = None if taking.cancelled() else taking.result()
             except LogUnavailable as e:
                 _log.warning("cannot take work; tries again: %s", e, extra={"action": "token_take"})
                 await _unless(stopping, asyncio.sleep(_PAUSE_S * (1 + random.random())))  # noqa: S311 - no secret
@@ -437,35 +358,27 @@ class ExclusiveWork:
 
     async def _handle(self, handler: Handler, task: Task) -> None:
         async with task:
-            working = asyncio.ensure_future(handler(task))
-            losing = asyncio.ensure_future(task.lost.wait())
+            working = await _unless(task.lost, handler(task))
+            if working.cancelled():
+                return
+            error = working.exception()
             try:
-                await asyncio.wait([working, losing], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                losing.cancel()
-                working.cancel()
-                await asyncio.gather(working, losing, return_exceptions=True)
-            try:
-                if working.cancelled():
-                    return
-                if working.exception() is None:
+                if error is None:
                     await task.done()
-                    return
-                _log.error(
-                    "work on %r failed", task.key, exc_info=working.exception(), extra={"action": "token_failed"}
-                )
-                await task.retry(backoff_s(task.attempt))
+                else:
+                    _log.error("work on %r failed", task.key, exc_info=error, extra={"action": "token_failed"})
+                    await task.retry(backoff_s(task.attempt))
             except (TokenLost, LogUnavailable) as e:
                 _log.warning("%s", e, extra={"action": "token_lost"})
 
 
-async def _unless(stopping: asyncio.Event, waiting: Any) -> Any:
-    """What is waited for, or None when `stopping` comes first."""
+async def _unless(stopping: asyncio.Event, waiting: Awaitable[Any]) -> asyncio.Future[Any]:
+    """What is waited for, ended; cancelled when `stopping` comes first."""
     task, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
     finally:
-        for each in (task, stop):
-            each.cancel()
+        task.cancel()
+        stop.cancel()
         await asyncio.gather(task, stop, return_exceptions=True)
+    return task

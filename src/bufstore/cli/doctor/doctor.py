@@ -12,6 +12,7 @@ from rich.text import Text
 from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.doctor.diagnosis import Diagnosis, Level, diagnosis
 from bufstore.cli.doctor.disk_sync import check_sync
+from bufstore.cli.doctor.mailbox import check_mailbox
 from bufstore.cli.doctor.nats import check_nats
 from bufstore.cli.doctor.postgres import check_postgres
 from bufstore.cli.doctor.tokens import check_tokens
@@ -43,26 +44,38 @@ _COLOURS = {Level.OK: "green", Level.UNKNOWN: "yellow", Level.WARNING: "yellow",
     help="The role whose permissions the NATS user needs (`bufstore permissions`).",
 )
 @click.option("--tokens", metavar="NAME", multiple=True, help="Also look at the exclusive work and the locks NAME.")
+@click.option("--mailbox", metavar="NAME", multiple=True, help="Also look at the mailbox in the bucket NAME.")
 @connects()
 def doctor(
-    options: Options, role: str, nats_sys: str | None, nats_monitor: str | None, tokens: tuple[str, ...]
+    options: Options,
+    role: str,
+    nats_sys: str | None,
+    nats_monitor: str | None,
+    tokens: tuple[str, ...],
+    mailbox: tuple[str, ...],
 ) -> None:
     """Look at the servers: versions, permissions, settings, durability, headroom. Changes nothing.
 
     Exit codes: 0 all fine; 1 it works, but something is worth a look or could not be found out; 2 it cannot work.
     """
-    found = options.run(lambda target: _look(target, Role(role), nats_sys, nats_monitor, tokens))
+    found = options.run(lambda target: _look(target, Role(role), nats_sys, nats_monitor, tokens, mailbox))
     options.answer(found, _show, code=found.code)
 
 
 async def _look(
-    target: Endpoints, role: Role, nats_sys: str | None, nats_monitor: str | None, tokens: Sequence[str]
+    target: Endpoints,
+    role: Role,
+    nats_sys: str | None,
+    nats_monitor: str | None,
+    tokens: Sequence[str],
+    mailboxes: Sequence[str],
 ) -> Diagnosis:
     nats, epoch = await check_nats(target, role)
     known = target.servers.nats.sync_interval if target.servers is not None else None
     sync = await check_sync(nats_sys, nats_monitor, target.nats.tls, known)
     of_tokens = [check for name in tokens for check in await check_tokens(target, name)]
-    return diagnosis([*nats, *sync, *await check_postgres(target, epoch), *of_tokens])
+    of_mailboxes = [check for name in mailboxes for check in await check_mailbox(target, name)]
+    return diagnosis([*nats, *sync, *await check_postgres(target, epoch), *of_tokens, *of_mailboxes])
 
 
 def _show(found: Diagnosis) -> None:

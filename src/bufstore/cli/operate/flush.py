@@ -51,7 +51,7 @@ def flush(options: Options, thread: str | None, everything: bool, timeout: float
 async def _flush(target: Endpoints, thread: str | None, timeout_s: float) -> FlushReport:
     began = time.perf_counter()
     create = target.servers is not None  # in a folder of our own there is no wrong place to make a log
-    async with target.buffered(flusher=False, create=create) as store, standing_in(target) as stand_in:
+    async with target.opened(flusher=False, create=create) as store, standing_in(target) as stand_in:
         if thread is None:
             await store.force_flush_all(timeout_s=timeout_s)
         else:
@@ -87,7 +87,7 @@ async def standing_in(target: Endpoints) -> AsyncIterator[asyncio.Event]:
                 if over.is_set():
                     return
         needed.set()
-        async with target.buffered():
+        async with target.opened():
             await over.wait()
 
     task = asyncio.create_task(work())

@@ -9,7 +9,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.running import EXIT_WRONG
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConfigDrift
-from bufstore.threads.repairing import repair as repair_log
+from bufstore.threads.repairing import repair_buffer, repairing
 
 
 @click.command()
@@ -29,12 +29,11 @@ def repair(options: Options, apply: bool) -> None:
 
 async def _repair(target: Endpoints, apply: bool) -> tuple[Repaired, str]:
     """What was found, and how to mend it."""
-    log = await target.find_log(applies=apply) or LogConfig(stream=target.stream, bucket=target.bucket)
-    found = await repair_log(
-        target.plain(pool_size=4), nats=target.nats, schema=target.schema, config=BufferConfig.fitting(log), apply=apply
-    )
+    log = await target.find_any_log(applies=apply)
+    config, named = log or (LogConfig(stream=target.stream, bucket=target.bucket), None)
+    found = await repair_buffer(target.buffer_of(named, repairing(BufferConfig.fitting(config))), apply=apply)
     try:
-        await target.find_log(applies=True)
+        await target.find_any_log(applies=True)
     except ConfigDrift as e:
         return found, f"bufstore.repair(…, apply=True) in a process that has the store, because {e}"
     return found, "bufstore repair --apply"

@@ -15,8 +15,9 @@ from bufstore.buffer.domain import Backing
 from bufstore.buffer.target import Kind
 from bufstore.config import BufferConfig
 from bufstore.errors import ConfigError
-from bufstore.langgraph.domain import Tail, stored_tail
+from bufstore.langgraph.domain import DOMAIN, Tail, stored_tail
 from bufstore.langgraph.folded import Folded
+from bufstore.langgraph.history import History, check_history, thin
 from bufstore.langgraph.model import (
     BlobKey,
     BlobRow,
@@ -37,6 +38,8 @@ from bufstore.postgres.connection.pool import Pool, new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
 
 _FOLDER = files("bufstore.langgraph.postgres") / "sql"
+#: What a log says that is flushed into LangGraph's tables, before the name of their schema.
+_KIND = "bufstore.langgraph.postgres:"
 #: LangGraph's migration whose tables this release reads and writes.
 MIGRATION = 9
 #: Any fixed number: one process at a time creates the tables.
@@ -57,7 +60,7 @@ class PostgresCheckpointStore:
     """A `CheckpointStore` on the tables of LangGraph's own saver for Postgres, in `schema`.
 
     `buffer_schema`: where the buffer keeps its watermarks, in the same database: both change in one transaction.
-    `timeout_s` bounds every call.
+    `history`: how much of a thread's history is written (docs/LANGGRAPH.md, Growth). `timeout_s` bounds every call.
     """
 
     def __init__(
@@ -66,9 +69,11 @@ class PostgresCheckpointStore:
         *,
         schema: str = "public",
         buffer_schema: str = "bufstore_langgraph",
+        history: History = "all",
         pool_size: int = 16,
         timeout_s: float = 10.0,
     ) -> None:
+        self.history = check_history(history)
         if timeout_s <= 0:
             raise ConfigError("PostgresCheckpointStore.timeout_s must be positive")
         self.schema, self.buffer_schema = check_schema(schema), check_schema(buffer_schema)
@@ -90,7 +95,7 @@ class PostgresCheckpointStore:
             lease_s=config.lease_s,
         )
         return ledger, Backing(
-            Kind("langgraph", "bufstore.langgraph.postgres"),
+            Kind(DOMAIN, f"{_KIND}{self.schema}"),
             self,
             open=self.open,
             setup=self.setup,
@@ -133,6 +138,8 @@ class PostgresCheckpointStore:
             for change in sorted(batch, key=lambda change: change.thread_id)
         ]
         with arrays.unstorable():
+            for each in folded:
+                thin(each, self.history)
             async with connection.pipeline():
                 for name, columns in parameters(folded):
                     await arrays.ArrayCursor(connection).execute(self._sql[name], columns)
@@ -210,6 +217,10 @@ class PostgresCheckpointStore:
             for ns, id_, parent, checkpoint, metadata, sends in await self._read("outlines", thread_id)
         ]
 
+    async def idle(self, before: str) -> list[str]:
+        """See `CheckpointStore.idle`."""
+        return [thread_id for (thread_id,) in await self._read("idle", before)]
+
     async def of_runs(self, run_ids: Sequence[str]) -> list[tuple[str, str, str]]:
         """See `CheckpointStore.of_runs`."""
         return [(t, ns, id_) for t, ns, id_ in await self._read("of_runs", arrays.texts(run_ids))]
@@ -231,6 +242,11 @@ class PostgresCheckpointStore:
         cursor = arrays.ArrayCursor(connection)
         await cursor.execute(self._sql[name], parameters, binary=True)
         return await cursor.rows()
+
+
+def schema_of(kind: Kind) -> str | None:
+    """The schema of the tables that a log of this kind is flushed into; None for any other log."""
+    return kind.store.removeprefix(_KIND) if kind.domain == DOMAIN and kind.store.startswith(_KIND) else None
 
 
 class _Any(frozenset[BlobKey]):

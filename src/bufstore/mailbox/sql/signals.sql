@@ -23,6 +23,12 @@ SELECT $1::text, nextval($3::text::regclass), $2::bigint
 WHERE EXISTS (SELECT FROM {schema}.mailbox_dispatches WHERE thread_id = $1::text)
 ON CONFLICT (thread_id) DO UPDATE SET wakes = 0, wake_at = excluded.wake_at;
 
+-- name: gauges
+-- How many threads wait for a worker (at most $2 are counted), and since when.
+SELECT count(*), min(wake_at) FROM (
+    SELECT wake_at FROM {schema}.mailbox_threads WHERE wake_at <= $1::bigint ORDER BY wake_at LIMIT $2::int
+) due;
+
 -- name: held
 -- Who holds each of these threads.
 SELECT t.thread_id, coalesce(a.token, 0), t.epoch FROM {schema}.mailbox_threads t

@@ -8,3 +8,15 @@ SELECT * FROM {schema}.mailbox_write_v1(
     $1::text, $2::bigint, $3::bigint, $4::text, $5::text, $6::bigint, $7::bigint,
     $8::text[], $9::int[], $10::int[], $11::bigint[], $12::bigint[], $13::bigint[], $14::bytea[], $15::text
 );
+
+-- name: set_aside
+-- End what is claimed in thread $1, if that has still version $2, with status $5.
+WITH o AS (
+    SELECT thread_id, active_id FROM {schema}.mailbox_threads WHERE thread_id = $1::text AND version = $2::bigint FOR UPDATE
+), t AS (
+    UPDATE {schema}.mailbox_threads SET version = nextval($4::text::regclass), step = '', active_id = NULL, lease_until = NULL,
+        wake_at = $3::bigint
+    FROM o WHERE mailbox_threads.thread_id = o.thread_id
+)
+UPDATE {schema}.mailbox_dispatches d SET status = $5::int, completed_at = $3::bigint, claim = NULL, token = 0
+FROM o WHERE d.thread_id = o.thread_id AND d.dispatch_id = o.active_id RETURNING 1;

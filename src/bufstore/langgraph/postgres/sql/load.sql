@@ -154,6 +154,11 @@ SELECT c.checkpoint_ns, c.checkpoint_id, c.parent_checkpoint_id,
     )
 FROM {schema}.checkpoints AS c WHERE c.thread_id = $1::text;
 
+-- name: idle
+-- The threads whose last checkpoint is older than this time. Reads the whole table.
+SELECT c.thread_id FROM {schema}.checkpoints AS c
+GROUP BY c.thread_id HAVING max(c.checkpoint ->> 'ts') < $1::text ORDER BY c.thread_id;
+
 -- name: of_runs
 -- The checkpoints that these runs have saved.
 SELECT c.thread_id, c.checkpoint_ns, c.checkpoint_id FROM {schema}.checkpoints AS c

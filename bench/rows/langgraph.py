@@ -1,0 +1,70 @@
+"""`langgraph_steps_{1,32,256}` and `langgraph_react`: LangGraph's checkpoints, against its own saver for Postgres."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from bench.counters import Counters
+from bench.langgraph_savers import OurSaver, PlainSaver
+from bench.results import Benchmark, compared
+from bench.rows.append import UNITS
+from bench.stage import Kind, Stage
+from bench.worker import Worker
+
+_SECONDS = 3.0
+_THREADS, _TURNS = 64, 4
+
+_BASELINES: dict[str, Kind] = {"AsyncPostgresSaver": PlainSaver, "without its lock": (PlainSaver, {"unlocked": True})}
+
+
+def langgraph_steps(stage: Stage) -> Iterator[Benchmark]:
+    """A step is `aput` and `aput_writes`. Ours only writes, as in `append`; `langgraph_react` flushes beside it."""
+    kinds: dict[str, Kind] = {"ours": (OurSaver, {"flusher": False}), **_BASELINES}
+    place = stage.place()
+    with stage.workers_at({name: (place, kind) for name, kind in kinds.items()}) as workers:
+        for callers in (1, 32, 256):
+            numbers = {name: iter(range(1_000_000)) for name in workers}
+
+            def load(name: str, callers: int = callers, numbers: Any = numbers) -> dict[str, float]:
+                label = f"{callers}-{next(numbers[name])}"
+                found: dict[str, float] = workers[name].call(
+                    "load", callers=stage.count(callers, 16), seconds=stage.seconds(_SECONDS), label=label
+                )
+                return found
+
+            found = stage.interleave({name: partial(load, name) for name in workers})
+            for what, unit in UNITS.items():
+                values = {name: [r[what] for r in results] for name, results in found.items()}
+                yield compared(f"langgraph_steps_{callers}.{what}", unit, values)
+
+
+def langgraph_react(stage: Stage) -> Iterator[Benchmark]:
+    """A whole graph on 64 threads at once, durability="sync"; and what Postgres has to do for a turn."""
+    threads, turns = stage.count(_THREADS, 8), stage.count(_TURNS, 1)
+    kinds: dict[str, Kind] = {"ours": OurSaver, **_BASELINES, "durability exit": PlainSaver}
+    with stage.workers_at({name: (stage.place(), kind) for name, kind in kinds.items()}) as workers:
+        numbers = iter(range(1_000_000))
+
+        def run(name: str) -> dict[str, float]:
+            return _measured(stage, workers[name], f"r{next(numbers)}", threads, turns, name)
+
+        found = stage.interleave({name: partial(run, name) for name in workers})
+    for what, unit in (("seconds", "s"), ("transactions", "transactions"), ("wal", "bytes")):
+        values = {name: [r[what] for r in results] for name, results in found.items()}
+        yield compared(f"langgraph_react.{what}", unit, values)
+
+
+def _measured(stage: Stage, worker: Worker, label: str, threads: int, turns: int, name: str) -> dict[str, float]:
+    durability = "exit" if name == "durability exit" else "sync"
+    before = Counters.now(stage.servers.dsn, fresh=True)
+    seconds = worker.call("react", label=label, threads=threads, turns=turns, durability=durability)
+    worker.call("flush")
+    after = Counters.now(stage.servers.dsn)
+    done = threads * turns
+    return {
+        "seconds": seconds,
+        "transactions": (after.transactions - before.transactions) / done,
+        "wal": (after.wal - before.wal) / done,
+    }

@@ -1,0 +1,37 @@
+"""What `bufstore doctor --mailbox NAME` looks at: the bucket of a mailbox, and whether anybody works."""
+
+from __future__ import annotations
+
+from rich.filesize import decimal
+
+from bufstore.cli.connect import Endpoints
+from bufstore.cli.doctor.diagnosis import CheckResult, Level, Notes
+from bufstore.cli.output import lasting
+from bufstore.errors import BufstoreError
+from bufstore.mailbox.finding import find_mailbox
+
+_FULL = 0.8
+#: Longer than so many passes of a sweeper: none sweeps.
+_PASSES = 3
+_OLD_S = 60.0
+
+
+async def check_mailbox(target: Endpoints, name: str) -> list[CheckResult]:
+    """The checks of one name."""
+    notes = Notes(f"mailbox {name}")
+    try:
+        async with await find_mailbox(target.nats, name) as store:
+            g, interval_s = await store.gauges(), store.config.sweep_interval_s
+    except BufstoreError as e:
+        notes.say("bucket", Level.BAD, str(e), "open an instance, or permit STREAM.INFO and CONSUMER.INFO")
+        return notes.checks
+    used, limit = g.bytes or 0, g.bytes_max or -1
+    room = f"{decimal(used)} of {decimal(limit)}" if limit > 0 else f"{decimal(used)}, no limit"
+    notes.require("room", limit <= 0 or used < _FULL * limit, room, "purge finished dispatches, or raise max_bytes")
+    swept = (g.oldest_lease_over_s or 0) < _PASSES * interval_s
+    over = f"a lease is over for {lasting(g.oldest_lease_over_s or 0)}"
+    notes.require("sweeper", swept, over, "run a Sweeper in every process that works on the mailbox")
+    waits = f"the oldest in a queue for {lasting(g.oldest_queued_s or 0)}, {g.signals_waiting} signals wait"
+    worked = not g.signals_waiting or (g.oldest_queued_s or 0) < _OLD_S
+    notes.require("workers", worked, waits, "run more workers; see Worker.trouble")
+    return notes.checks

@@ -1,0 +1,98 @@
+"""How much of a thread's history is written: the decision, on rows that are not written yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from bufstore.errors import ConfigError
+from bufstore.langgraph.folded import Folded
+from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, versions_of
+from bufstore.langgraph.outlines import outline_of
+
+#: "all": every checkpoint. "run": of each run the newest one of a flush, and those where somebody may want to go back
+#: to. "latest": the newest one of a flush.
+History = Literal["all", "run", "latest"]
+
+#: Checkpoints that somebody else than the run has asked for.
+_SOURCES = frozenset({"input", "update", "fork"})
+#: Writes that say that a run has stopped there.
+_STOPS = frozenset({"__interrupt__", "__error__", "__resume__"})
+
+
+def check_history(history: str) -> History:
+    """`history` if it is one. Raises ConfigError."""
+    for known in get_args(History):
+        if history == known:
+            return known  # type: ignore[no-any-return]
+    raise ConfigError(f"history is one of {', '.join(get_args(History))}, not {history!r}")
+
+
+class _Metadata(msgspec.Struct):
+    source: Any = None
+    run_id: Any = None
+
+
+class _Checkpoint(msgspec.Struct):
+    v: int = 0
+
+
+_metadata = msgspec.json.Decoder(_Metadata).decode
+_checkpoint = msgspec.json.Decoder(_Checkpoint).decode
+
+
+def thin(folded: Folded, history: History) -> None:
+    """Leave out checkpoints that newer ones of the same flush have superseded, with their writes and blobs.
+
+    The parent of one that stays is the nearest ancestor that stays. A value that it names stays. A thread with a
+    DeltaChannel, whose values stand in its history, is left as it is; so is a checkpoint of an old version, which
+    needs its parent.
+    """
+    if history == "all" or any(_needs_history(row, folded) for row in folded.checkpoints.values()):
+        return
+    kept = _kept(folded, history)
+    gone = folded.checkpoints.keys() - kept
+    if not gone:
+        return
+    for key in kept:
+        folded.checkpoints[key] = _rewired(folded.checkpoints[key], gone, folded)
+    superseded = _named(folded.checkpoints[key] for key in gone) - _named(folded.checkpoints[key] for key in kept)
+    folded.blobs = {key: blob for key, blob in folded.blobs.items() if key not in superseded}
+    folded.writes = {key: write for key, write in folded.writes.items() if key[:2] not in gone}
+    folded.checkpoints = {key: row for key, row in folded.checkpoints.items() if key not in gone}
+
+
+def _kept(folded: Folded, history: History) -> set[CheckpointKey]:
+    kept, newest = set(folded.copied), dict[tuple[str, Any], str]()
+    if history == "run":
+        kept |= {key[:2] for key, (write, _) in folded.writes.items() if write.channel in _STOPS}
+    for (ns, id_), row in folded.checkpoints.items():
+        groups: list[tuple[str, Any]] = [(ns, None)]
+        if history == "run":
+            metadata = _metadata(row.metadata)
+            groups.append((ns, str(metadata.run_id)))
+            if metadata.source in _SOURCES:
+                kept.add((ns, id_))
+        for group in groups:
+            newest[group] = max(newest.get(group, ""), id_)
+    return (kept & folded.checkpoints.keys()) | {(ns, id_) for (ns, _), id_ in newest.items()}
+
+
+def _needs_history(row: CheckpointRow, folded: Folded) -> bool:
+    return _checkpoint(row.checkpoint).v < 4 or outline_of(row, folded.blobs.keys(), parent_sends=False).delta
+
+
+def _rewired(row: CheckpointRow, gone: Set[CheckpointKey], folded: Folded) -> CheckpointRow:
+    parent, passed = row.parent, set[str]()
+    while parent is not None and (row.ns, parent) in gone:
+        # No writer makes a circle, but the log may hold anything.
+        again = parent in passed
+        passed.add(parent)
+        parent = None if again else folded.checkpoints[row.ns, parent].parent
+    return row if parent == row.parent else msgspec.structs.replace(row, parent=parent)
+
+
+def _named(rows: Iterable[CheckpointRow]) -> set[BlobKey]:
+    return {key for row in rows for key in versions_of(row)}

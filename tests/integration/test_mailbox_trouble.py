@@ -1,0 +1,308 @@
+"""The mailbox when something is wrong with its place: a full bucket, records that nobody can read, lost answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from bufstore import AlreadyExists, BufstoreError, LogFull, MalformedEntry
+from bufstore.embedded import Servers
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.jetstream.subject_tokens import token
+from bufstore.mailbox import (
+    MailboxConfig,
+    NatsMailboxNames,
+    NatsMailboxStore,
+    PostgresMailboxStore,
+    Status,
+    StepUnknown,
+    Sweeper,
+)
+from bufstore.mailbox.nats import NatsBackend
+from bufstore.notify import MemoryNotifier
+from helpers import fresh, query
+from mailboxes import KINDS, Mailboxes
+
+
+@pytest.fixture(params=KINDS)
+def mailboxes(request: pytest.FixtureRequest, servers: Servers) -> Mailboxes:
+    return Mailboxes(request.param, servers)
+
+
+@pytest.fixture
+def on_nats(servers: Servers) -> Mailboxes:
+    return Mailboxes("nats", servers)
+
+
+@pytest.fixture
+def on_postgres(servers: Servers) -> Mailboxes:
+    return Mailboxes("postgres", servers)
+
+
+def _nats(store: Any) -> NatsBackend:
+    assert isinstance(store.backend, NatsBackend)
+    return store.backend
+
+
+async def test_a_full_bucket_refuses_what_is_new_and_nothing_else(servers: Servers, on_nats: Mailboxes) -> None:
+    names = NatsMailboxNames(bucket=on_nats.name, max_bytes=1 << 20)
+    config = MailboxConfig(sweep_interval_s=1.0, lease_s=0.001)
+    async with (
+        NatsMailboxStore(servers.nats.url, names=names, config=config) as a,
+        NatsMailboxStore(servers.nats.url, names=names, config=config) as b,
+    ):
+        put: list[str] = []
+
+        async def fill(store: NatsMailboxStore) -> None:
+            while True:
+                try:
+                    put.append((await store.enqueue(fresh(), b"x" * 4000)).thread_id)
+                except LogFull:
+                    return
+
+        await asyncio.gather(*(fill(store) for store in (a, b) for _ in range(8)))
+        assert len(put) > 100
+        # A lease that nobody ends, and everything else worked off.
+
+        async def work_off(n: int, thread_id: str) -> None:
+            claim = await (a, b)[n % 2].claim(thread_id, "w")
+            assert claim is not None
+            if n:
+                await a.ack(await b.extend_lease(claim, lease_s=30))
+
+        await asyncio.gather(*(work_off(n, thread_id) for n, thread_id in enumerate(put)))
+        assert [d.thread_id for d in await a.reclaim_expired(now_ms=a.backend.now_ms() + 10_000)] == put[:1]
+        assert await Sweeper(b).sweep()
+        with pytest.raises(LogFull):
+            await a.enqueue(fresh(), b"x" * 100_000)
+        assert await b.purge_finished(int(1000 * time.time()) + 60_000) == len(put) - 1
+        await asyncio.sleep(0.3)  # so long a full bucket is not looked at
+        await a.enqueue(fresh(), b"x" * 100_000)
+
+
+async def test_a_record_that_nobody_can_read_is_set_aside_on_nats(on_nats: Mailboxes) -> None:
+    async with on_nats.open(2, keep_finished_s=0.001) as (store, other):
+        backend, thread_id, done = _nats(store), fresh(), fresh()
+        t = token(thread_id)
+        of = backend._keys.of
+        await store.enqueue(done)
+        garbage = [
+            of("q", t, "128", "first"),
+            of("r", t, "returned"),
+            of("x", t, "ended"),
+            of("l", "abc", "x"),
+            of("l", "5", "x.y"),
+            of("d", "5", "!"),
+            of("t", "!!"),
+            of("t", token("another")),
+            of("s", "!"),
+        ]
+        for subject in garbage:
+            await backend._put([Outgoing(subject, b"\xc1 not ours")])
+        claim = await store.claim(done, "w")
+        assert claim is not None
+        await store.ack(claim)
+        good = await store.enqueue(thread_id, b"good")
+        assert [d.thread_id for d in await store.list_finished()] == [done]
+        assert (await other.count_by_status())[Status.QUEUED] == 1
+        assert await other.queued_thread_ids() == [thread_id]
+        assert [d.payload for d in await other.list_dispatches(thread_id)] == [b"good"]
+        await asyncio.sleep(0.01)
+        assert await Sweeper(other).sweep()
+        assert await store.list_finished() == []
+        claim = await other.claim(thread_id, "w")
+        assert claim is not None
+        assert claim.dispatch_id == good.dispatch_id
+        await other.ack(claim)
+        assert (await store.interrupt(thread_id)).superseded == []
+        with pytest.raises(MalformedEntry):
+            await store.claim("another", "w")
+
+
+async def test_a_record_that_nobody_can_read_is_set_aside_on_postgres(on_postgres: Mailboxes) -> None:
+    dsn = on_postgres.servers.postgres.dsn
+    async with on_postgres.open(2, keep_finished_s=0.001) as (store, other):
+        bad, expired, ended, good = fresh(), fresh(), fresh(), fresh()
+        for thread_id in (bad, expired, ended):
+            await store.enqueue(thread_id)
+        behind = await store.enqueue(bad, b"behind")
+        assert await store.claim(expired, "w", lease_s=0.001) is not None
+        claim = await store.claim(ended, "w")
+        assert claim is not None
+        await store.ack(claim)
+        await query(
+            dsn,
+            f"UPDATE {on_postgres.name}.mailbox_dispatches SET record = '\\xc1' WHERE thread_id <> '{bad}' "
+            f"OR dispatch_id <> '{behind.dispatch_id}'",
+        )
+        await store.enqueue(good)
+        assert await store.claim(good, "w", lease_s=0.001) is not None
+        await asyncio.sleep(0.01)
+        # One that works is taken back beside one that nobody can read.
+        assert [d.thread_id for d in await other.reclaim_expired()] == [good]
+        claim = await other.claim(bad, "w")
+        assert claim is not None
+        assert claim.dispatch_id == behind.dispatch_id
+        assert [d.payload for d in await store.list_dispatches(bad)] == [b"behind"]
+        await store.list_finished()
+        await store.interrupt(bad)
+        assert await Sweeper(other).sweep()
+        await store.enqueue(expired, b"next")
+        claim = await store.claim(expired, "w")
+        assert claim is not None
+        assert claim.payload == b"next"
+
+
+async def test_a_plain_enqueue_whose_answer_is_lost_is_done_once(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open(1, timeout_s=5.0) as (store,):
+        thread_id, add = fresh(), store.backend.add
+
+        async def lost(*args: Any, **options: Any) -> Any:
+            store.backend.add = add  # type: ignore[method-assign]
+            await add(*args, **options)
+            raise AppendUnknown("lost on its way back")
+
+        store.backend.add = lost  # type: ignore[method-assign]
+        put = await store.enqueue(thread_id, b"x")
+        assert await store.list_dispatches(thread_id) == [put]
+
+        async def lost_and_worked_off(*args: Any, **options: Any) -> Any:
+            store.backend.add = add  # type: ignore[method-assign]
+            await add(*args, **options)
+            for _ in range(2):
+                claim = await store.claim(thread_id, "w")
+                assert claim is not None
+                await store.ack(claim)
+            await asyncio.sleep(1.5)  # what marks a removal on NATS has gone
+            raise AppendUnknown("lost on its way back")
+
+        store.backend.add = lost_and_worked_off  # type: ignore[method-assign]
+        await store.enqueue(thread_id, b"y")
+        assert [d.status for d in await store.list_dispatches(thread_id)] == [Status.ACKED] * 2
+
+
+async def test_an_enqueue_of_unknown_end_names_whom_to_ask_for(servers: Servers) -> None:
+    async with Mailboxes("memory", servers).open(1, timeout_s=0.2) as (store,):
+
+        async def lost(*_: Any, **__: Any) -> Any:
+            raise AppendUnknown("lost")
+
+        add, store.backend.add = store.backend.add, lost  # type: ignore[method-assign]
+        with pytest.raises(StepUnknown) as caught:
+            await store.enqueue("t")
+        assert caught.value.dispatch_id is not None
+        assert await store.load_dispatch("t", caught.value.dispatch_id) is None
+        store.backend.add = add  # type: ignore[method-assign]
+
+
+async def test_an_interrupt_ends_in_time_and_says_how_far_it_came(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open(2, timeout_s=2.0) as (store, other):
+        thread_id = fresh()
+        await asyncio.gather(*(store.enqueue(thread_id) for _ in range(250)))
+        queued, calls = store.backend.queued, 0
+
+        async def fails(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise AppendUnknown("no answer")
+            return await queued(*args)
+
+        store.backend.queued = fails  # type: ignore[method-assign]
+        done = await store.interrupt(thread_id)
+        assert not done.complete
+        assert len(done.superseded) == 100
+        store.backend.queued = queued  # type: ignore[method-assign]
+        assert {d.status for d in await other.list_dispatches(thread_id, limit=1000)} == {Status.SUPERSEDED}
+        # Whoever claims next takes the rest away, and what was enqueued since is first.
+        after = await other.enqueue(thread_id)
+        claim = await other.claim(thread_id, "w")
+        assert claim is not None
+        assert claim.dispatch_id == after.dispatch_id
+        assert (await other.interrupt(thread_id)).superseded == []
+        assert (await other.interrupt(thread_id)).complete
+
+
+async def test_an_id_that_is_used_again_while_its_record_is_purged_is_kept(mailboxes: Mailboxes) -> None:
+    async with mailboxes.open(1) as (store,):
+        thread_id = fresh()
+        for n in range(3):
+            put: list[str] = []
+
+            async def again(put: list[str] = put) -> None:
+                while not put:
+                    try:
+                        put.append((await store.enqueue(thread_id, dispatch_id="own", dedupe_key="k")).dispatch_id)
+                    except AlreadyExists:
+                        await asyncio.sleep(0)
+
+            if n:
+                enqueueing = asyncio.create_task(again())
+                await store.purge_finished(int(1000 * time.time()) + 60_000)
+                await enqueueing
+                await store.purge_finished(int(1000 * time.time()) + 60_000)
+            else:
+                await again()
+            claim = await store.claim(thread_id, "w")
+            assert claim is not None
+            assert claim.dispatch_id == "own"
+            await store.ack(claim)
+
+
+async def test_a_notifier_that_is_closed_or_hangs_fails_no_stored_enqueue(on_postgres: Mailboxes) -> None:
+    notifier = MemoryNotifier()
+    dsn = on_postgres.servers.postgres.dsn
+    async with PostgresMailboxStore(dsn, schema=on_postgres.name, pool_size=2, notifier=notifier) as store:
+        told = asyncio.Event()
+
+        async def hangs(kind: str, count: int = 1) -> None:
+            told.set()
+            await asyncio.Event().wait()
+
+        notify, notifier.notify_scheduled = notifier.notify_scheduled, hangs  # type: ignore[method-assign]
+        async with asyncio.timeout(5):
+            for _ in range(3):
+                await store.enqueue("t")
+            await told.wait()
+        notifier.notify_scheduled = notify  # type: ignore[method-assign]
+        await notifier.aclose()
+        await store.enqueue("t")
+        claim = await store.claim("t", "w")
+        assert claim is not None
+        await store.nack(claim)
+        assert len(await store.list_dispatches("t")) == 4
+
+
+async def test_a_listener_that_could_not_be_told_of_is_none(on_nats: Mailboxes) -> None:
+    async with on_nats.open(1) as (store,):
+        backend, got = _nats(store), []
+
+        async def handle(payload: bytes) -> None:
+            got.append(payload)
+
+        told = backend._live._told
+
+        async def fails() -> None:
+            raise BufstoreError("no answer")
+
+        backend._live._told = fails  # type: ignore[method-assign]
+        with pytest.raises(BufstoreError):
+            await store.listen_live("t", handle)
+        backend._live._told = told  # type: ignore[method-assign]
+        assert backend._live._handlers == []
+
+
+async def test_more_workers_than_the_consumer_lets_wait_ask_again_later(on_nats: Mailboxes) -> None:
+    async with on_nats.open(1) as (store,):
+        took: list[float] = []
+
+        async def pull() -> None:
+            began = time.monotonic()
+            assert await store.pull_signals(timeout_s=1.0) == []
+            took.append(time.monotonic() - began)
+
+        await asyncio.gather(*(pull() for _ in range(530)))
+        assert min(took) > 0.4

@@ -1,0 +1,100 @@
+"""The command line on a log of LangGraph's checkpoints, as an operator uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from bufstore.embedded import Servers
+from helpers import fresh, query
+from langgraph_savers import Place, checkpoint, config
+
+META: Any = {"source": "loop", "step": 1, "parents": {}}
+
+
+async def command(place: Place, *arguments: str, code: int = 0) -> Any:
+    """What `bufstore … --json` says."""
+    environment = {
+        **os.environ,
+        "BUFSTORE_NATS": place.nats,
+        "BUFSTORE_POSTGRES": place.dsn,
+        "BUFSTORE_STREAM": place.log.stream,
+        "BUFSTORE_BUCKET": place.log.bucket,
+        "BUFSTORE_SCHEMA": f"{place.schema}_b",
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "bufstore.cli", *arguments, "--json"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    printed, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == code, (printed.decode(), errors.decode())
+    return json.loads(printed)
+
+
+async def _count(place: Place) -> int:
+    return int((await query(place.dsn, f"SELECT count(*) FROM {place.schema}.checkpoints"))[0][0])
+
+
+async def test_a_log_is_looked_at_flushed_and_verified(servers: Servers) -> None:
+    place = Place(servers)
+    async with place.saver(flusher=False) as saver:
+        for _ in range(3):
+            await saver.aput(config(fresh()), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        assert (await command(place, "status"))["members"] == []
+        assert await _count(place) == 0
+        flushed = await command(place, "flush", "--all")
+        assert flushed["flushed_here"]
+        assert await _count(place) == 3
+        assert (await command(place, "verify"))["findings"] == []
+        shown = await command(place, "log", "show")
+        assert (shown["stream"], shown["store"]) == (place.log.stream, f"bufstore.langgraph.postgres:{place.schema}")
+        assert (await command(place, "repair"))["reason"] is None
+
+
+async def test_what_is_in_quarantine_is_listed_and_replayed(servers: Servers) -> None:
+    place, bad = Place(servers), fresh()
+    async with place.saver() as saver:
+        await saver.aput(config(bad), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.force_flush()
+        constraint = f"{place.schema}.checkpoint_blobs ADD CONSTRAINT no CHECK (version <> '2')"
+        await query(place.dsn, f"ALTER TABLE {constraint}")
+        await saver.aput(config(bad), checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        await saver.force_flush()
+        (entry,) = (await command(place, "quarantine", "list"))["entries"]
+        assert entry["thread_id"] == bad
+        await command(place, "quarantine", "show", str(entry["seq"]))
+        await query(place.dsn, f"ALTER TABLE {place.schema}.checkpoint_blobs DROP CONSTRAINT no")
+        replayed = await command(place, "quarantine", "replay", "--all")
+        assert replayed["applied"] == 1
+        assert await _count(place) == 2
+        assert (await saver.aget_tuple(config(bad))) is not None
+
+
+async def test_a_log_that_lost_its_end_is_repaired(servers: Servers) -> None:
+    place, thread_id = Place(servers), fresh()
+    async with place.saver() as saver:
+        at = await saver.aput(config(thread_id), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.force_flush()
+    async with place.saver(flusher=False) as saver:
+        await saver.aput(at, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+    # Postgres goes back: to before the first entry.
+    for table in ("checkpoints", "checkpoint_blobs"):
+        await query(place.dsn, f"DELETE FROM {place.schema}.{table}")
+    await query(place.dsn, f"DELETE FROM {place.schema}_b.buffer_threads")
+    await query(place.dsn, f"UPDATE {place.schema}_b.buffer_partitions SET cursor_seq = cursor_seq + 1000")
+    found = await command(place, "repair", code=1)
+    assert found["reason"]
+    assert found["applied"] == 2
+    assert (await command(place, "repair", "--apply"))["done"]
+    assert await _count(place) == 2
+    async with place.saver() as saver:
+        shown = await saver.aget_tuple(config(thread_id))
+        assert shown is not None
+        assert shown.checkpoint["channel_values"] == {"a": [2]}

@@ -1,0 +1,141 @@
+"""What is done to a mailbox's servers: each a context that breaks something and mends it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from bufstore import BufstoreError
+from bufstore.embedded import NatsServer, Servers
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from bufstore.mailbox.nats import NatsBackend
+from cluster import Cluster
+from mailboxes import Mailboxes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the mailbox is."""
+
+    on: str
+    boxes: Mailboxes
+    servers: Servers | None
+    cluster: Cluster | None
+
+    def server(self, chance: random.Random) -> Any:
+        """The server, or one of them."""
+        if self.cluster is not None:
+            return chance.choice(self.cluster.servers)
+        assert self.servers is not None
+        return self.servers.nats if self.on == "nats" else self.servers.postgres
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind."""
+
+    on: tuple[str, ...]
+    make: Callable[[Place, random.Random], AbstractAsyncContextManager[None]]
+
+    def __call__(self, place: Place, chance: random.Random) -> AbstractAsyncContextManager[None]:
+        return self.make(place, chance)
+
+
+@asynccontextmanager
+async def _killed(place: Place, chance: random.Random) -> AsyncIterator[None]:
+    server = place.server(chance)
+    await asyncio.to_thread(server.kill)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(server.start)
+
+
+@asynccontextmanager
+async def _leader_killed(place: Place, chance: random.Random) -> AsyncIterator[None]:
+    assert place.cluster is not None
+    leader = await leader_of(place)
+    server = place.cluster.servers[leader if leader is not None else chance.randrange(3)]
+    await asyncio.to_thread(server.kill)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(server.start)
+
+
+async def leader_of(place: Place) -> int | None:
+    """Which node leads the bucket, if that can be asked now."""
+    store = place.boxes.store(timeout_s=2.0)
+    with suppress(BufstoreError, TimeoutError):
+        async with asyncio.timeout(5), store:
+            assert isinstance(store.backend, NatsBackend)
+            info = await store.backend._stream.api(f"STREAM.INFO.KV_{place.boxes.name}")
+            leader = (info.get("cluster") or {}).get("leader")
+            return int(leader[1:]) if leader else None
+    return None
+
+
+@asynccontextmanager
+async def _paused(place: Place, chance: random.Random) -> AsyncIterator[None]:
+    server = place.server(chance)
+    assert isinstance(server, NatsServer)
+    pid = server.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@asynccontextmanager
+async def _cut_off(place: Place, chance: random.Random) -> AsyncIterator[None]:
+    assert place.cluster is not None
+    place.cluster.isolate(chance.randrange(3), silently=chance.random() < 0.5)
+    try:
+        yield
+    finally:
+        place.cluster.heal()
+
+
+@asynccontextmanager
+async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
+    """Something else fills the bucket up to where nothing new is taken."""
+    store = place.boxes.store()
+    written: list[Outgoing] = []
+    with suppress(BufstoreError, Conflict, AppendUnknown):
+        async with store:
+            assert isinstance(store.backend, NatsBackend)
+            backend = store.backend
+            of = backend._keys.of
+            state = (await backend._stream.api(f"STREAM.INFO.KV_{place.boxes.name}"))["state"]
+            size = 500_000
+            room = place.boxes.max_bytes * 7 // 8 - int(state["bytes"])
+            for n in range(room // size + 1):
+                written.append(Outgoing(of("zz", str(n)), b"x" * size))
+                await backend._put([written[-1]])
+    try:
+        yield
+    finally:
+        for _ in range(100):
+            with suppress(BufstoreError, Conflict, AppendUnknown):
+                async with place.boxes.store() as store:
+                    assert isinstance(store.backend, NatsBackend)
+                    await store.backend._purge(store.backend._keys.of("zz", ">"), 1 << 60)
+                    break
+            await asyncio.sleep(0.2)
+
+
+FAULTS = {
+    "server killed": Fault(("nats", "replicas", "postgres"), _killed),
+    "server paused": Fault(("nats", "replicas"), _paused),
+    "leader killed": Fault(("replicas",), _leader_killed),
+    "node cut off": Fault(("replicas",), _cut_off),
+    "bucket full": Fault(("nats", "replicas"), _full),
+}

@@ -1,0 +1,283 @@
+"""Chaos for the mailbox: producers and workers under a seeded schedule of faults, and a verdict.
+
+    python -m mailbox_chaos.run --on nats --dispatches 100000 --seed 1     (or: make mailbox-chaos)
+
+The seed decides what is enqueued and which fault comes when; what the instances make of it is up to the machine. In the
+end all faults are over and the queues must empty by themselves: every accepted dispatch acked exactly once, none left
+or given up, no token used that another has followed, nothing done for a thread by two at once as its sink sees it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bufstore import AlreadyExists, BufstoreError, LogFull
+from bufstore.embedded import Servers
+from bufstore.mailbox import Dispatch, Status, StepUnknown, Sweeper, Worker
+from bufstore.mailbox.store import MailboxStore
+from cluster import Cluster
+from mailbox_chaos.faults import FAULTS, Place
+from mailboxes import Mailboxes
+
+#: How long the queues may take to empty when all faults are over, beside the time that the work itself takes. A signal
+#: that found its thread busy comes again after 30 s at most.
+SETTLE_S = 90.0
+_PRODUCERS, _THREADS = 16, 200
+_LEASE_S = 3.0
+
+
+@dataclass
+class Report:
+    """What happened, and what is wrong with it."""
+
+    accepted: int = 0
+    acked: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    settled_s: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """For people."""
+        faults = ", ".join(f"{name} {n}" for name, n in sorted(self.faults.items()))
+        names = ("claimed", "reclaimed", "stale_claims", "resignalled", "conflicts", "superseded", "work_lost")
+        counts = ", ".join(f"{name} {self.counts[name]}" for name in names)
+        lines = [
+            f"{self.accepted} dispatches accepted, {self.acked} acked, in {self.seconds:.0f} s",
+            f"faults: {faults or 'none'}",
+            f"counters: {counts}",
+            f"empty {self.settled_s:.1f} s after the last fault and the last enqueue",
+            *(f"WRONG: {text}" for text in self.wrong[:20]),
+        ]
+        return "\n".join(lines)
+
+
+class Sink:
+    """Where the work has its effect: it refuses tokens that are lower than one it has seen, as docs/MAILBOX.md asks."""
+
+    def __init__(self) -> None:
+        self.highest: dict[str, int] = {}
+        self.effects: dict[tuple[str, str], list[int]] = defaultdict(list)
+
+    def write(self, claim: Dispatch) -> bool:
+        """Whether the effect was taken."""
+        if claim.token < self.highest.get(claim.thread_id, 0):
+            return False
+        self.highest[claim.thread_id] = claim.token
+        self.effects[claim.thread_id, claim.dispatch_id].append(claim.token)
+        return True
+
+
+class Run:
+    """One run against one deployment."""
+
+    def __init__(
+        self, boxes: Mailboxes, place: Place, seed: int, dispatches: int, workers: int, *, mortal: bool = True
+    ) -> None:
+        self._boxes = boxes
+        self._place = place
+        self._chance = random.Random(seed)
+        self._dispatches = dispatches
+        self._workers = workers
+        #: Whether workers die, their clocks are wrong, and handlers take longer than their leases.
+        self._mortal = mortal
+        self._threads = [f"thread {n}" for n in range(_THREADS)]
+        self.sink = Sink()
+        self.report = Report()
+        self._accepted: set[tuple[str, str]] = set()
+        self._produced = asyncio.Event()
+
+    def _store(self) -> MailboxStore:
+        return self._boxes.store(
+            lease_s=_LEASE_S, timeout_s=3.0, sweep_interval_s=1.0, max_concurrent_handlers=8, signal_fetch_expires_s=0.2
+        )
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[MailboxStore]:
+        """An instance, as soon as the servers let one be opened."""
+        while True:
+            store = self._store()
+            with suppress(BufstoreError):
+                await store.backend.open()
+                break
+            await asyncio.sleep(0.2)
+        try:
+            yield store
+        finally:
+            self.report.counts.update(store.statistics().counts)
+            with suppress(BufstoreError):
+                await store.aclose()
+
+    async def __call__(self, faults: list[str], hold_s: tuple[float, float] = (0.5, 3.0)) -> Report:
+        """Produce, work, break; then wait until all is done, and judge."""
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            workers = [group.create_task(self._instance(n)) for n in range(self._workers)]
+            breaking = group.create_task(self._break(faults, hold_s))
+            producers = [group.create_task(self._produce(n)) for n in range(_PRODUCERS)]
+            await asyncio.gather(*producers)
+            self._produced.set()
+            await breaking
+            quiet = time.monotonic()
+            async with self._opened() as store:
+                await self._settle(store)
+                self.report.settled_s = time.monotonic() - quiet
+                for task in workers:
+                    task.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+                self.report.seconds = time.monotonic() - began
+                await self._judge(store)
+        return self.report
+
+    # What is done
+
+    async def _produce(self, number: int) -> None:
+        chance = random.Random(self._chance.random())
+        async with self._opened() as store:
+            for n in range(number, self._dispatches, _PRODUCERS):
+                thread_id, dispatch_id = chance.choice(self._threads), f"d{n}"
+                delay_s = chance.choice((0, 0, 0, 0, 0.5, 2.0))
+                while True:
+                    due = store.backend.now_ms() + round(1000 * delay_s) if delay_s else None
+                    try:
+                        await store.enqueue(
+                            thread_id,
+                            b"x" * chance.choice((10, 100, 2000)),
+                            dispatch_id=dispatch_id,
+                            dedupe_key=dispatch_id if n % 3 else None,
+                            priority=chance.choice((128, 128, 128, 5)),
+                            available_at_ms=due,
+                            max_attempts=1000,
+                        )
+                        break
+                    except AlreadyExists:
+                        break  # an earlier attempt whose answer was lost
+                    except (StepUnknown, LogFull, BufstoreError):
+                        await asyncio.sleep(0.1)
+                self._accepted.add((thread_id, dispatch_id))
+
+    async def _instance(self, number: int) -> None:
+        """A worker and a sweeper, which die now and then without a word, and are followed by new ones."""
+        chance = random.Random(self._chance.random())
+        while True:
+            async with AsyncExitStack() as stack:
+                store = await stack.enter_async_context(self._opened())
+                _skew(store, chance.choice((0, 0, 300, -300)) if self._mortal else 0)
+                sweeper = Sweeper(store)
+                worker = Worker(store, f"worker {number}", self._handle)
+                await sweeper.__aenter__()
+                await worker.__aenter__()
+                try:
+                    await asyncio.wait_for(self._produced.wait(), chance.uniform(3, 20) if self._mortal else None)
+                    await asyncio.Event().wait()
+                except TimeoutError:
+                    self.report.faults["worker died"] += 1
+                finally:
+                    # It cannot hand anything back: whatever it holds is found by others.
+                    await store.backend.aclose()
+                    await worker.aclose(drain_s=0)
+                    await sweeper.aclose()
+
+    async def _handle(self, claim: Dispatch) -> None:
+        chance = random.random()
+        if chance < 0.01:
+            raise ValueError("a failure now and then")
+        await asyncio.sleep(1.5 * _LEASE_S if self._mortal and chance > 0.999 else 0.02 * chance)
+        self.sink.write(claim)
+
+    async def _break(self, names: list[str], hold_s: tuple[float, float]) -> None:
+        """One fault after the other, each of the given ones once before one comes again, while anything is produced."""
+        deck: list[str] = []
+        while names and not (self._produced.is_set() and self.report.faults):
+            deck = deck or self._chance.sample(names, len(names))
+            name = deck.pop()
+            self.report.faults[name] += 1
+            async with FAULTS[name](self._place, self._chance):
+                await asyncio.sleep(self._chance.uniform(*hold_s))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._produced.wait(), self._chance.uniform(1, 4))
+
+    # What is judged
+
+    async def _settle(self, store: MailboxStore) -> None:
+        """Wait until nothing is queued or claimed any more."""
+        last, since = -1, time.monotonic()
+        while time.monotonic() < since + SETTLE_S:
+            with suppress(BufstoreError):
+                counts = await store.count_by_status()
+                left = counts[Status.QUEUED] + counts[Status.CLAIMED]
+                if not left:
+                    return
+                if left != last:
+                    last, since = left, time.monotonic()
+            await asyncio.sleep(0.5)
+        self.report.wrong.append(f"{last} dispatches are left, and nothing has moved for {SETTLE_S} s")
+
+    async def _judge(self, store: MailboxStore) -> None:
+        wrong, found = self.report.wrong, {}
+        for thread_id in self._threads:
+            for d in await store.list_dispatches(thread_id, limit=1 << 30):
+                found[thread_id, d.dispatch_id] = d
+        self.report.accepted = len(self._accepted)
+        self.report.acked = sum(d.status is Status.ACKED for d in found.values())
+        for key in sorted(self._accepted):
+            d = found.get(key)
+            if d is None or d.status is not Status.ACKED:
+                wrong.append(f"{key} was accepted and is {d.status.value if d is not None else 'gone'}")
+                continue
+            tokens = self.sink.effects.get(key, [])
+            if d.ended_by not in tokens:
+                wrong.append(f"{key} was acked by {d.ended_by}, which had no effect: {tokens}")
+            elif tokens[-1] != d.ended_by:
+                wrong.append(f"{key} had an effect after its ack by {d.ended_by}: {tokens}")
+        wrong += [f"{key} was never accepted" for key in found.keys() - self._accepted]
+
+
+def _skew(store: MailboxStore, ms: int) -> None:
+    """Put the instance's clock forward or back."""
+    real = store.backend.now_ms
+    store.backend.now_ms = lambda: real() + ms  # type: ignore[method-assign]
+
+
+@asynccontextmanager
+async def deployment(on: str) -> AsyncIterator[tuple[Mailboxes, Place]]:
+    """Servers of the run's own, and the mailbox on them."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bufstore-mailbox-")))
+        servers = stack.enter_context(Servers()) if on != "replicas" else None
+        cluster = await stack.enter_async_context(Cluster(folder)) if on == "replicas" else None
+        boxes = Mailboxes("postgres" if on == "postgres" else "nats", servers, cluster)
+        boxes.max_bytes = 256 << 20
+        yield boxes, Place(on, boxes, servers, cluster)
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(prog="mailbox_chaos.run", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--on", choices=("nats", "replicas", "postgres"), default="nats")
+    parser.add_argument("--dispatches", type=int, default=10_000)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--faults", default="all", help="names with commas between; all, or none")
+    options = parser.parse_args()
+    async with deployment(options.on) as (boxes, place):
+        names = [name for name, fault in FAULTS.items() if options.on in fault.on]
+        if options.faults != "all":
+            names = [name for name in names if name in options.faults.split(",")]
+        report = await Run(boxes, place, options.seed, options.dispatches, options.workers)(names)
+    print(f"on {options.on}, seed {options.seed}: {report.text()}")
+    return 1 if report.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(main()))

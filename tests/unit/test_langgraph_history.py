@@ -1,0 +1,204 @@
+"""How much of a thread's history is written, and what may be deleted of it: in memory and in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore import BufferConfig, ConfigError, LogConfig
+from bufstore.langgraph import AsyncBufferedSaver, MemoryCheckpointStore, PostgresCheckpointStore
+from bufstore.langgraph.folded import Folded
+from bufstore.langgraph.history import thin
+from bufstore.langgraph.model import CheckpointRow, Put
+from bufstore.memory import MemoryNats
+from langgraph_savers import checkpoint, config
+from thorough import examples
+from unit.fake_log import run
+
+CONFIG = BufferConfig(log=LogConfig(partitions=2), flush_interval_s=3600.0, lease_s=4)
+HERE: Any = {"configurable": {"thread_id": "t"}}
+
+
+async def opened(history: Any = "all", nats: MemoryNats | None = None) -> AsyncBufferedSaver:
+    return await AsyncBufferedSaver.open(
+        MemoryCheckpointStore(history=history), nats=nats or MemoryNats(), config=CONFIG
+    )
+
+
+async def listed(saver: AsyncBufferedSaver, thread_id: str = "t") -> list[Any]:
+    return [item async for item in saver.alist({"configurable": {"thread_id": thread_id}})]
+
+
+async def put(saver: AsyncBufferedSaver, at: Any, n: int, days_ago: int = 0, **metadata: Any) -> Any:
+    """Save a step that changes one of two channels."""
+    found = await saver.aget_tuple(at)
+    before: dict[str, Any] = dict(found.checkpoint) if found is not None else {}
+    new = {"ab"[n % 2]: f"{n:032}"}
+    versions = {**before.get("channel_versions", {}), **new}
+    values = {**before.get("channel_values", {}), "ab"[n % 2]: [n]}
+    made = checkpoint(versions, values)
+    made["ts"] = (datetime.now(UTC) - timedelta(days=days_ago)).isoformat()
+    return await saver.aput(at, made, {"source": "loop", "step": n, "parents": {}, **metadata}, new)
+
+
+steps = st.lists(
+    st.tuples(st.sampled_from("12"), st.sampled_from(["loop", "input"]), st.booleans(), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("history", ["run", "latest"])
+@examples(30)
+@given(steps)
+def test_what_is_left_out_is_not_missed(history: str, wanted: list[Any]) -> None:
+    async def main() -> None:
+        saver, all_ = await opened(history), await opened()
+        for each in (saver, all_):
+            at: Any = config("t")
+            for n, (run_id, source, interrupted, flushed, reread) in enumerate(wanted):
+                at = await put(each, at, n, source=source, run_id=run_id)
+                await each.aput_writes(at, [("a", n)], "task")
+                if interrupted:
+                    await each.aput_writes(at, [("__interrupt__", n)], "task")
+                if flushed:
+                    await each.force_flush()
+                if reread:  # as a run that begins does
+                    at = (await each.aget_tuple(config("t"))).config  # type: ignore[union-attr]
+            await each.force_flush()
+        kept, everything = await listed(saver), await listed(all_)
+        by_step = {item.metadata["step"]: item for item in everything}
+        steps_kept = [item.metadata["step"] for item in kept]
+        assert steps_kept[0] == len(wanted) - 1
+        for item, older in zip(kept, [*kept[1:], None], strict=True):
+            same = by_step[item.metadata["step"]]
+            assert item.checkpoint["channel_values"] == same.checkpoint["channel_values"]
+            assert item.pending_writes == same.pending_writes
+            assert item.parent_config == (older.config if older is not None else None)
+        if history == "run":
+            stay = {n for n, (_, source, interrupted, _, _) in enumerate(wanted) if interrupted or source == "input"}
+            assert stay <= set(steps_kept)
+        else:
+            assert len(kept) == sum(flushed for *_, flushed, _ in wanted[:-1]) + 1
+        for each in (saver, all_):
+            await each.aclose()
+
+    run(main())
+
+
+def test_a_thread_with_a_delta_channel_keeps_its_history() -> None:
+    async def main() -> None:
+        saver = await opened("latest")
+        at: Any = config("t")
+        for n in range(4):
+            at = await put(saver, at, n, counters_since_delta_snapshot={"a": [n, n]})
+        await saver.force_flush()
+        assert len(await listed(saver)) == 4
+        with pytest.raises(NotImplementedError, match="DeltaChannel"):
+            await saver.aprune(["t"])
+        assert await saver.aprune_idle(timedelta(days=-1)) == []
+        await saver.aclose()
+
+    run(main())
+
+
+def test_a_copied_thread_keeps_its_history() -> None:
+    async def main() -> None:
+        saver = await opened("latest")
+        at: Any = config("t")
+        for n in range(4):
+            at = await put(saver, at, n)
+            await saver.force_flush()
+        await saver.acopy_thread("t", "copy")
+        assert len(await listed(saver, "copy")) == 4
+        await saver.aclose()
+
+    run(main())
+
+
+def test_a_fork_takes_the_values_along_that_its_base_may_lose() -> None:
+    async def main() -> None:
+        saver = await opened("latest")
+        one = await put(saver, config("t"), 0)
+        await put(saver, one, 1)
+        base = await saver.aget_tuple(one)
+        assert base is not None
+        await saver.force_flush()
+        assert await saver.aget_tuple(one) is None
+        versions = {**base.checkpoint["channel_versions"], "b": "9"}
+        made = checkpoint(versions, {**base.checkpoint["channel_values"], "b": [9]})
+        fork = await saver.aput(one, made, {"source": "loop", "step": 9, "parents": {}}, {"b": "9"})
+        await saver.force_flush()
+        assert (await saver.aget_tuple(fork)).checkpoint["channel_values"] == {"a": [0], "b": [9]}  # type: ignore[union-attr]
+        await saver.aclose()
+
+    run(main())
+
+
+def test_a_circle_of_parents_ends() -> None:
+    rows = [CheckpointRow("", i, p, b'{"v":4}', b"{}") for i, p in (("a", "b"), ("b", "a"), ("c", "b"))]
+    folded = Folded("t", map(Put, rows))
+    thin(folded, "latest")
+    assert [row.id for row in folded.checkpoints.values()] == ["c"]
+    assert folded.checkpoints["", "c"].parent is None
+
+
+def test_a_mode_that_there_is_not_is_refused() -> None:
+    for make in (MemoryCheckpointStore, lambda **mode: PostgresCheckpointStore("", **mode)):
+        with pytest.raises(ConfigError, match="history"):
+            make(history="none")
+
+
+def test_idle_threads_are_pruned_or_deleted() -> None:
+    async def main() -> None:
+        saver = await opened()
+        for thread_id in ("old", "busy", "new"):
+            at: Any = config(thread_id)
+            for n in range(3):
+                at = await put(saver, at, n, days_ago=0 if thread_id == "new" else 2)
+        made, cut = ("old", "busy", "new"), timedelta(days=1)
+        assert await saver.aprune_idle(timedelta(days=3)) == []
+        assert await saver.aprune_idle(cut) == ["busy", "old"]
+        assert {t: len(await listed(saver, t)) for t in made} == {"old": 1, "busy": 1, "new": 3}
+        engine = saver.engine
+        idle = engine._store.idle
+
+        async def meanwhile(before: str) -> list[str]:
+            found = await idle(before)
+            await put(saver, config("busy"), 7)
+            return found
+
+        engine._store.idle = meanwhile  # type: ignore[method-assign]
+        assert await saver.aprune_idle(cut, strategy="delete") == ["old"]
+        assert {t: len(await listed(saver, t)) for t in made} == {"old": 0, "busy": 2, "new": 3}
+        with pytest.raises(ValueError, match="strategy"):
+            await saver.aprune_idle(cut, strategy="none")
+        await saver.aclose()
+
+    run(main())
+
+
+def test_an_erased_thread_leaves_nothing_in_the_log() -> None:
+    async def main() -> None:
+        nats = MemoryNats()
+        saver = await opened(nats=nats)
+        secret = b"a secret of somebody"
+        at = config("t")
+        made = checkpoint({"a": "1"}, {"a": [secret]})
+        await saver.aput(at, made, {"source": "loop", "step": 1, "parents": {}}, {"a": "1"})
+        (stream,) = nats.streams.values()
+        assert any(secret in message.body for message in stream.messages)
+        began = asyncio.get_running_loop().time()
+        await saver.aerase_thread("t")
+        assert asyncio.get_running_loop().time() - began >= CONFIG.log.failover_window_s
+        assert not any(secret in message.body for message in stream.messages)
+        assert await saver.aget_tuple(at) is None
+        await saver.aerase_thread("t")
+        await saver.aclose()
+
+    run(main())
