@@ -219,7 +219,7 @@ class CheckpointEngine:
         """Delete the thread, and remove what the log and the quarantine hold of it."""
         receipt = await self.append(thread_id, Delete())
         await self._flush(thread_id)
-        await self.buffer.eraser.erase({thread_id: receipt.thread_seq})
+        await self.buffer.eraser.erase({thread_id: receipt.thread_seq}, lambda t: self.append(t, Delete()))
         quarantine = self.buffer.quarantine
         while found := await quarantine.page(thread_id=thread_id, limit=_PAGE):
             await quarantine.discard([entry.seq for entry in found])
