@@ -277,8 +277,7 @@ def test_who_cannot_follow_again_is_lost() -> None:
             if arrived := taken(one):
                 await one.ack(arrived[-1])
         server.fails = LogUnavailable("away")
-        with pytest.raises(LogUnavailable):
-            await zero.ack(taken(zero)[-1])
+        await zero.ack(taken(zero)[-1])  # what is committed is committed
         assert zero.lost is not None
         assert one.lost is not None
         await server.feeds.aclose()

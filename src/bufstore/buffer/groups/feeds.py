@@ -170,10 +170,12 @@ class Feeds:
         return feed
 
     async def resume(self, feed: PartitionFeed) -> None:
-        """Deliver again to a feed that was set aside. Raises LogUnavailable, Closed; then it is lost."""
+        """Deliver again to a feed that was set aside, or have it lost."""
         feed.aside = False
         try:
             await self._attach(feed, feed.acked + 1)
+        except BufstoreError as e:
+            feed.lose(f"the groups cannot be followed again: {e}")
         except BaseException:
             feed.lose("the groups cannot be followed again")
             raise
