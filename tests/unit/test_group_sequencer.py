@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bufstore.buffer.groups.group import Group, decode_entry, decode_header, hash_of
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined
-from bufstore.buffer.groups.sequencer import Queued, Sequencer, choose, count_fitting
+from bufstore.buffer.groups.sequencer import Queued, Sequencer, choose, count_fitting, size_of
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import ENTRIES_MAX, place
@@ -568,7 +568,9 @@ def test_what_was_looked_up_before_all_began_anew_is_looked_up_again() -> None:
         (one,) = await started(world)
         first = one.add("a", 0)
         await asyncio.wait_for(first.done.wait(), 5)
-        queued = Queued(one.unit("b", 0), one.heads.seen, one.heads.life, [Outgoing(SUBJECTS.of("b"), b"", "1.h", 0)])
+        queued = Queued(
+            one.unit("b", 0), one.heads.seen, one.heads.life, [Outgoing(SUBJECTS.of("b"), b"", "1.h", 0)], 100
+        )
         assert choose([queued], one.heads, SUBJECTS).units == [queued]
         one.heads.start(0, one.heads.seen, one.heads.seen_id)
         assert choose([queued], one.heads, SUBJECTS).moved == [queued]
@@ -580,7 +582,7 @@ def test_what_was_looked_up_before_all_began_anew_is_looked_up_again() -> None:
 def test_of_two_units_of_a_thread_that_expect_the_same_one_is_chosen() -> None:
     heads = Heads()
     heads.start(0, 0, 0)
-    units = [Queued(AppendUnit([]), 0, 1, [Outgoing(SUBJECTS.of("a"), b"", "1.h", 0)]) for _ in range(2)]
+    units = [Queued(AppendUnit([]), 0, 1, [Outgoing(SUBJECTS.of("a"), b"", "1.h", 0)], 100) for _ in range(2)]
     chosen = choose(units, heads, SUBJECTS)
     assert (chosen.units, chosen.moved) == (units[:1], units[1:])
 
@@ -590,7 +592,14 @@ def test_of_two_units_of_a_thread_that_expect_the_same_one_is_chosen() -> None:
 )
 def test_as_many_units_go_together_as_fit(sizes: list[tuple[int, int]], room: int) -> None:
     units = [
-        Queued(AppendUnit([]), 0, 1, [Outgoing(SUBJECTS.of("a"), b"x" * size, "1.h")] * count) for count, size in sizes
+        Queued(
+            AppendUnit([]),
+            0,
+            1,
+            [message := Outgoing(SUBJECTS.of("a"), b"x" * size, "1.h")] * count,
+            count * size_of(message),
+        )
+        for count, size in sizes
     ]
     count = count_fitting(units, room)
     assert 1 <= count <= len(units)

@@ -70,6 +70,8 @@ class Queued(NamedTuple):
     life: int
     #: Its entries as they are written: of a large one only where its parts stand.
     messages: Sequence[Outgoing]
+    #: What they take of a group, at most.
+    size: int
     #: Which of them only say that.
     elsewhere: frozenset[int] = frozenset()
     #: The time before the first of their parts was stored.
@@ -91,25 +93,30 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
     #: The number in the group of each thread's last entry in it.
     here: dict[str, int] = {}
     for queued in units:
-        mine: dict[str, int] = {}
-        new: list[NewEntry] = []
+        begin = len(entries)
         for number, message in enumerate(queued.messages):
             thread_id = subjects.thread_id(message.subject)
-            before = mine.get(thread_id, here.get(thread_id))
-            if message.expected is not None and not (
-                before is None and queued.life == heads.life and heads.admits(hash_of(thread_id), message.expected)
+            before, expected = here.get(thread_id), message.expected
+            if before is not None:
+                prev = in_group(before)
+            elif expected is None:
+                prev = heads.head(hash_of(thread_id))
+            else:
+                prev = expected
+            if expected is not None and not (
+                before is None and queued.life == heads.life and heads.admits(hash_of(thread_id), expected)
             ):
                 moved.append(queued)
+                if number:  # what stands before it in its unit is not chosen either
+                    del entries[begin:]
+                    here = {entry.thread_id: at for at, entry in enumerate(entries)}
                 break
-            prev = in_group(before) if before is not None else message.expected or heads.head(hash_of(thread_id))
-            elsewhere = number in queued.elsewhere
+            here[thread_id] = len(entries)
             partition = subjects.partition(thread_id)
-            mine[thread_id] = len(entries) + len(new)
-            new.append(NewEntry(thread_id, partition, prev, message.header, message.body, elsewhere))
+            elsewhere = number in queued.elsewhere
+            entries.append(NewEntry(thread_id, partition, prev, message.header, message.body, elsewhere))
         else:  # also a unit without entries, which only wants a group to be stored
             chosen.append(queued)
-            entries += new
-            here |= mine
     return Chosen(chosen, moved, entries)
 
 
@@ -136,7 +143,7 @@ def count_fitting(units: Iterable[Queued], message_bytes_max: int) -> int:
     count = entries = size = 0
     for queued in units:
         entries += len(queued.messages)
-        size += sum(map(size_of, queued.messages))
+        size += queued.size
         if count and (entries > ENTRIES_MAX or size > room):
             break
         count += 1
@@ -188,8 +195,8 @@ class Sequencer:
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
         self._others = Others(stream, self._me, self._heard, lambda: bool(self._waiting or self._sending))
         self._hear = hear
-        #: When another writer was found to write to the same threads.
-        self._overtaken_at = float("-inf")
+        #: When another writer was found to write to the same threads; 0: not lately.
+        self._overtaken_at = 0.0
         #: How many groups were stored, and how often another writer was first.
         self.groups = 0
         self.refusals = 0
@@ -237,12 +244,14 @@ class Sequencer:
         if self._closed:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
-        elsewhere = too_large(unit.messages, self._room)
+        size = sum(map(size_of, unit.messages))
+        fits = size <= self._room and len(unit.messages) <= ENTRIES_MAX
+        elsewhere = frozenset[int]() if fits else too_large(unit.messages, self._room)
         if elsewhere is None:
             refused = LogUnavailable(f"{len(unit.messages)} entries do not fit into one message of this server")
             asyncio.get_running_loop().call_soon(end_all, [unit], refused)
             return
-        queued = Queued(unit, self._heads.seen, self._heads.life, unit.messages)
+        queued = Queued(unit, self._heads.seen, self._heads.life, unit.messages, size)
         if elsewhere:
             self._store_parts(queued._replace(elsewhere=elsewhere))
         else:
@@ -267,7 +276,10 @@ class Sequencer:
 
     def _is_overtaken(self, queued: Queued) -> bool:
         """Whether it cannot be stored any more. Looked at only while others write to the same threads: it costs."""
-        if asyncio.get_running_loop().time() - self._overtaken_at > _SHARED_S or not queued.messages:
+        if not (self._overtaken_at and queued.messages):
+            return False
+        if asyncio.get_running_loop().time() - self._overtaken_at > _SHARED_S:
+            self._overtaken_at = 0.0
             return False
         first = queued.messages[0]
         return first.expected is not None and not (
@@ -355,7 +367,7 @@ class Sequencer:
             end_one(queued.unit, e)
         else:
             reach(Failpoint.PARTS_STORED)
-            self._queue(queued._replace(messages=messages, parts_at=parts_at))
+            self._queue(queued._replace(messages=messages, size=sum(map(size_of, messages)), parts_at=parts_at))
         finally:
             if queued in self._large:
                 self._large.remove(queued)
@@ -415,10 +427,11 @@ class Sequencer:
 
     def _choose(self, units: Sequence[Queued]) -> Chosen:
         """`choose`, without those whose parts may be gone by now."""
-        late = [queued for queued in units if self._too_late(queued.parts_at)]
+        late = [queued for queued in units if queued.elsewhere and self._too_late(queued.parts_at)]
         if late:
             _end_all(late, LogUnavailable("the parts of a large entry were stored too long ago"))
-        return choose([queued for queued in units if queued not in late], self._heads, self._subjects)
+            units = [queued for queued in units if queued not in late]
+        return choose(units, self._heads, self._subjects)
 
     def _too_late(self, parts_at: float) -> bool:
         return asyncio.get_running_loop().time() - parts_at > self._parts_last_s()
