@@ -438,6 +438,24 @@ def test_writers_at_the_same_time_take_turns_and_nobody_asks_what_was_faster(way
     run(main())
 
 
+def test_of_many_who_begin_at_the_same_moment_each_is_refused_once() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        processes = [Process(world, log=Away(world, 0.001)) for _ in range(16)]
+        for process in processes:
+            await process.tail.see_all()
+            process.sequencer.start()
+        units = [process.add(f"thread {n}", 0) for n, process in enumerate(processes)]
+        await asyncio.gather(*(unit.done.wait() for unit in units))
+        check(world, processes)
+        # If all of them tried again at the same moment, there would be a second one for each.
+        assert sum(process.sequencer.refusals for process in processes) <= 1.5 * len(processes)
+        for process in processes:
+            await process.sequencer.aclose()
+
+    run(main())
+
+
 def test_what_expects_nothing_goes_behind_whatever_came_meanwhile() -> None:
     async def main() -> None:
         world = World(random.Random(1))

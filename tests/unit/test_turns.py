@@ -18,7 +18,7 @@ def told(me: int, events: list[tuple[str, int, float]]) -> tuple[Turns, float]:
     turns.wrote(1, now)
     for what, writer, number in events:
         if what == "wants":
-            turns.wants(writer, number)
+            turns.wants(writer, number, now)
         elif what == "passes":
             turns.passes(writer)
         else:
@@ -50,7 +50,7 @@ def test_nobody_is_waited_for_long(events: list[tuple[str, int, float]], me: int
 @given(_EVENTS, _WRITERS)
 def test_who_wants_to_write_is_next_after_all_who_wait_longer(events: list[tuple[str, int, float]], me: int) -> None:
     turns, now = told(me, events)
-    turns.wants(me, _MINE_S)
+    turns.wants(me, _MINE_S, now)
     for _ in range(6):
         first = next(other for other in range(1, 7) if turns.is_first(other))
         if first == me:

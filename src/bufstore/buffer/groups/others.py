@@ -82,6 +82,8 @@ class Others:
         self._moved = asyncio.Event()
         #: When another wrote last, and when this process did.
         self._others_at = self._mine_at = float("-inf")
+        #: Who begins to listen waits so long for a place in the order.
+        self._new_until = float("-inf")
         #: When it told last that it wants to write.
         self._wished_at = float("-inf")
         #: The header of the group on its way: of that one the answer tells.
@@ -91,19 +93,16 @@ class Others:
         """Listen from now on: a group of another was in the way. Raises LogUnavailable."""
         if self._listening is not None and self._listening.lost:
             await self._stop()
-        self._others_at = self._mine_at = asyncio.get_running_loop().time()
+        now = self._others_at = self._mine_at = asyncio.get_running_loop().time()
         if self._listening is None:
             self._listening = await self._announcements.listen(self._stored, self._wished)
+            self._new_until = now + self._usual.at_most_s
             self._look_later()
 
     async def go_first(self) -> None:
         """Return when it is this process's turn to write."""
         loop = asyncio.get_running_loop()
-        while (
-            self._listening is not None
-            and not self._listening.lost
-            and (wait_s := self._turns.wait_s(loop.time(), self._usual.at_most_s)) > 0
-        ):
+        while self._listening is not None and not self._listening.lost and (wait_s := self._wait_s(loop.time())) > 0:
             self._moved.clear()
             self._look_whose_turn()
             timer = loop.call_later(wait_s, self._moved.set)
@@ -111,6 +110,11 @@ class Others:
                 await self._moved.wait()
             finally:
                 timer.cancel()
+
+    def _wait_s(self, now: float) -> float:
+        wait_s = self._turns.wait_s(now, self._usual.at_most_s)
+        # All who are refused for the first time at the same moment would try again at the same moment.
+        return wait_s if self._turns.knows(self._me) else max(wait_s, self._new_until - now)
 
     def took(self, took_s: float) -> None:
         """A group of this process was stored, or refused, after so long."""
@@ -139,7 +143,9 @@ class Others:
         if len(wish) == _WISH.size:  # anybody may publish here
             writer, needs_us = _WISH.unpack(wish)
             if needs_us:
-                self._turns.wants(writer, needs_us / 1e6)
+                self._turns.wants(writer, needs_us / 1e6, asyncio.get_running_loop().time())
+                if writer == self._me:
+                    self._moved.set()
             else:
                 self._turns.passes(writer)
                 self._look_whose_turn()

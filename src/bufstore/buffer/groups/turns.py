@@ -40,13 +40,14 @@ class Turns:
         self._me = me
         #: Who has waited longest comes first: how long each needs for a group, s.
         self._needs: dict[int, float] = {}
-        #: When a group was stored last.
-        self._stored_at = float("-inf")
+        #: When the present turn began: when a group was stored last, or somebody came after nobody was here.
+        self._began = float("-inf")
 
-    def wants(self, writer: int, needs_s: float) -> None:
+    def wants(self, writer: int, needs_s: float, now: float) -> None:
         """A writer wants to write, and needs so long once it is its turn. It goes behind all who are here."""
-        needs_s = min(max(needs_s, 0.0), NEEDS_MAX_S)
-        self._needs[writer] = needs_s  # in its old place, if it has one
+        if not self._needs:
+            self._began = now
+        self._needs[writer] = min(max(needs_s, 0.0), NEEDS_MAX_S)  # in its old place, if it has one
 
     def passes(self, writer: int) -> None:
         """A writer wants nothing at the moment."""
@@ -57,7 +58,7 @@ class Turns:
         if writer in self._needs and (first := next(iter(self._needs))) != writer:
             del self._needs[first]
         self._needs[writer] = self._needs.pop(writer, 0.0)
-        self._stored_at = now
+        self._began = now
 
     def knows(self, writer: int) -> bool:
         """Whether a writer has a place in the order."""
@@ -77,4 +78,4 @@ class Turns:
             if writer == self._me:
                 break
             allowed += max(needs, needs_s)
-        return self._stored_at + allowed - now if allowed else 0.0
+        return self._began + allowed - now if allowed else 0.0
