@@ -13,8 +13,9 @@ import pytest
 import token_instances
 from bufstore import ConfigError, LogFull
 from bufstore.embedded import NatsServer
-from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
+from bufstore.errors import LogUnavailable, TokenBusy, TokenLost, TokenQueueFull
 from bufstore.tokens import ExclusiveWork, Locks, Policy, Storage, Task
+from bufstore.tokens.fence import Register
 from helpers import eventually
 from token_instances import Open, nothing_left, stall, took, working
 
@@ -119,6 +120,31 @@ async def test_what_is_to_be_done_is_done_after_the_consumer_was_removed(opened:
         async with await took(other) as task:
             await task.done()
     assert await nothing_left(other)
+
+
+async def test_what_got_no_answer_can_be_repeated(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was stored or not, and also when a renewal was left without an answer before it."""
+    work, write = await opened(), Register.write
+    outcomes = list[str]()
+
+    async def loses(self: Register, *arguments: Any) -> int:
+        if outcomes == ["refused"]:
+            raise LogUnavailable(outcomes.pop())
+        seq = await write(self, *arguments)
+        if outcomes:
+            raise LogUnavailable(outcomes.pop())
+        return seq
+
+    monkeypatch.setattr(Register, "write", loses)
+    for lost in ("refused", "stored"):
+        await work.submit("a")
+        task = await took(work)
+        for change, outcome in ((task.extend, "stored"), (task.done, lost)):
+            outcomes.append(outcome)
+            with pytest.raises(LogUnavailable):
+                await change()
+        await task.done()
+        assert await nothing_left(work)
 
 
 async def test_what_a_leader_that_lags_still_shows_is_not_done_again(

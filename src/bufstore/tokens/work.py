@@ -199,15 +199,9 @@ class ExclusiveWork(Opened):
         stream, consumer = await asyncio.gather(
             self._items.api(f"STREAM.INFO.{self._stream}"), self._items.api(f"CONSUMER.INFO.{self._stream}.{WORKERS}")
         )
-        return Statistics(
-            stored=stream["state"]["messages"],
-            bytes=stream["state"]["bytes"],
-            oldest_s=oldest_s(stream),
-            untold=consumer["num_pending"],
-            told=consumer["num_ack_pending"],
-            told_again=consumer["num_redelivered"],
-            found=self._found,
-        )
+        state, untold, told = stream["state"], consumer["num_pending"], consumer["num_ack_pending"]
+        again = consumer["num_redelivered"]
+        return Statistics(state["messages"], state["bytes"], oldest_s(stream), untold, told, again, self._found)
 
     # Taking.
 
@@ -291,12 +285,13 @@ class ExclusiveWork(Opened):
             if task.others_wait or any(item.seq != task.item for item in await self._waiting(name, 2)):
                 try:
                     await self._give_turn(name)
-                except LogFull:  # no room for a message: the one that told us tells another
-                    await self._pulls.answer(delivery, b"-NAK")
-                    return
+                except LogFull:
+                    await self._remove(task.item)  # which makes room
+                    await self._give_turn(name)
             await asyncio.gather(self._remove(task.item), self._drop(delivery))
-        except (Unavailable, AppendUnknown) as e:
+        except (Unavailable, LogFull) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
+            await self._pulls.answer(delivery, b"-NAK")  # what told us tells another
 
     async def _give_turn(self, name: str) -> None:
         """Tell of the key behind all that is stored now."""
