@@ -95,6 +95,19 @@ async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
     assert await nothing_left(other)
 
 
+async def test_a_look_at_large_items_reads_few_of_them(opened: Open) -> None:
+    work = await opened(ttl_s=1)
+    for i in range(30):
+        await work.submit(f"key {i}", b"x" * 100_000)
+    for _ in range(30):
+        await work._pulls.answer(await work._pulls.next(5), b"+ACK")
+    for _ in range(30):
+        async with await took(work) as task:
+            await task.done()
+    assert await nothing_left(work)
+    assert work._page <= 10
+
+
 async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -> None:
     work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a", b"1")
