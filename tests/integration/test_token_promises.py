@@ -95,6 +95,30 @@ async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
     assert await nothing_left(other)
 
 
+async def test_a_turn_that_could_not_be_removed_goes_later(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = await opened(ttl_s=1)
+    await work.submit("a")
+    await work.submit("a")
+    async with await took(work) as task:
+        await task.done()
+    async with await took(work) as task:
+        delivery, remove, failed = task.delivery, work._remove, list[int]()
+        assert delivery is not None
+        assert delivery.is_turn
+
+        async def fails_once(seq: int) -> None:
+            if seq == delivery.seq and not failed:
+                failed.append(seq)
+                raise LogUnavailable("away")
+            await remove(seq)
+
+        monkeypatch.setattr(work, "_remove", fails_once)
+        await task.done()
+    assert failed
+    assert await work.take(3) is None
+    assert await nothing_left(work)
+
+
 async def test_a_look_at_large_items_reads_few_of_them(opened: Open) -> None:
     work = await opened(ttl_s=1)
     for i in range(30):

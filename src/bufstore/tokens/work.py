@@ -299,11 +299,10 @@ class ExclusiveWork(Opened):
                 raise LogUnavailable(str(e)) from None
 
     async def _drop(self, delivery: Delivery | None) -> None:
-        """It need not come again. An item stays stored; a turn goes."""
-        if delivery is not None:
-            await self._pulls.answer(delivery, b"+ACK")
-            if delivery.is_turn:
-                await self._remove(delivery.seq)
+        """It need not come again. An item stays stored; a turn goes, and is not acknowledged before it is gone."""
+        if delivery is not None and delivery.is_turn:
+            await self._remove(delivery.seq)
+        await self._pulls.answer(delivery, b"+ACK")
 
     async def _remove(self, seq: int) -> None:
         with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
