@@ -23,6 +23,7 @@ from bufstore.langgraph.model import TASKS, BlobRow, CheckpointRow, Put, Tables,
 from bufstore.langgraph.payload import holds_nul
 from bufstore.types import check_id
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 #: An index entry of Postgres holds 2704 bytes at most; all of a row's key is in one.
 _KEY_BYTES = 2600
 
@@ -157,7 +158,7 @@ def json_of(value: Any, what: str) -> bytes:
 
 def _json(value: Any, what: str) -> bytes:
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        text = _encode(value).encode()
     except UnicodeEncodeError:
         raise InvalidRecord(f"{what} has a lone surrogate, which Postgres cannot hold") from None
     except (TypeError, ValueError, RecursionError) as e:
