@@ -36,6 +36,7 @@ _LONG_FIRST = (
     "tests/chaos/test_chaos.py",
     "tests/integration/test_cli_import.py",
     "tests/integration/test_cli.py",
+    "tests/langgraph/",
     "tests/integration/test_buffered_store.py",
     "tests/integration/test_postgres_store.py",
     "tests/integration/test_faults.py",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, TypedDict
 
+from langgraph.channels import DeltaChannel
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import interrupt
@@ -53,4 +54,29 @@ def assistant(saver: BaseCheckpointSaver[str] | None, on_tool: Callable[[], Awai
     graph.add_edge("think", "research")
     graph.add_edge("research", "ask")
     graph.add_edge("ask", END)
+    return graph.compile(checkpointer=saver)
+
+
+def _written(before: list[str], some: Sequence[list[str]]) -> list[str]:
+    return [*(before or []), *(entry for entries in some for entry in entries)]
+
+
+class Diary(TypedDict):
+    """A list that stands in its history, with a snapshot at every third update."""
+
+    entries: Annotated[list[str], DeltaChannel(_written, list, snapshot_frequency=3)]
+
+
+async def _write(state: Diary) -> Diary:
+    return {"entries": [f"entry {len(state['entries'])}"]}
+
+
+def diary(saver: BaseCheckpointSaver[str]) -> Any:
+    """A graph with a DeltaChannel."""
+    graph = StateGraph(Diary)
+    graph.add_node("one", _write)
+    graph.add_node("two", _write)
+    graph.add_edge(START, "one")
+    graph.add_edge("one", "two")
+    graph.add_edge("two", END)
     return graph.compile(checkpointer=saver)

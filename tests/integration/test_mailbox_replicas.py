@@ -36,7 +36,9 @@ async def test_it_keeps_the_mailbox_contract(checks: list[Check], servers: Serve
     async def keeps(check: Check) -> None:
         try:
             async with AsyncExitStack() as stack:
-                await check(await eventually(lambda: _opened(Mailboxes("nats", servers, cluster), stack), 60))
+                stores = await eventually(lambda: _opened(Mailboxes("nats", servers, cluster), stack), 60)
+                await check(stores)
+                await stores[0].backend.destroy()  # every bucket has elections of its own
         except Exception as e:
             e.add_note(f"in {check}")
             raise
@@ -56,8 +58,8 @@ async def _opened(boxes: Mailboxes, stack: AsyncExitStack) -> list[MailboxStore]
 async def test_dying_leaders_leave_nothing_and_double_nothing(servers: Servers, cluster: Cluster) -> None:
     boxes = Mailboxes("nats", servers, cluster)
     place = Place("replicas", boxes, servers, cluster)
-    run = Run(boxes, place, seed=3, dispatches=300, workers=2)
+    run = Run(boxes, place, seed=3, dispatches=150, workers=2)
     report = await run(["leader killed", "node cut off"], hold_s=(0.5, 1.0))
     assert report.wrong == [], report.text()
-    assert report.accepted == report.acked == 300
+    assert report.accepted == report.acked == 150
     assert report.faults["leader killed"] + report.faults["node cut off"] >= 1

@@ -13,8 +13,9 @@ import pytest
 import token_instances
 from bufstore import ConfigError, LogFull
 from bufstore.embedded import NatsServer
-from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
+from bufstore.errors import LogUnavailable, TokenBusy, TokenLost, TokenQueueFull
 from bufstore.tokens import ExclusiveWork, Locks, Policy, Storage, Task
+from bufstore.tokens.fence import Register
 from helpers import eventually
 from token_instances import Open, nothing_left, stall, took, working
 
@@ -94,6 +95,43 @@ async def test_an_item_that_nobody_was_told_of_is_found(opened: Open) -> None:
     assert await nothing_left(other)
 
 
+async def test_a_turn_that_could_not_be_removed_goes_later(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    work = await opened(ttl_s=1)
+    await work.submit("a")
+    await work.submit("a")
+    async with await took(work) as task:
+        await task.done()
+    async with await took(work) as task:
+        delivery, remove, failed = task.delivery, work._remove, list[int]()
+        assert delivery is not None
+        assert delivery.is_turn
+
+        async def fails_once(seq: int) -> None:
+            if seq == delivery.seq and not failed:
+                failed.append(seq)
+                raise LogUnavailable("away")
+            await remove(seq)
+
+        monkeypatch.setattr(work, "_remove", fails_once)
+        await task.done()
+    assert failed
+    assert await work.take(3) is None
+    assert await nothing_left(work)
+
+
+async def test_a_look_at_large_items_reads_few_of_them(opened: Open) -> None:
+    work = await opened(ttl_s=1)
+    for i in range(30):
+        await work.submit(f"key {i}", b"x" * 100_000)
+    for _ in range(30):
+        await work._pulls.answer(await work._pulls.next(5), b"+ACK")
+    for _ in range(30):
+        async with await took(work) as task:
+            await task.done()
+    assert await nothing_left(work)
+    assert work._page <= 10
+
+
 async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -> None:
     work, other = await opened(ttl_s=1), await opened(ttl_s=1)
     await work.submit("a", b"1")
@@ -119,6 +157,31 @@ async def test_what_is_to_be_done_is_done_after_the_consumer_was_removed(opened:
         async with await took(other) as task:
             await task.done()
     assert await nothing_left(other)
+
+
+async def test_what_got_no_answer_can_be_repeated(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was stored or not, and also when a renewal was left without an answer before it."""
+    work, write = await opened(), Register.write
+    outcomes = list[str]()
+
+    async def loses(self: Register, *arguments: Any) -> int:
+        if outcomes == ["refused"]:
+            raise LogUnavailable(outcomes.pop())
+        seq = await write(self, *arguments)
+        if outcomes:
+            raise LogUnavailable(outcomes.pop())
+        return seq
+
+    monkeypatch.setattr(Register, "write", loses)
+    for lost in ("refused", "stored"):
+        await work.submit("a")
+        task = await took(work)
+        for change, outcome in ((task.extend, "stored"), (task.done, lost)):
+            outcomes.append(outcome)
+            with pytest.raises(LogUnavailable):
+                await change()
+        await task.done()
+        assert await nothing_left(work)
 
 
 async def test_what_a_leader_that_lags_still_shows_is_not_done_again(

@@ -58,3 +58,5 @@ async def test_a_name_whose_driver_is_missing_says_what_to_install() -> None:
         assert f"{name} needs nats: pip install nats-py" in said
     said = await _run("ask_for", "redis", "bufstore.notify.RedisNotifier")
     assert "bufstore.notify.RedisNotifier needs redis: pip install 'bufstore[redis]'" in said
+    said = await _run("ask_for", "langgraph,langchain_core", "bufstore.langgraph.AsyncBufferedSaver")
+    assert "bufstore.langgraph.AsyncBufferedSaver needs langchain_core: pip install 'bufstore[langgraph]'" in said

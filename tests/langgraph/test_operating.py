@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import Any
 
+import nats
+
 from bufstore.embedded import Servers
 from helpers import fresh, query
 from langgraph_savers import Place, checkpoint, config
@@ -98,3 +100,19 @@ async def test_a_log_that_lost_its_end_is_repaired(servers: Servers) -> None:
         shown = await saver.aget_tuple(config(thread_id))
         assert shown is not None
         assert shown.checkpoint["channel_values"] == {"a": [2]}
+
+
+async def test_a_log_that_is_gone_is_begun_anew(servers: Servers) -> None:
+    place, thread_id = Place(servers), fresh()
+    async with place.saver() as saver:
+        at = await saver.aput(config(thread_id), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        await saver.force_flush()
+    client = await nats.connect(place.nats)
+    await client.jetstream().delete_stream(place.log.stream)
+    await client.close()
+    assert (await command(place, "repair", code=1))["reason"]
+    assert (await command(place, "repair", "--apply"))["done"]
+    async with place.saver() as saver:
+        shown = await saver.aget_tuple(at)
+        assert shown is not None
+        assert shown.checkpoint["channel_values"] == {"a": [1]}

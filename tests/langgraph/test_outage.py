@@ -89,3 +89,28 @@ async def test_only_postgres_can_tell_of_a_thread_that_nobody_here_has_read(own:
         own.postgres.start()
         await bold.force_flush()
         assert (await careful.aget_tuple(config(thread_id))).checkpoint == put  # type: ignore[union-attr]
+
+
+async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: Servers, place: Place) -> None:
+    """It has never read it; but the run that began here has carried all values into the log."""
+    thread_id = fresh()
+    async with place.plain() as plain:
+        await query(place.dsn, f"CREATE SCHEMA {place.schema}")
+        await plain.setup()
+        await assistant(plain).ainvoke({"said": ["user: first"]}, config(thread_id))
+        await assistant(plain).ainvoke(Command(resume="yes"), config(thread_id))
+    async with place.saver() as one, place.saver() as other:
+        before = await assistant(one).ainvoke({"said": ["user: second"]}, config(thread_id))
+        await one.force_flush()
+        own.postgres.stop()
+        done = await assistant(other).ainvoke(Command(resume="no"), config(thread_id))
+        assert done["approved"] == "no"
+        assert done["said"][: len(before["said"])] == before["said"]
+        after = await assistant(other).ainvoke({"said": ["user: third"]}, config(thread_id))
+        assert after["turns"] == 3
+        # What only Postgres can tell stays that: an older checkpoint, a namespace that the log does not show.
+        with pytest.raises((StoreUnavailable, ReadNotFresh)):
+            await other.aget_tuple(config(thread_id, ns="research:none"))
+        own.postgres.start()
+        await other.force_flush()
+        assert (await assistant(one).aget_state(config(thread_id))).values["said"] == after["said"]

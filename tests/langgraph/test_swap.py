@@ -13,7 +13,7 @@ from bufstore import BufferConfig, ConfigDrift, ConfigError
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
 from helpers import fresh, query
-from langgraph_graphs import assistant
+from langgraph_graphs import assistant, diary
 from langgraph_savers import Place, checkpoint, config
 
 
@@ -162,3 +162,18 @@ async def test_a_log_of_other_tables_is_refused(servers: Servers) -> None:
     store = PostgresCheckpointStore(place.dsn, schema=place.schema, buffer_schema=buffer_schema)
     with pytest.raises(ConfigDrift, match=place.schema):
         await AsyncBufferedSaver.open(store, nats=place.nats, config=BufferConfig.fitting(place.log))
+
+
+@pytest.mark.parametrize("history", ["all", "latest"])
+async def test_a_delta_channel_is_rebuilt_from_its_history_on_either_side(place: Place, history: str) -> None:
+    thread_id = fresh()
+    entries: list[str] = []
+    async with place.plain() as plain, place.saver(flush=0.0, history=history) as ours:
+        for turn in range(8):
+            saver: Any = plain if turn % 4 == 3 else ours
+            result = await diary(saver).ainvoke({"entries": [f"turn {turn}"]}, config(thread_id))
+            entries += [f"turn {turn}", f"entry {len(entries) + 1}", f"entry {len(entries) + 2}"]
+            assert result["entries"] == entries
+            assert (await diary(saver).aget_state(config(thread_id))).values["entries"] == entries
+            await ours.force_flush()
+        assert len(await _history(plain, thread_id)) == len(await _history(ours, thread_id)) == 32

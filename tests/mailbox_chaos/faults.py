@@ -127,7 +127,7 @@ async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
             with suppress(BufstoreError, Conflict, AppendUnknown):
                 async with place.boxes.store() as store:
                     assert isinstance(store.backend, NatsBackend)
-                    await store.backend._purge(store.backend._keys.of("zz", ">"), 1 << 60)
+                    await store.backend._sweeps.remove(store.backend._keys.of("zz", ">"), 1 << 60)
                     break
             await asyncio.sleep(0.2)
 

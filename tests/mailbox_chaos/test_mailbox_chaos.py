@@ -7,20 +7,19 @@ import pytest
 from mailbox_chaos.run import Run, deployment
 
 
-@pytest.mark.parametrize(
-    ("on", "faults"), [("nats", ["server killed", "bucket full"]), ("postgres", ["server killed"])]
-)
-async def test_a_short_run_leaves_nothing_and_doubles_nothing(on: str, faults: list[str]) -> None:
-    async with deployment(on) as (boxes, place):
-        report = await Run(boxes, place, seed=1, dispatches=400, workers=2)(faults, hold_s=(0.3, 0.6))
+async def test_a_short_run_leaves_nothing_and_doubles_nothing() -> None:
+    async with deployment("nats") as (boxes, place):
+        report = await Run(boxes, place, seed=1, dispatches=200, workers=2)(
+            ["server killed", "bucket full"], (0.3, 0.6)
+        )
     assert report.wrong == [], report.text()
-    assert report.accepted == report.acked == 400
+    assert report.accepted == report.acked == 200
     assert report.faults.total() >= 1
 
 
 @pytest.mark.parametrize("on", ["nats", "postgres"])
 async def test_in_normal_life_every_thread_with_work_has_its_signal(on: str) -> None:
     async with deployment(on) as (boxes, place):
-        report = await Run(boxes, place, seed=2, dispatches=300, workers=2, mortal=False)([])
+        report = await Run(boxes, place, seed=2, dispatches=150, workers=2, mortal=False)([])
     assert report.wrong == [], report.text()
     assert report.counts["resignalled"] == report.counts["reclaimed"] == report.counts["stale_claims"] == 0

@@ -164,6 +164,12 @@ class Endpoints:
             check_flushable(self.stream, found.target, kind_of(PostgresThreadStore))
         return found.config, found.target
 
+    async def noted(self) -> Target | None:
+        """What the database says it has a log of; None: nothing, or it has none."""
+        config = BufferConfig(log=LogConfig(stream=self.stream, bucket=self.bucket), flusher=False)
+        async with self.buffer_of(None, config).connected() as buffer:
+            return await buffer.ledger.target()
+
     async def _find(self) -> FoundLog | None:
         return await find_log(self.nats, self.stream, self.bucket, self.session)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import sys
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Self, get_args
@@ -12,7 +13,7 @@ from bufstore.buffer.buffer import Buffer
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ReadNotFresh, StoreUnavailable
 from bufstore.langgraph.domain import LANGGRAPH
-from bufstore.langgraph.model import BlobKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
+from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
 from bufstore.langgraph.outlines import all_but_latest, drop_of
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.read_cache import ReadCache
@@ -30,6 +31,7 @@ OnConflict = Literal["allow", "reject"]
 DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="langgraph")
 
 _PAGE = 100
+_CARRY_BYTES = 1 << 20
 #: About how large an entry of a copied thread is.
 _COPY_BYTES = 4 << 20
 
@@ -96,11 +98,11 @@ class CheckpointEngine:
             return await self.buffer.appender.append(thread_id, prepare)
 
     async def checkpoint(
-        self, thread_id: str, ns: str, checkpoint_id: str | None
+        self, thread_id: str, ns: str, checkpoint_id: str | None, *, since: CheckpointKey | None = None
     ) -> tuple[Tables, CheckpointRow] | None:
         """See `CheckpointReads.checkpoint`."""
         try:
-            last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency)
+            last, found = await self._reads.checkpoint(thread_id, ns, checkpoint_id, self._consistency, since)
         except (StoreUnavailable, ReadNotFresh):
             if not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
                 raise
@@ -122,9 +124,13 @@ class CheckpointEngine:
         return await self.buffer.log.latest(self.buffer.subjects.of(thread_id), self.buffer.config.read_timeout_s) > 0
 
     @property
-    def thins(self) -> bool:
-        """Whether the store leaves out a part of the history."""
-        return self._store.history != "all"
+    def carry_bytes(self) -> int:
+        """How much a checkpoint carries of values that an earlier one has brought, if this process did not save that.
+
+        So another process can read the thread from the log alone. Where history is left out, what a checkpoint builds
+        on must be there, too: all but the one that was saved last may go.
+        """
+        return _CARRY_BYTES if self._store.history == "all" else sys.maxsize
 
     def last_put(self, thread_id: str, ns: str) -> str | None:
         """The checkpoint that this process saved last in a namespace, as far as it is remembered."""

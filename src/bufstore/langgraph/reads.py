@@ -13,10 +13,12 @@ from bufstore.buffer import elapsed
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import StateReader
+from bufstore.buffer.entry import Malformed, assemble
 from bufstore.buffer.read.store_watch import StoreWatch, end
 from bufstore.errors import ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
-from bufstore.langgraph.model import CheckpointRow, LangGraphChange, Tables, takes_sends, versions_of
+from bufstore.langgraph.model import CheckpointKey, CheckpointRow, LangGraphChange, Tables, takes_sends, versions_of
+from bufstore.langgraph.payload import decode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Part
 from bufstore.langgraph.read_cache import Asked, ReadCache
 from bufstore.types import Consistency
@@ -71,14 +73,60 @@ class CheckpointReads:
         self._store, self._buffer, self._cache = store, buffer, cache
 
     async def checkpoint(
-        self, thread_id: str, ns: str, checkpoint_id: str | None, level: Consistency
+        self,
+        thread_id: str,
+        ns: str,
+        checkpoint_id: str | None,
+        level: Consistency,
+        since: CheckpointKey | None = None,
     ) -> tuple[int, tuple[Tables, CheckpointRow] | None]:
         """The checkpoint (None: the namespace's newest), with rows among which are its blobs and writes.
 
-        Behind the id of the thread's last entry.
+        Behind the id of the thread's last entry. `since`: a checkpoint before which the namespace did not exist.
 
         Raises what `bufstore.buffer.read.reads.Reads.thread` raises.
         """
+        try:
+            return await self._checkpoint(thread_id, ns, checkpoint_id, level)
+        except (StoreUnavailable, ReadNotFresh):
+            told = None
+            if self._buffer.reads.store.down is not None and level is not Consistency.STRONG:
+                told = await self._from_log(thread_id, ns, checkpoint_id, since)
+            if told is None:
+                raise
+            return told
+
+    async def _from_log(
+        self, thread_id: str, ns: str, checkpoint_id: str | None, since: CheckpointKey | None
+    ) -> tuple[int, tuple[Tables, CheckpointRow] | None] | None:
+        """What the end of the thread's chain in the log tells by itself; None: not enough.
+
+        The first checkpoint that a process saves on one that it has read carries all values, if they are not too large.
+        """
+        log, subject = self._buffer.log, self._buffer.subjects.of(thread_id)
+        messages = await log.after(subject, 0, self._buffer.config.read_timeout_s)
+        tables, last = Tables(), 0
+        for item in assemble(messages, thread_id):
+            if isinstance(item, Malformed) or item.entry.prev_id != last:
+                tables = Tables()
+            if isinstance(item, Malformed):
+                last = 0
+                continue
+            try:
+                tables.apply(decode_payload(item.entry.payload))
+            except ValueError:
+                tables = Tables()
+            last = item.entry.id
+        row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))
+        if row is None:
+            began = checkpoint_id is None and since in tables.checkpoints
+            return (last, None) if began else None
+        complete = versions_of(row) <= tables.known and not takes_sends(row)
+        return (last, (tables, row)) if complete else None
+
+    async def _checkpoint(
+        self, thread_id: str, ns: str, checkpoint_id: str | None, level: Consistency
+    ) -> tuple[int, tuple[Tables, CheckpointRow] | None]:
         part, state = await self._read(thread_id, (ns, checkpoint_id), level)
         tables = _with_tail(part, state)
         row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))

@@ -152,13 +152,11 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         Raises InvalidRecord and InvalidId for what Postgres could not hold, and what `CheckpointEngine.append` raises.
         """
         thread_id, ns, parent = place(config)
-        # Where history is left out, what a checkpoint builds on must be there: all but the one saved last may go.
-        whole = self.engine.thins and self.engine.last_put(thread_id, ns) != parent
-        thread_id, put = put_of(self.serde, config, checkpoint, metadata, new_versions, whole=whole)
+        carry = self.engine.carry_bytes if self.engine.last_put(thread_id, ns) != parent else 0
+        thread_id, put = put_of(self.serde, config, checkpoint, metadata, new_versions, carry_bytes=carry)
         await self.engine.append(thread_id, put)
         row = put.checkpoint
-        if self.engine.thins:
-            self.engine.note_put(thread_id, ns, row.id)
+        self.engine.note_put(thread_id, ns, row.id)
         return {"configurable": {"thread_id": thread_id, "checkpoint_ns": row.ns, "checkpoint_id": row.id}}
 
     async def aput_writes(
@@ -176,7 +174,11 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         could tell, ThreadQuarantined.
         """
         thread_id, ns, checkpoint_id = place(config)
-        found = await self.engine.checkpoint(thread_id, ns, checkpoint_id)
+        # A subgraph's namespace begins after the checkpoint that it was called from.
+        above = ns.rpartition("|")[0]
+        caller = (config["configurable"].get("checkpoint_map") or {}).get(above) if ":" in ns else None
+        since = (above, caller) if caller else None
+        found = await self.engine.checkpoint(thread_id, ns, checkpoint_id, since=since)
         if found is None:
             return None
         tables, row = found

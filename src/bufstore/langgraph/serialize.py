@@ -23,6 +23,7 @@ from bufstore.langgraph.model import TASKS, BlobRow, CheckpointRow, Put, Tables,
 from bufstore.langgraph.payload import holds_nul
 from bufstore.types import check_id
 
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 #: An index entry of Postgres holds 2704 bytes at most; all of a row's key is in one.
 _KEY_BYTES = 2600
 
@@ -43,11 +44,11 @@ def put_of(
     metadata: CheckpointMetadata,
     new_versions: ChannelVersions,
     *,
-    whole: bool = False,
+    carry_bytes: int = 0,
 ) -> tuple[str, Put]:
     """The thread and the rows of a checkpoint; afterwards the caller may change its objects.
 
-    `whole`: with all values, not only those of the channels in `new_versions`.
+    `carry_bytes`: with all values, not only those of the channels in `new_versions`, if the others are not larger.
 
     None, str, int, float and bool stand in the checkpoint's row, other values in blobs. Raises InvalidId,
     InvalidRecord (what Postgres would refuse), and what the serializer raises.
@@ -55,20 +56,25 @@ def put_of(
     thread_id, ns, parent = place(config)
     inline: dict[str, Any] = {}
     blobs: list[BlobRow] = []
-    empty: list[tuple[str, str]] = []
+    others: list[BlobRow] = []
+    versions: ChannelVersions = {**checkpoint["channel_versions"], **new_versions}
     for channel, value in checkpoint["channel_values"].items():
         if value is None or isinstance(value, (str, int, float, bool)):
             inline[channel] = value
         else:
             if isinstance(value, _DeltaSnapshot):
                 inline[channel] = True
-            version = new_versions.get(channel)
-            if version is None and whole:
-                version = checkpoint["channel_versions"].get(channel)
-            if version is not None:
-                blobs.append(BlobRow(ns, channel, str(version), *serde.dumps_typed(value)))
+            if channel in new_versions:
+                blobs.append(BlobRow(ns, channel, str(new_versions[channel]), *serde.dumps_typed(value)))
+            elif isinstance(value, _DeltaSnapshot):
+                carry_bytes = 0  # its place is in the history
+            elif carry_bytes and channel in versions:
+                others.append(BlobRow(ns, channel, str(versions[channel]), *serde.dumps_typed(value)))
+    told = new_versions
+    if carry_bytes and sum(len(blob.blob or b"") for blob in others) <= carry_bytes:
+        blobs, told = [*blobs, *others], versions
     carried = {blob.channel for blob in blobs}
-    empty = [(channel, str(version)) for channel, version in new_versions.items() if channel not in carried]
+    empty = [(channel, str(version)) for channel, version in told.items() if channel not in carried]
     row = CheckpointRow(
         ns,
         checkpoint["id"],
@@ -77,7 +83,7 @@ def put_of(
         _json(get_serializable_checkpoint_metadata(config, metadata), "its metadata"),
     )
     _check_key(thread_id, ns, row.id)
-    for channel, version in new_versions.items():
+    for channel, version in told.items():
         _check_key(thread_id, ns, channel, str(version))
     return thread_id, Put(row, blobs, empty)
 
@@ -152,7 +158,7 @@ def json_of(value: Any, what: str) -> bytes:
 
 def _json(value: Any, what: str) -> bytes:
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        text = _encode(value).encode()
     except UnicodeEncodeError:
         raise InvalidRecord(f"{what} has a lone surrogate, which Postgres cannot hold") from None
     except (TypeError, ValueError, RecursionError) as e:

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
@@ -24,18 +24,18 @@ from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import StreamMissing, TooManyResults
 from bufstore.jetstream.group_commit import GroupCommit
-from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import BatchRefused, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.counters import MailboxGauges
-from bufstore.mailbox.decisions import Claiming, Step, is_expired
+from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
-from bufstore.mailbox.nats_agenda import Agenda
-from bufstore.mailbox.nats_keys import SLOT_MS, THREAD_GONE_S, Keys, bucket_config
-from bufstore.mailbox.nats_reads import PAGE, NatsReads
+from bufstore.mailbox.nats_keys import Keys, bucket_config
+from bufstore.mailbox.nats_reads import NatsReads
 from bufstore.mailbox.nats_room import Room
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
+from bufstore.mailbox.nats_sweeps import NatsSweeps
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import MailboxStore
@@ -43,8 +43,6 @@ from bufstore.mailbox.store import MailboxStore
 _log = logging.getLogger(__name__)
 
 _NEVER_MS = 1 << 53
-#: So old is an entry of a lease whose thread is not there at all.
-_FORGOTTEN_MS = 24 * 3600_000
 #: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.
 #: What a read costs the server grows with the queue: so of a long one many are read at once.
 #: Every step reads before it writes, which takes less than this share of a group's time.
@@ -64,23 +62,18 @@ class NatsBackend:
         self._keys = Keys(names.bucket)
         self._connection = Connection(nats, "bufstore mailbox")
         self._stream = NatsStream(self._connection, nats.api, f"KV_{names.bucket}", names.replicas)
-        self._reads = NatsReads(self._stream, names.replicas > 1, config.timeout_s)
+        self._reads = NatsReads(self._stream, self._keys, names.replicas > 1, config.timeout_s)
         self._writes = GroupCommit(self._stream, linger=_LINGER)
         self._signals = NatsSignals(self._connection, self._stream, nats.api, names, self._again_in)
         self._room = Room(names.max_bytes, self._held)
         self._live = NatsLive(self._connection, self._stream, names)
-        self._leases, self._delays = (
-            Agenda(kind, self._stream, self._keys, self._write_each, self._purge, config.timeout_s) for kind in "ld"
-        )
-        self._walks = [_Walk(self._keys.of("q", "*", "*", "*")), _Walk(self._keys.of("r", "*", "*"))]
+        self._sweeps = NatsSweeps(self._stream, self._keys, self._reads, self._put, names.bucket, config.timeout_s)
         #: Per thread and priority: the first of the queue, in order.
         self._ahead: OrderedDict[tuple[str, int], _Ahead] = OrderedDict()
         #: Sequences under ``r``, by subject, as they were read.
         self._returned: OrderedDict[str, int] = OrderedDict()
         #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
         self._doubted: set[str] = set()
-        #: Sequences of messages that cannot be read, of which was told.
-        self._set_aside: set[int] = set()
         #: The server's clock minus ours.
         self._offset_ms = 0
         self._priorities = asyncio.Lock()
@@ -152,14 +145,16 @@ class NatsBackend:
             if len(message.body) + _OVERHEAD > limit:
                 raise TooLarge(len(message.body), limit - _OVERHEAD)
         try:
-            return await self._writes.submit(messages)
+            seq = await self._writes.submit(messages)
         except LogFull:
             # A step makes room when it is done, and needs some before: many at once need more than one after the other.
             async with self._alone:
                 try:
-                    return await self._stream.publish_batch(messages, self._config.timeout_s)
+                    seq = await self._stream.publish_batch(messages, self._config.timeout_s)
                 except BatchRefused as e:
                     raise LogUnavailable(f"the server accepts no batch now: {e}") from None
+        self._reads.wrote(messages, seq)
+        return seq
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
         t = token(dispatch.thread_id)
@@ -283,46 +278,14 @@ class NatsBackend:
     async def wake(self, thread_id: str) -> None:
         await self._put([self._keys.signal(thread_id)])
 
-    async def signal_lost(self, due_ms: int, limit: int) -> int:
-        lost = 0
-        for walk in self._walks:
-            page = await self._stream.read(walk.subject, walk.position, self._config.timeout_s, min(limit, walk.size))
-            walk.read(page, min(limit, walk.size))
-            first: dict[str, StoredMessage] = {}
-            for d, m in self._dispatches(page):
-                if d.available_at_ms <= due_ms:
-                    first.setdefault(d.thread_id, m)
-            # Most have their signal: so a copy is asked first.
-            for t in self._untold(first, await self._reads.copy(self._told_by(first)) if first else {}):
-                seen = await self._reads.last(self._told_by([t]))
-                queued = (await self._reads.last([first[t].subject])).get(first[t].subject)
-                if self._untold([t], seen) and queued is not None and queued.seq == first[t].seq:
-                    await self.wake(t)
-                    lost += 1
-        return lost
-
-    def _told_by(self, thread_ids: Iterable[str]) -> list[str]:
-        return [s for t in thread_ids for s in (self._keys.thread(t), self._keys.signal(t).subject)]
-
-    def _untold(self, thread_ids: Iterable[str], found: Mapping[str, StoredMessage]) -> list[str]:
-        """Threads that are free and have no signal, or one that was answered."""
-        untold = []
-        for thread_id in thread_ids:
-            subject, signal = self._told_by([thread_id])
-            with suppress(MalformedEntry):
-                state = self._keys.state(found.get(subject), thread_id)
-                if state.active is None and (signal not in found or found[signal].seq <= state.answered):
-                    untold.append(thread_id)
-        return untold
-
     async def gauges(self) -> MailboxGauges:
         info = await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}")
         waiting, out, again = await self._signals.counts()
         # What has left is marked for a second, so what is first is soon found.
         first = [
             d.created_at_ms
-            for walk in self._walks
-            for d, _ in self._dispatches(await self._stream.read(walk.subject, 0, self._config.timeout_s, 16))
+            for walk in self._sweeps.walks
+            for d, _ in self._reads.dispatches(await self._stream.read(walk.subject, 0, self._config.timeout_s, 16))
         ]
         return MailboxGauges(
             oldest_queued_s=(self.now_ms() - min(first)) / 1000 if first else None,
@@ -349,7 +312,7 @@ class NatsBackend:
         if len(left) == len(queued):
             self._doubted.discard(thread_id)
             return queued
-        await self._write_each([self._keys.gone(self._keys.queued(d)) for d in queued if d.dispatch_id in ended])
+        await self._sweeps.write_each([self._keys.gone(self._keys.queued(d)) for d in queued if d.dispatch_id in ended])
         self._forget(thread_id, {d.priority for d in queued})
         return left
 
@@ -366,7 +329,7 @@ class NatsBackend:
                 # What any copy shows is first in the queue; whether there is nothing only the leader knows.
                 seq = found[-1].seq if found else ahead.floor
                 found += await self._stream.after(subject, seq, self._config.timeout_s, 2)
-            ahead.read(found, [d for d, _ in self._dispatches(found)])
+            ahead.read(found, [d for d, _ in self._reads.dispatches(found)])
             if not more:
                 break
         if len(self._ahead) > _THREADS_AHEAD:
@@ -379,18 +342,7 @@ class NatsBackend:
         self._returned.update((m.subject, m.seq) for m in messages)
         while len(self._returned) > 50_000:
             self._returned.popitem(last=False)
-        return [d for d, _ in self._dispatches(messages)]
-
-    def _dispatches(self, found: Iterable[StoredMessage]) -> Iterator[tuple[Dispatch, StoredMessage]]:
-        """What can be read; what cannot is set aside: it stands where it is, and nothing waits for it."""
-        for message in found:
-            try:
-                if message.body:
-                    yield self._keys.dispatch(message), message
-            except MalformedEntry as e:
-                if message.seq not in self._set_aside:
-                    _log.warning("%s; it is set aside", e, extra={"action": "mailbox_foreign"})
-                self._set_aside = {message.seq, *islice(self._set_aside, 1000)}
+        return [d for d, _ in self._reads.dispatches(messages)]
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         version = None
@@ -401,7 +353,7 @@ class NatsBackend:
                 return thread, thread.active
             # It may be in several places (see `Keys`): its end counts, then that it was handed back.
             places = [found[s] for s in self._keys.by_id(thread_id, dispatch_id)[1:3] if s in found]
-            if there := [d for messages in (places, found.values()) for d, _ in self._dispatches(messages)]:
+            if there := [d for messages in (places, found.values()) for d, _ in self._reads.dispatches(messages)]:
                 self._noted(places)
                 return thread, there[0]
             # On replicas the reads are not of one moment, and it may have gone from the one to the other meanwhile.
@@ -412,7 +364,7 @@ class NatsBackend:
     async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
         t = token(thread_id)
         active = (await self.thread(thread_id)).active
-        found = [d for d, _ in self._dispatches(await self._reads.all(self._keys.of("q", t, "*", "*"), limit))]
+        found = [d for d, _ in self._reads.dispatches(await self._reads.all(self._keys.of("q", t, "*", "*"), limit))]
         found += self._noted(await self._reads.all(self._keys.of("r", t, "*")))
         known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
         wanted = [d for d in known.values() if below_epoch is None or d.epoch < below_epoch][:limit]
@@ -431,32 +383,21 @@ class NatsBackend:
         thread = self._keys.state(found.pop(subject, None), thread_id)
         # In the order q, r, x: of what is in several places (see `Keys`) the last counts.
         messages = sorted(found.values(), key=lambda m: self._keys.kind(m.subject))
-        dispatches = {d.dispatch_id: d for d, _ in self._dispatches(messages)}
+        dispatches = {d.dispatch_id: d for d, _ in self._reads.dispatches(messages)}
         if thread.active is not None:
             dispatches.pop(thread.active.dispatch_id, None)
         return thread, list(dispatches.values())
 
-    async def _states(self, thread_ids: Iterable[str]) -> dict[str, MailboxThread]:
-        """As any copy has them; of those that cannot be read the empty one."""
-        states = {t: MailboxThread(thread_id=t) for t in thread_ids}
-        subjects = list(map(self._keys.thread, states))
-        for i in range(0, len(subjects), PAGE):
-            for message in (await self._reads.copy(subjects[i : i + PAGE])).values():
-                with suppress(MalformedEntry):
-                    state = self._keys.state(message, untoken(message.subject.rpartition(".")[2]))
-                    states[state.thread_id] = state
-        return states
-
     async def queued_threads(self, limit: int) -> list[str]:
         epochs: dict[str, int] = {}
         for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*")):
-            for d, _ in self._dispatches(await self._reads.all(kind)):
+            for d, _ in self._reads.dispatches(await self._reads.all(kind)):
                 epochs[d.thread_id] = max(d.epoch, epochs.get(d.thread_id, 0))
-        states = await self._states(epochs)
+        states = await self._reads.states(epochs)
         return [t for t, epoch in epochs.items() if epoch >= states[t].epoch][:limit]
 
     async def finished(self, limit: int) -> list[Dispatch]:
-        return [d for d, _ in self._dispatches(await self._reads.all(self._keys.of("x", "*", "*"), limit))]
+        return [d for d, _ in self._reads.dispatches(await self._reads.all(self._keys.of("x", "*", "*"), limit))]
 
     async def counts(self) -> dict[Status, int]:
         counts = dict.fromkeys(Status, 0)
@@ -467,7 +408,7 @@ class NatsBackend:
                 states[state.thread_id] = state
                 counts[Status.CLAIMED] += state.active is not None
         for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*"), self._keys.of("x", "*", "*")):
-            for d, _ in self._dispatches(await self._reads.all(kind)):
+            for d, _ in self._reads.dispatches(await self._reads.all(kind)):
                 thread = states.get(d.thread_id)
                 stale = d.status is Status.QUEUED and thread is not None and d.epoch < thread.epoch
                 counts[Status.SUPERSEDED if stale else d.status] += 1
@@ -476,102 +417,16 @@ class NatsBackend:
     # Keeping order
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
-        subject, position, old = self._keys.of("x", "*", "*"), 0, 0
-        size = 1  # mostly nothing is old enough
-        while old < limit:
-            size = min(size, limit - old)
-            page = await self._stream.read(subject, position, self._config.timeout_s, size)
-            readable = list(self._dispatches(page))
-            part = list(takewhile(lambda r: (r[0].completed_at_ms or 0) < finished_before_ms, readable))
-            if part:
-                # First what makes room also where there is none; an id of which nothing is left may be used again.
-                await self._purge(subject, part[-1][1].seq)
-                await self._drop_keys([d for d, _ in part])
-                await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d, _ in part}))
-                old += len(part)
-            if len(part) < len(readable) or len(page) < size:
-                break
-            position, size = page[-1].seq, 64
-        return old
-
-    async def _purge(self, subject: str, seq: int) -> None:
-        request = {"filter": subject, "seq": seq + 1}
-        await self._stream.api(f"STREAM.PURGE.KV_{self._names.bucket}", request)
-
-    async def _drop_keys(self, finished: Sequence[Dispatch]) -> None:
-        holders: dict[str, bytes] = {}
-        for d in finished:
-            t, body = token(d.thread_id), token(d.dispatch_id).encode()
-            holders[self._keys.of("i", t, token(d.dispatch_id))] = body
-            if d.dedupe_key is not None:
-                holders[self._keys.of("k", t, token(d.dedupe_key))] = body
-        found = await self._reads.last(list(holders))
-        # Not the key of a later dispatch.
-        await self._drop([m for s, m in found.items() if m.body == holders[s]])
-
-    async def _drop_thread(self, thread_id: str) -> None:
-        """Forget a thread of which nothing is left. Its epoch and tokens are not needed: their numbers only grow."""
-        t, subject = token(thread_id), self._keys.thread(thread_id)
-        try:
-            found = await self._reads.last([subject, self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
-        except TooManyResults:
-            return
-        message = found.pop(subject, None)
-        state = self._keys.state(message, thread_id)
-        # A priority that is not the default must not be forgotten: somebody may just be using it.
-        left = any(m.body for m in found.values())
-        if message is not None and message.body and not (state.active or state.priorities or left):
-            await self._write_each([self._keys.gone(subject, message.seq, ttl_s=THREAD_GONE_S)])
-
-    async def _drop(self, messages: Iterable[StoredMessage]) -> None:
-        await self._write_each([self._keys.gone(m.subject, m.seq) for m in messages])
-
-    async def _write_each(self, messages: Iterable[Outgoing]) -> set[str]:
-        """Write each by itself; the subjects of those that were not, or not surely."""
-        each = list(messages)
-        failed = set()
-        for m, outcome in zip(
-            each, await asyncio.gather(*(self._put([m]) for m in each), return_exceptions=True), strict=True
-        ):
-            if isinstance(outcome, (Conflict, AppendUnknown)):
-                failed.add(m.subject)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-        return failed
+        return await self._sweeps.purge(finished_before_ms, limit)
 
     async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
-        expired: dict[str, MailboxThread] = {}
-        left: set[int] = set()
-        async for page in self._leases.due(now_ms):
-            entries = {m: e for m in page if (e := self._keys.entry(m)).at_ms < now_ms}
-            states = await self._states({e.thread_id for e in entries.values()})
-            expired |= {t: s for t, s in states.items() if is_expired(s, now_ms)}
-            kept = {
-                m.subject
-                for m, e in entries.items()
-                # An entry comes with a state: a copy that shows only the first is behind.
-                if e.thread_id in expired or (states[e.thread_id].version < m.seq and e.at_ms > now_ms - _FORGOTTEN_MS)
-            }
-            await self._leases.settle(page, kept, now_ms, left)
-            if len(expired) >= limit:
-                break
-        return list(expired.values())[:limit]
+        return await self._sweeps.expiring(now_ms, limit)
 
     async def signal_due(self, now_ms: int, limit: int) -> int:
-        signalled: set[str] = set()
-        left: set[int] = set()
-        async for page in self._delays.due(now_ms):
-            ripe = [(m, e) for m in page if (e := self._keys.entry(m)).at_ms <= now_ms]
-            threads = {e.thread_id for _, e in ripe}
-            failed = await self._write_each(self._keys.signal(t) for t in threads)
-            told = {t for t in threads if self._keys.signal(t).subject not in failed}
-            running = [m for m, e in ripe if (e.slot + 1) * SLOT_MS > now_ms and e.thread_id in told]
-            await self._write_each(self._keys.gone(m.subject, m.seq) for m in running)
-            await self._delays.settle(page, {m.subject for m, e in ripe if e.thread_id not in told}, now_ms, left)
-            signalled |= told
-            if len(signalled) >= limit:
-                break
-        return len(signalled)
+        return await self._sweeps.signal_due(now_ms, limit)
+
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
+        return await self._sweeps.signal_lost(due_ms, limit)
 
     async def sweeps(self, interval_s: float) -> bool:
         # Whoever has not the turn keeps its clock, too.
@@ -593,20 +448,6 @@ class NatsBackend:
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         return await self._live.listen(thread_id, handler)
-
-
-class _Walk:
-    """How far all queued dispatches were looked at, in pages of about so many bytes."""
-
-    def __init__(self, subject: str) -> None:
-        self.subject = subject
-        self.position = 0
-        self.size = 16
-
-    def read(self, page: list[StoredMessage], asked: int) -> None:
-        self.position = page[-1].seq if len(page) >= asked else 0
-        large = sum(len(m.body) for m in page) > _AHEAD_BYTES // 2
-        self.size = max(16, self.size // 2) if large else min(_AHEAD_MAX, 2 * self.size)
 
 
 class _Ahead:

@@ -7,26 +7,43 @@ time; any copy shows many, and may lag. So the leader tells how far a copy must 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
 
-from bufstore.errors import Closed, LogUnavailable
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.errors import Closed, LogUnavailable, MalformedEntry
+from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import untoken
+from bufstore.mailbox.model import Dispatch, MailboxThread
+from bufstore.mailbox.nats_keys import Keys
+
+_log = logging.getLogger(__name__)
 
 PAGE = 1000
 #: How long to wait for a copy that is behind its leader.
 _BEHIND_S = 0.005
+#: So often a leader is made to prove that it leads before it is believed that a write of ours is gone.
+_PROOFS = 2
+_REMEMBERED = 10_000
 
 
 class NatsReads:
     """What is read of one bucket. All methods raise LogUnavailable, TooManyResults, and Closed while it is not open."""
 
-    def __init__(self, stream: NatsStream, replicated: bool, timeout_s: float) -> None:
+    def __init__(self, stream: NatsStream, keys: Keys, replicated: bool, timeout_s: float) -> None:
         self._stream = stream
+        self._keys = keys
         self.replicated = replicated
         self._timeout_s = timeout_s
         self.open = False
+        #: Sequences of this instance's last writes, by subject.
+        self._written: OrderedDict[str, int] = OrderedDict()
+        #: Sequences of messages that cannot be read, of which was told.
+        self._set_aside: set[int] = set()
 
     async def last(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
         """The last message of each, as the leader has it; of one moment, on a stream without replicas."""
@@ -34,12 +51,32 @@ class NatsReads:
         if not self.replicated:
             return await self._stream.last(subjects, self._timeout_s)
         found = await self._stream.last([s for s in subjects if "*" not in s], self._timeout_s)
+        for _ in range(_PROOFS):
+            older = [s for s in subjects if self._written.get(s, 0) > (found[s].seq if s in found else 0)]
+            if not older:
+                break
+            # A leader that the others have left answers for seconds; or it is gone since.
+            await self._stream.prove(self._keys.of("unused", "*"), self._timeout_s)
+            found |= await self._stream.last(older, self._timeout_s)
+        else:
+            for s in older:
+                del self._written[s]
         wild = [s for s in subjects if "*" in s]
         # The leader shows no more than one message of a wildcard. It tells how far a copy must be that shows them all.
         ends = await self._stream.ends(wild, self._timeout_s)
         if wild := [s for s, end in zip(wild, ends, strict=True) if end]:
             found |= await self.copy(wild, max(ends))
         return found
+
+    def wrote(self, messages: Sequence[Outgoing], last: int) -> None:
+        """Note what this instance has written, the last message at `last`: what it reads must not be older."""
+        if self.replicated:
+            for back, m in enumerate(reversed(messages)):
+                if m.body:
+                    self._written[m.subject] = last - back
+                    self._written.move_to_end(m.subject)
+            while len(self._written) > _REMEMBERED:
+                self._written.popitem(last=False)
 
     async def copy(self, subjects: Sequence[str], end: int = 0) -> dict[str, StoredMessage]:
         """The same as any copy has it that is as far as `end`. At most 1024 messages."""
@@ -78,6 +115,28 @@ class NatsReads:
                 raise LogUnavailable("the copies of the mailbox are behind their leader")
             await asyncio.sleep(_BEHIND_S)
         return messages[:limit]
+
+    def dispatches(self, found: Iterable[StoredMessage]) -> Iterator[tuple[Dispatch, StoredMessage]]:
+        """What can be read; what cannot is set aside: it stands where it is, and nothing waits for it."""
+        for message in found:
+            try:
+                if message.body:
+                    yield self._keys.dispatch(message), message
+            except MalformedEntry as e:
+                if message.seq not in self._set_aside:
+                    _log.warning("%s; it is set aside", e, extra={"action": "mailbox_foreign"})
+                self._set_aside = {message.seq, *islice(self._set_aside, 1000)}
+
+    async def states(self, thread_ids: Iterable[str]) -> dict[str, MailboxThread]:
+        """As any copy has them; of those that cannot be read the empty one."""
+        states = {t: MailboxThread(thread_id=t) for t in thread_ids}
+        subjects = list(map(self._keys.thread, states))
+        for i in range(0, len(subjects), PAGE):
+            for message in (await self.copy(subjects[i : i + PAGE])).values():
+                with suppress(MalformedEntry):
+                    state = self._keys.state(message, untoken(message.subject.rpartition(".")[2]))
+                    states[state.thread_id] = state
+        return states
 
     def check_open(self) -> None:
         if not self.open:

@@ -1,7 +1,7 @@
 """Signals and live deliveries on NATS.
 
-A signal is the message at ``s.<thread>``: one at most per thread, put in the same batch as what it is about, so it can
-neither be forgotten nor pile up. All workers share one durable consumer of these.
+A signal is the message at ``s.<thread>``: one at most per thread, put in the same batch as what it is about. All
+workers share one durable consumer of these.
 """
 
 from __future__ import annotations

@@ -208,13 +208,13 @@ class MailboxStore:
             return await self._steps.write(thread, decisions.claim(thread, head, claiming), step_id, now)
 
         with self.counters.timed("claim"):
-            claiming_it = asyncio.ensure_future(self._steps.tries()(attempt))
             try:
-                after = await asyncio.shield(claiming_it)
+                after = await self._steps.tries()(attempt)
             except asyncio.CancelledError:
-                # Nobody would know of the claim; and when its lease was over, it would count as an attempt.
+                # It may have been done, or be on its way. Then nobody would know of the claim, and the end of its lease
+                # would count as an attempt. Another try finds it done or does it, and the claim goes back.
                 with suppress(BufstoreError):
-                    after = await claiming_it
+                    after = await self._steps.tries()(attempt)
                     if after is not None and after.active is not None:
                         held = after.active
                         await self._end(held, now, lambda thread: decisions.release(thread, held, now))

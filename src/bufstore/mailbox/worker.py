@@ -111,14 +111,16 @@ class Worker:
             if await signal.ack():
                 return
         except asyncio.CancelledError:
-            await signal.nack(0)
+            with suppress(BufstoreError):
+                await signal.nack(0)
             raise
         except BufstoreError as e:
             _log.info("thread %r: %s", signal.thread_id, e, extra={"action": "mailbox_step_failed"})
         c = self._config
         self._mailbox.counters.count("signals_nacked")
         delay = backoff_s(signal.deliveries, c.signal_nack_base_delay_s, c.signal_nack_max_delay_s)
-        await signal.nack(0 if self._closing else delay)
+        with suppress(BufstoreError):  # then it comes again by itself
+            await signal.nack(0 if self._closing else delay)
 
     async def _work(self, claim: Dispatch, signal: Signal) -> None:
         task = asyncio.ensure_future(self._handler(claim))

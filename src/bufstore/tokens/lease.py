@@ -51,6 +51,8 @@ class Lease:
         self.lost = asyncio.Event()
         self._record, self._ttl_s = replace(record, token=hold.seq), record.lease_s
         self._reason = ""
+        #: It was done, given back or released.
+        self._over = False
         self._changing = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -75,6 +77,8 @@ class Lease:
     async def _change(self, record: Record) -> None:
         """Replace our record. Raises TokenLost, LogUnavailable."""
         async with self._changing:
+            if self._over:
+                raise TokenLost(self.key, "it was done or given back")
             number = self._record.number + 1
             self._record = replace(self._record, number=number)
             record = replace(record, number=number)

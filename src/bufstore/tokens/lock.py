@@ -105,9 +105,6 @@ class Locks(Opened):
             raise TokenBusy(key, (await self._register.read(subject))[1].holder) from None
         return Lock(Hold(key, self._register, subject, seq, record, began), self)
 
-    async def _remove(self, seq: int) -> None:
-        await self._stream.api(f"STREAM.MSG.DELETE.{self._stream_name}", {"seq": seq, "no_erase": True})
-
 
 class Lock(Lease):
     """A held lock. As a context manager it is renewed, and released at the end."""
@@ -115,7 +112,7 @@ class Lock(Lease):
     def __init__(self, hold: Hold, locks: Locks) -> None:
         super().__init__(hold)
         self._server_ttl_s = int(hold.record.lease_s)
-        self._locks, self._released = locks, False
+        self._locks = locks
 
     async def __aenter__(self) -> Self:
         self._keep()
@@ -133,20 +130,21 @@ class Lock(Lease):
 
     async def release(self) -> None:
         """Give it up. Raises TokenLost when it was lost before, and LogUnavailable when that is not known."""
-        if self._released:
+        if self._over:
             return
         # End the renewals first: a later one would take the lock again.
         await self._stop_keeping()
         try:
             async with self._changing:
-                while not self._released:
+                while not self._over:
                     try:  # by its sequence: it can only be ours
-                        await self._locks._remove(self._seq)
-                        self._released = True
+                        delete = f"STREAM.MSG.DELETE.{self._locks._stream_name}"
+                        await self._locks._stream.api(delete, {"seq": self._seq, "no_erase": True})
+                        self._over = True
                     except MessageMissing:
                         await self._found_again()
         finally:
-            self._released = True
+            self._over = True
             self._stop()
             self._reason = self._reason or "released"
             self.lost.set()

@@ -117,7 +117,7 @@ class Holder(msgspec.Struct, frozen=True):
     silent_s: float
 
 
-class Statistics(msgspec.Struct, frozen=True, kw_only=True):
+class Statistics(msgspec.Struct, frozen=True):
     """What exclusive work has to do, as the server counts it; no scan."""
 
     #: Stored and not done, with the messages that give waiting keys their turn.

@@ -36,7 +36,7 @@ class Task(Lease):
         self.item = hold.record.item
         self.delivery, self.others_wait = delivery, others_wait
         self._answer, self._finish = answer, finish
-        self._over = self._done = False
+        self._done = False
         self._keep()
 
     async def __aenter__(self) -> Self:
@@ -66,7 +66,6 @@ class Task(Lease):
         if self._done:
             return
         await self._stop_keeping()
-        self._check_ours()
         # Those behind it take turns with other keys: their turn comes with a message that `_finish` sends.
         reserved_s = self._ttl_s if self.others_wait else 0.0
         await self._change(replace(self._record, holder="", done=True, lease_s=reserved_s, turn=self.others_wait))
@@ -82,16 +81,11 @@ class Task(Lease):
         """As if it had never been taken: no attempt is counted. Raises like `done`."""
         await self._give_back(0.0, self.attempt - 1)
 
-    def _check_ours(self) -> None:
-        if self._over:
-            raise TokenLost(self.key, "it was done or given back")
-
     async def _give_back(self, delay_s: float, attempt: int) -> None:
         await self._stop_keeping()
-        self._check_ours()
         # With another mark: from here on this holder cannot complete the item.
-        free = replace(self._record, holder="", mark=secrets.token_hex(8), attempt=attempt, lease_s=delay_s)
-        await self._change(free)
+        mark = secrets.token_hex(8)
+        await self._change(replace(self._record, holder="", mark=mark, attempt=attempt, lease_s=delay_s))
         self._over = True
         self._stop()
         await self._answer(self.delivery, b'-NAK {"delay": %d}' % round(delay_s * 1e9) if delay_s > 0 else b"-NAK")

@@ -61,9 +61,8 @@ _log = logging.getLogger(__name__)
 _HEADERS_BYTES = 1024
 #: After an error a worker waits this long, and up to twice that, before it asks again.
 _PAUSE_S = 0.5
-#: A worker looks at so many items, so often in `ttl_s`.
-_LOOKED_AT = 50
-_LOOKS = 10
+#: A worker looks at so many items, of so many bytes or so, and so often in `ttl_s`.
+_LOOKED_AT, _LOOKED_AT_BYTES, _LOOKS = 50, 1 << 20, 10
 
 Handler = Callable[[Task], Awaitable[None]]
 
@@ -83,10 +82,8 @@ class ExclusiveWork(Opened):
         self._stored = Register(self._items, self._stream, config.timeout_s)  # for the ages of items
         self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._stream}.{WORKERS}")
         self._ending: set[asyncio.Future[Any]] = set()
-        #: Where and when to look for items that nobody was told of, and how many were found.
-        self._position = 0
-        self._look_at = 0.0
-        self._found = 0
+        #: Where, at how many and when to look for items that nobody was told of, and how many were found.
+        self._position, self._page, self._look_at, self._found = 0, _LOOKED_AT, 0.0, 0
 
     @classmethod
     async def open(
@@ -199,15 +196,9 @@ class ExclusiveWork(Opened):
         stream, consumer = await asyncio.gather(
             self._items.api(f"STREAM.INFO.{self._stream}"), self._items.api(f"CONSUMER.INFO.{self._stream}.{WORKERS}")
         )
-        return Statistics(
-            stored=stream["state"]["messages"],
-            bytes=stream["state"]["bytes"],
-            oldest_s=oldest_s(stream),
-            untold=consumer["num_pending"],
-            told=consumer["num_ack_pending"],
-            told_again=consumer["num_redelivered"],
-            found=self._found,
-        )
+        state, untold, told = stream["state"], consumer["num_pending"], consumer["num_ack_pending"]
+        again = consumer["num_redelivered"]
+        return Statistics(state["messages"], state["bytes"], oldest_s(stream), untold, told, again, self._found)
 
     # Taking.
 
@@ -291,12 +282,13 @@ class ExclusiveWork(Opened):
             if task.others_wait or any(item.seq != task.item for item in await self._waiting(name, 2)):
                 try:
                     await self._give_turn(name)
-                except LogFull:  # no room for a message: the one that told us tells another
-                    await self._pulls.answer(delivery, b"-NAK")
-                    return
+                except LogFull:
+                    await self._remove(task.item)  # which makes room
+                    await self._give_turn(name)
             await asyncio.gather(self._remove(task.item), self._drop(delivery))
-        except (Unavailable, AppendUnknown) as e:
+        except (Unavailable, LogFull) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
+            await self._pulls.answer(delivery, b"-NAK")  # what told us tells another
 
     async def _give_turn(self, name: str) -> None:
         """Tell of the key behind all that is stored now."""
@@ -307,11 +299,10 @@ class ExclusiveWork(Opened):
                 raise LogUnavailable(str(e)) from None
 
     async def _drop(self, delivery: Delivery | None) -> None:
-        """It need not come again. An item stays stored; a turn goes."""
-        if delivery is not None:
-            await self._pulls.answer(delivery, b"+ACK")
-            if delivery.is_turn:
-                await self._remove(delivery.seq)
+        """It need not come again. An item stays stored; a turn goes, and is not acknowledged before it is gone."""
+        if delivery is not None and delivery.is_turn:
+            await self._remove(delivery.seq)
+        await self._pulls.answer(delivery, b"+ACK")
 
     async def _remove(self, seq: int) -> None:
         with contextlib.suppress(MessageMissing):  # replaced meanwhile, or removed already
@@ -327,8 +318,10 @@ class ExclusiveWork(Opened):
         info = await self._items.api(f"STREAM.INFO.{self._stream}")
         if oldest_s(info) < c.ttl_s:
             return None
-        page = await self._items.read(f"{c.name}.item.*", self._position, c.timeout_s, limit=_LOOKED_AT)
-        self._position = page[-1].seq if len(page) == _LOOKED_AT else 0
+        page = await self._items.read(f"{c.name}.item.*", self._position, c.timeout_s, limit=self._page)
+        self._position = page[-1].seq if len(page) >= self._page else 0
+        weight = sum(len(message.body) for message in page)
+        self._page = max(1, min(_LOOKED_AT, _LOOKED_AT_BYTES * len(page) // max(weight, 1)))
         firsts = {message.subject.rpartition(".")[2]: message.seq for message in reversed(page)}
         seen = await self._register.seen_all([{"last_by_subj": self._fence(name)} for name in firsts])
         for (name, item), (_, record, age_s) in zip(firsts.items(), seen, strict=True):
@@ -337,6 +330,7 @@ class ExclusiveWork(Opened):
             with contextlib.suppress(MalformedEntry):
                 if (task := await self._begin(untoken(name), name, None)) is not None:
                     self._found += 1
+                    self._look_at = 0.0  # there may be more
                     _log.warning("nobody was told of an item of %r", task.key, extra={"action": "token_found"})
                     return task
         return None

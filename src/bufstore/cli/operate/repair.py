@@ -30,7 +30,7 @@ def repair(options: Options, apply: bool) -> None:
 async def _repair(target: Endpoints, apply: bool) -> tuple[Repaired, str]:
     """What was found, and how to mend it."""
     log = await target.find_any_log(applies=apply)
-    config, named = log or (LogConfig(stream=target.stream, bucket=target.bucket), None)
+    config, named = log or (LogConfig(stream=target.stream, bucket=target.bucket), await target.noted())
     found = await repair_buffer(target.buffer_of(named, repairing(BufferConfig.fitting(config))), apply=apply)
     try:
         await target.find_any_log(applies=True)

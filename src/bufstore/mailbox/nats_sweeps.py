@@ -1,0 +1,192 @@
+"""What a sweeper does in a mailbox's bucket: leases that are over, what is due, lost signals, finished records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
+
+from bufstore.errors import MalformedEntry
+from bufstore.jetstream.errors import TooManyResults
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.subject_tokens import token
+from bufstore.mailbox.decisions import is_expired
+from bufstore.mailbox.model import Dispatch, MailboxThread
+from bufstore.mailbox.nats_agenda import Agenda
+from bufstore.mailbox.nats_keys import SLOT_MS, THREAD_GONE_S, Keys
+from bufstore.mailbox.nats_reads import NatsReads
+
+#: So old is an entry of a lease whose thread is not there at all.
+_FORGOTTEN_MS = 24 * 3600_000
+_WALK_BYTES, _WALK_MAX = 512 << 10, 512
+
+
+class NatsSweeps:
+    """See `bufstore.mailbox.ports.Backend` for what the methods of the same names promise."""
+
+    def __init__(
+        self,
+        stream: NatsStream,
+        keys: Keys,
+        reads: NatsReads,
+        put: Callable[[Sequence[Outgoing]], Awaitable[int]],
+        bucket: str,
+        timeout_s: float,
+    ) -> None:
+        self._stream = stream
+        self._keys = keys
+        self._reads = reads
+        self._put = put
+        self._bucket = bucket
+        self._timeout_s = timeout_s
+        self._leases, self._delays = (
+            Agenda(kind, stream, keys, self.write_each, self.remove, timeout_s) for kind in "ld"
+        )
+        self.walks = [_Walk(keys.of("q", "*", "*", "*")), _Walk(keys.of("r", "*", "*"))]
+
+    async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
+        expired: dict[str, MailboxThread] = {}
+        left: set[int] = set()
+        async for page in self._leases.due(now_ms):
+            entries = {m: e for m in page if (e := self._keys.entry(m)).at_ms < now_ms}
+            states = await self._reads.states({e.thread_id for e in entries.values()})
+            expired |= {t: s for t, s in states.items() if is_expired(s, now_ms)}
+            kept = {
+                m.subject
+                for m, e in entries.items()
+                # An entry comes with a state: a copy that shows only the first is behind.
+                if e.thread_id in expired or (states[e.thread_id].version < m.seq and e.at_ms > now_ms - _FORGOTTEN_MS)
+            }
+            await self._leases.settle(page, kept, now_ms, left)
+            if len(expired) >= limit:
+                break
+        return list(expired.values())[:limit]
+
+    async def signal_due(self, now_ms: int, limit: int) -> int:
+        signalled: set[str] = set()
+        left: set[int] = set()
+        async for page in self._delays.due(now_ms):
+            ripe = [(m, e) for m in page if (e := self._keys.entry(m)).at_ms <= now_ms]
+            threads = {e.thread_id for _, e in ripe}
+            failed = await self.write_each(self._keys.signal(t) for t in threads)
+            told = {t for t in threads if self._keys.signal(t).subject not in failed}
+            running = [m for m, e in ripe if (e.slot + 1) * SLOT_MS > now_ms and e.thread_id in told]
+            await self.write_each(self._keys.gone(m.subject, m.seq) for m in running)
+            await self._delays.settle(page, {m.subject for m, e in ripe if e.thread_id not in told}, now_ms, left)
+            signalled |= told
+            if len(signalled) >= limit:
+                break
+        return len(signalled)
+
+    async def signal_lost(self, due_ms: int, limit: int) -> int:
+        lost = 0
+        for walk in self.walks:
+            page = await self._stream.read(walk.subject, walk.position, self._timeout_s, min(limit, walk.size))
+            walk.read(page, min(limit, walk.size))
+            first: dict[str, StoredMessage] = {}
+            for d, m in self._reads.dispatches(page):
+                if d.available_at_ms <= due_ms:
+                    first.setdefault(d.thread_id, m)
+            # Most have their signal: so a copy is asked first.
+            for t in self._untold(first, await self._reads.copy(self._told_by(first)) if first else {}):
+                seen = await self._reads.last(self._told_by([t]))
+                queued = (await self._reads.last([first[t].subject])).get(first[t].subject)
+                if self._untold([t], seen) and queued is not None and queued.seq == first[t].seq:
+                    await self._put([self._keys.signal(t)])
+                    lost += 1
+        return lost
+
+    def _told_by(self, thread_ids: Iterable[str]) -> list[str]:
+        return [s for t in thread_ids for s in (self._keys.thread(t), self._keys.signal(t).subject)]
+
+    def _untold(self, thread_ids: Iterable[str], found: Mapping[str, StoredMessage]) -> list[str]:
+        """Threads that are free and have no signal, or one that was answered."""
+        untold = []
+        for thread_id in thread_ids:
+            subject, signal = self._told_by([thread_id])
+            with suppress(MalformedEntry):
+                state = self._keys.state(found.get(subject), thread_id)
+                if state.active is None and (signal not in found or found[signal].seq <= state.answered):
+                    untold.append(thread_id)
+        return untold
+
+    async def purge(self, finished_before_ms: int, limit: int) -> int:
+        subject, position, old = self._keys.of("x", "*", "*"), 0, 0
+        size = 1  # mostly nothing is old enough
+        while old < limit:
+            size = min(size, limit - old)
+            page = await self._stream.read(subject, position, self._timeout_s, size)
+            readable = list(self._reads.dispatches(page))
+            part = list(takewhile(lambda r: (r[0].completed_at_ms or 0) < finished_before_ms, readable))
+            if part:
+                # First what makes room also where there is none; an id of which nothing is left may be used again.
+                await self.remove(subject, part[-1][1].seq)
+                await self._drop_keys([d for d, _ in part])
+                await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d, _ in part}))
+                old += len(part)
+            if len(part) < len(readable) or len(page) < size:
+                break
+            position, size = page[-1].seq, 64
+        return old
+
+    async def _drop_keys(self, finished: Sequence[Dispatch]) -> None:
+        holders: dict[str, bytes] = {}
+        for d in finished:
+            t, body = token(d.thread_id), token(d.dispatch_id).encode()
+            holders[self._keys.of("i", t, token(d.dispatch_id))] = body
+            if d.dedupe_key is not None:
+                holders[self._keys.of("k", t, token(d.dedupe_key))] = body
+        found = await self._reads.last(list(holders))
+        # Not the key of a later dispatch.
+        await self._drop([m for s, m in found.items() if m.body == holders[s]])
+
+    async def _drop_thread(self, thread_id: str) -> None:
+        """Forget a thread of which nothing is left. Its epoch and tokens are not needed: their numbers only grow."""
+        t, subject = token(thread_id), self._keys.thread(thread_id)
+        try:
+            found = await self._reads.last([subject, self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
+        except TooManyResults:
+            return
+        message = found.pop(subject, None)
+        state = self._keys.state(message, thread_id)
+        # A priority that is not the default must not be forgotten: somebody may just be using it.
+        left = any(m.body for m in found.values())
+        if message is not None and message.body and not (state.active or state.priorities or left):
+            await self.write_each([self._keys.gone(subject, message.seq, ttl_s=THREAD_GONE_S)])
+
+    async def _drop(self, messages: Iterable[StoredMessage]) -> None:
+        await self.write_each([self._keys.gone(m.subject, m.seq) for m in messages])
+
+    async def write_each(self, messages: Iterable[Outgoing]) -> set[str]:
+        """Write each by itself; the subjects of those that were not, or not surely."""
+        each = list(messages)
+        failed = set()
+        for m, outcome in zip(
+            each, await asyncio.gather(*(self._put([m]) for m in each), return_exceptions=True), strict=True
+        ):
+            if isinstance(outcome, (Conflict, AppendUnknown)):
+                failed.add(m.subject)
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return failed
+
+    async def remove(self, subject: str, seq: int) -> None:
+        """Remove what a filter has, up to a sequence. It stores nothing."""
+        request = {"filter": subject, "seq": seq + 1}
+        await self._stream.api(f"STREAM.PURGE.KV_{self._bucket}", request)
+
+
+class _Walk:
+    """How far all queued dispatches were looked at, in pages of about so many bytes."""
+
+    def __init__(self, subject: str) -> None:
+        self.subject = subject
+        self.position = 0
+        self.size = 16
+
+    def read(self, page: list[StoredMessage], asked: int) -> None:
+        self.position = page[-1].seq if len(page) >= asked else 0
+        large = sum(len(m.body) for m in page) > _WALK_BYTES
+        self.size = max(16, self.size // 2) if large else min(_WALK_MAX, 2 * self.size)
