@@ -13,7 +13,7 @@ from bufstore.buffer import elapsed
 from bufstore.buffer.buffer import Buffer
 from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import StateReader
-from bufstore.buffer.entry import Malformed, assemble
+from bufstore.buffer.entry import Malformed, items_of
 from bufstore.buffer.read.store_watch import StoreWatch, end
 from bufstore.errors import ReadNotFresh, StoreUnavailable, ThreadQuarantined
 from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
@@ -106,7 +106,7 @@ class CheckpointReads:
         log, subject = self._buffer.log, self._buffer.subjects.of(thread_id)
         messages = await log.after(subject, 0, self._buffer.config.read_timeout_s)
         tables, last = Tables(), 0
-        for item in assemble(messages, thread_id):
+        for item in items_of(messages, thread_id):
             if isinstance(item, Malformed) or item.entry.prev_id != last:
                 tables = Tables()
             if isinstance(item, Malformed):
