@@ -29,6 +29,7 @@ from bufstore import (
     StoreUnavailable,
     ThreadQuarantined,
 )
+from bufstore.buffer.ports.log import Floor
 from bufstore.jetstream.messages import Conflict, Outgoing
 from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryLog, MemoryStream
@@ -201,6 +202,30 @@ def test_what_builds_on_a_tombstone_that_is_buried_meanwhile_is_applied(how: str
             messages = await one.load_messages(thread_id, consistency=Consistency.STRONG)
             assert messages == ([] if how == "save_thread" else [2])
             assert await ledger.quarantined() == 0
+
+    run(main())
+
+
+def test_a_flush_of_everything_waits_for_what_only_the_ledger_has() -> None:
+    """What waits there does not hold the log's floor, below which the log shows nothing of a partition."""
+
+    async def main() -> None:
+        inner, thread_id = MemoryThreadStore(), fresh()
+        async with instance(MemoryNats(), inner) as store:
+            await store.checkpoint(thread_id, [1], run_of(thread_id))
+            await store.force_flush_all()
+            ledger, log = inner.ledger(0), store.buffer.log
+            ledger.locked.add(thread_id)
+            await store.checkpoint_append(thread_id, [2], run_of(thread_id))
+            await asyncio.sleep(5)
+            assert ledger.waiting.entries
+            past = 1 + await log.end(5.0)
+            await log.let_go({p: Floor(past, 0) for p in range(store.buffer.subjects.partitions)})
+            with pytest.raises(FlushTimeout):
+                await store.force_flush_all(timeout_s=2)
+            ledger.locked.clear()
+            await store.force_flush_all(timeout_s=60)
+            assert await inner.load_messages(thread_id) == [1, 2]
 
     run(main())
 
