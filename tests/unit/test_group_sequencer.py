@@ -456,6 +456,25 @@ def test_of_many_who_begin_at_the_same_moment_each_is_refused_once() -> None:
     run(main())
 
 
+def test_a_writer_whose_task_is_ended_while_it_waits_for_its_turn_does_not_begin_again_and_again() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        one, two = await started(world, 2)
+        two.sequencer._others.go_first = asyncio.Event().wait  # type: ignore[method-assign]
+        unit = two.add("a", 0)
+        await asyncio.sleep(0.1)
+        task = two.sequencer._task
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0.1)
+        assert two.sequencer._task is None
+        for process in (one, two):
+            await process.sequencer.aclose()
+        assert isinstance(unit.ends[0], Closed)
+
+    run(main())
+
+
 def test_what_expects_nothing_goes_behind_whatever_came_meanwhile() -> None:
     async def main() -> None:
         world = World(random.Random(1))

@@ -315,13 +315,17 @@ class Sequencer:
             self._task = self._loop.create_task(self._work(), name="bufstore-groups")
 
     async def _work(self) -> None:
+        again = True
         try:
             while self._waiting:
                 await self._others.go_first()
                 await self._guarded(self._take())
+        except asyncio.CancelledError:
+            again = False  # everything ends
+            raise
         finally:
             self._task = None
-            if self._waiting and not self._closed:
+            if again and self._waiting and not self._closed:
                 self._look_soon()
 
     def _take(self) -> list[Queued]:
