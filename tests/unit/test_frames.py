@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
+from nats.errors import OutboundBufferLimitError
 
 from bufstore.jetstream import frames
 from bufstore.jetstream.messages import Outgoing
@@ -51,6 +53,30 @@ def test_both_ways_send_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPat
         theirs, their_stats = sent(messages, False, monkeypatch)
         assert ours == theirs
         assert our_stats["out_msgs"] == their_stats["out_msgs"] == count
+
+
+class Gone:
+    """The socket of a connection that ended, before the client knows: so uvloop answers."""
+
+    def write(self, data: bytes) -> None:
+        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+
+
+def test_a_socket_that_is_gone_is_a_client_that_is_not_connected() -> None:
+    async def main() -> None:
+        client = Sent()
+        transport = TcpTransport()
+        transport._io_writer = Gone()  # type: ignore[assignment]
+        client._transport = transport
+        with pytest.raises(OutboundBufferLimitError):
+            await frames.post(client, "subject", b"", "reply")
+        with pytest.raises(OutboundBufferLimitError):
+            await frames.send(client, _MESSAGES[:1], "", "reply")
+        with pytest.raises(OutboundBufferLimitError):
+            await frames.send_each(client, _MESSAGES[:1], ["reply"])
+        assert not frames.begin(client, _MESSAGES[0], "batch")
+
+    asyncio.run(main())
 
 
 def test_the_installed_client_is_one_that_was_checked() -> None:

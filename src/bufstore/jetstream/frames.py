@@ -92,7 +92,10 @@ def begin(client: Client, first: Outgoing, batch: str) -> bool:
     """Send the first message of a batch; False when it would have to wait, and then nothing is sent."""
     if not supported or not client.is_connected or not _free(client):
         return False
-    _write_now(client, framed([first], batch, "", whole=False), 1)
+    try:
+        _write_now(client, framed([first], batch, "", whole=False), 1)
+    except nats.errors.OutboundBufferLimitError:
+        return False
     return True
 
 
@@ -102,9 +105,12 @@ def _free(client: Client) -> bool:
 
 
 def _write_now(client: Client, data: bytes, messages: int) -> None:
+    try:
+        client._transport.write(data)  # type: ignore[union-attr]
+    except RuntimeError:  # so uvloop answers when the connection has ended and the client does not know yet
+        raise nats.errors.OutboundBufferLimitError from None
     client.stats["out_msgs"] += messages
     client.stats["out_bytes"] += len(data)
-    client._transport.write(data)  # type: ignore[union-attr]
 
 
 async def post(client: Client, subject: str, payload: bytes, reply: str) -> None:
