@@ -210,12 +210,13 @@ async def test_a_repeat_of_what_landed_too_late_is_written(
         monkeypatch.setattr(one.buffer.log, "publish", held_up)
         with pytest.raises(OutcomeUnknown) as unknown:
             await one.checkpoint_append("t", ["mine"], run_of("t"), producer=producer)
-        monkeypatch.undo()
         await flusher.checkpoint_append("t", ["theirs"], run_of("t"))
         await leave_the_log()
         await publish(sent[0], 5)
         if flushed:
             await flusher.force_flush_all()
+        # Not before: it may be about to send its entry once more.
+        monkeypatch.undo()
         key = unknown.value.token if producer is None else None
         receipts = [
             await store.checkpoint_append("t", ["mine"], run_of("t"), idempotency_key=key, producer=producer)
