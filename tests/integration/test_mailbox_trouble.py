@@ -24,22 +24,7 @@ from bufstore.mailbox import (
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.notify import MemoryNotifier
 from helpers import fresh, query
-from mailboxes import KINDS, Mailboxes
-
-
-@pytest.fixture(params=KINDS)
-def mailboxes(request: pytest.FixtureRequest, servers: Servers) -> Mailboxes:
-    return Mailboxes(request.param, servers)
-
-
-@pytest.fixture
-def on_nats(servers: Servers) -> Mailboxes:
-    return Mailboxes("nats", servers)
-
-
-@pytest.fixture
-def on_postgres(servers: Servers) -> Mailboxes:
-    return Mailboxes("postgres", servers)
+from mailboxes import Mailboxes
 
 
 def _nats(store: Any) -> NatsBackend:
