@@ -19,6 +19,7 @@ from hypothesis import settings
 
 from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore, Unavailable, change_log
 from bufstore.embedded import EmbeddedError, RedisServer, Servers
+from mailboxes import KINDS, Mailboxes
 from process_state import kept
 from thorough import examples
 
@@ -212,3 +213,19 @@ async def made(deployment: Deployment) -> Deployment:
 def deploy(servers: Servers) -> Callable[..., Deployment]:
     """Makes deployments with other log settings."""
     return lambda **config: Deployment(servers, **config)
+
+
+@pytest.fixture(params=KINDS)
+def mailboxes(request: pytest.FixtureRequest, servers: Servers) -> Mailboxes:
+    """A mailbox's deployment of each kind."""
+    return Mailboxes(request.param, servers)
+
+
+@pytest.fixture
+def on_nats(servers: Servers) -> Mailboxes:
+    return Mailboxes("nats", servers)
+
+
+@pytest.fixture
+def on_postgres(servers: Servers) -> Mailboxes:
+    return Mailboxes("postgres", servers)

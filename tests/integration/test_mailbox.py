@@ -26,21 +26,6 @@ from mailboxes import KINDS, Mailboxes
 MANY = int(os.environ.get("BUFSTORE_MAILBOX_RECORDS", "1500"))
 
 
-@pytest.fixture(params=KINDS)
-def mailboxes(request: pytest.FixtureRequest, servers: Servers) -> Mailboxes:
-    return Mailboxes(request.param, servers)
-
-
-@pytest.fixture
-def on_nats(servers: Servers) -> Mailboxes:
-    return Mailboxes("nats", servers)
-
-
-@pytest.fixture
-def on_postgres(servers: Servers) -> Mailboxes:
-    return Mailboxes("postgres", servers)
-
-
 #: Postgres has no live deliveries.
 CONTRACTS = [
     pytest.param(kind, check, id=f"{kind}-{check}")

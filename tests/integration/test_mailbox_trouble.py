@@ -24,22 +24,7 @@ from bufstore.mailbox import (
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.notify import MemoryNotifier
 from helpers import fresh, query
-from mailboxes import KINDS, Mailboxes
-
-
-@pytest.fixture(params=KINDS)
-def mailboxes(request: pytest.FixtureRequest, servers: Servers) -> Mailboxes:
-    return Mailboxes(request.param, servers)
-
-
-@pytest.fixture
-def on_nats(servers: Servers) -> Mailboxes:
-    return Mailboxes("nats", servers)
-
-
-@pytest.fixture
-def on_postgres(servers: Servers) -> Mailboxes:
-    return Mailboxes("postgres", servers)
+from mailboxes import Mailboxes
 
 
 def _nats(store: Any) -> NatsBackend:
@@ -81,6 +66,30 @@ async def test_a_full_bucket_refuses_what_is_new_and_nothing_else(servers: Serve
         assert await b.purge_finished(int(1000 * time.time()) + 60_000) == len(put) - 1
         await asyncio.sleep(0.3)  # so long a full bucket is not looked at
         await a.enqueue(fresh(), b"x" * 100_000)
+
+
+async def test_a_step_goes_on_when_others_held_the_last_room_for_a_moment(
+    on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of another instance that are on their way count, until they are stored or refused."""
+    async with on_nats.open(1) as (store,):
+        backend, thread_id, refused = _nats(store), fresh(), 0
+        await store.enqueue(thread_id)
+        publish = backend._stream.publish_batch
+
+        async def full(*_: Any) -> int:
+            raise LogFull("maximum bytes exceeded")
+
+        async def full_at_first(*arguments: Any) -> int:
+            nonlocal refused
+            refused += 1
+            return await (full(*arguments) if refused < 3 else publish(*arguments))
+
+        monkeypatch.setattr(backend._writes, "submit", full)
+        monkeypatch.setattr(backend._stream, "publish_batch", full_at_first)
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        assert refused == 3
 
 
 async def test_a_record_that_nobody_can_read_is_set_aside_on_nats(on_nats: Mailboxes) -> None:

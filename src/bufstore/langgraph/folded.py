@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import msgspec
-
 from bufstore.langgraph.model import (
     BlobKey,
     BlobRow,
@@ -20,8 +18,9 @@ from bufstore.langgraph.model import (
     WriteKey,
     WriteRow,
     Writes,
+    left_by,
     merged,
-    orphaned,
+    put,
 )
 
 
@@ -83,9 +82,7 @@ class Folded:
                 self._drop(operation)
 
     def _put(self, row: CheckpointRow) -> None:
-        before = self.checkpoints.get((row.ns, row.id))
-        # The row that is there keeps its parent.
-        self.checkpoints[row.ns, row.id] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
+        put(self.checkpoints, row)
 
     def _keep_blobs(self, blobs: Iterable[BlobRow]) -> None:
         for blob in blobs:
@@ -100,14 +97,7 @@ class Folded:
             self.writes[key] = merged(before[0], write, upsert), before[1] or upsert
 
     def _drop(self, drop: Drop) -> None:
-        gone, namespaces, blobs = set(drop.checkpoints), set(drop.namespaces), set(drop.blobs)
-        self.dropped |= gone
-        self.dropped_namespaces |= namespaces
-        self.dropped_blobs |= blobs
-        self.checkpoints = {
-            key: orphaned(row, gone)
-            for key, row in self.checkpoints.items()
-            if key not in gone and key[0] not in namespaces
-        }
-        self.blobs = {k: b for k, b in self.blobs.items() if k not in blobs and k[0] not in namespaces}
-        self.writes = {k: w for k, w in self.writes.items() if k[:2] not in gone and k[0] not in namespaces}
+        self.dropped |= set(drop.checkpoints)
+        self.dropped_namespaces |= set(drop.namespaces)
+        self.dropped_blobs |= set(drop.blobs)
+        self.checkpoints, self.blobs, self.writes = left_by(drop, self.checkpoints, self.blobs, self.writes)

@@ -6,13 +6,16 @@ operation makes of them: the store in memory, a read of the tail, and the tests 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 #: A channel that is written when a task sends to another; before version 4 a checkpoint takes them from its parent.
 TASKS = "__pregel_tasks"
+
+#: A write, and maybe how it is written.
+W = TypeVar("W")
 
 
 class CheckpointRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,6 +118,27 @@ class LangGraphChange(msgspec.Struct, frozen=True):
         return isinstance(self.operations[-1][1], Delete)
 
 
+def put(checkpoints: dict[CheckpointKey, CheckpointRow], row: CheckpointRow) -> None:
+    """Put a row among others as Postgres does: one that is there keeps its parent."""
+    before = checkpoints.get((row.ns, row.id))
+    checkpoints[row.ns, row.id] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
+
+
+def left_by(
+    drop: Drop,
+    checkpoints: Mapping[CheckpointKey, CheckpointRow],
+    blobs: Mapping[BlobKey, BlobRow],
+    writes: Mapping[WriteKey, W],
+) -> tuple[dict[CheckpointKey, CheckpointRow], dict[BlobKey, BlobRow], dict[WriteKey, W]]:
+    """What a drop leaves of these rows."""
+    gone, namespaces, dropped = set(drop.checkpoints), set(drop.namespaces), set(drop.blobs)
+    return (
+        {k: orphaned(row, gone) for k, row in checkpoints.items() if k not in gone and k[0] not in namespaces},
+        {k: b for k, b in blobs.items() if k not in dropped and k[0] not in namespaces},
+        {k: w for k, w in writes.items() if k[:2] not in gone and k[0] not in namespaces},
+    )
+
+
 class Tables:
     """Rows of one thread: all of them, or those that a read asked for."""
 
@@ -167,8 +191,7 @@ class Tables:
                 self._drop(operation)
 
     def _put(self, row: CheckpointRow) -> None:
-        before = self.checkpoints.get((row.ns, row.id))
-        self.checkpoints[row.ns, row.id] = row if before is None else msgspec.structs.replace(row, parent=before.parent)
+        put(self.checkpoints, row)
 
     def _keep_blobs(self, blobs: Iterable[BlobRow]) -> None:
         for blob in blobs:
@@ -180,14 +203,7 @@ class Tables:
         self.writes[key] = merged(self.writes.get(key), write, upsert)
 
     def _drop(self, drop: Drop) -> None:
-        gone, namespaces, blobs = set(drop.checkpoints), set(drop.namespaces), set(drop.blobs)
-        self.checkpoints = {
-            key: orphaned(row, gone)
-            for key, row in self.checkpoints.items()
-            if key not in gone and key[0] not in namespaces
-        }
-        self.blobs = {k: b for k, b in self.blobs.items() if k not in blobs and k[0] not in namespaces}
-        self.writes = {k: w for k, w in self.writes.items() if k[:2] not in gone and k[0] not in namespaces}
+        self.checkpoints, self.blobs, self.writes = left_by(drop, self.checkpoints, self.blobs, self.writes)
 
     def latest(self, ns: str) -> CheckpointRow | None:
         """The namespace's newest checkpoint."""

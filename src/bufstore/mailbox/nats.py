@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import ConfigDrift, LogFull, LogUnavailable, MalformedEntry, TooLarge
@@ -51,6 +52,16 @@ _AHEAD_MAX = 512
 _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
 _OVERHEAD = 512
+
+
+def _while_full() -> AsyncRetrying:
+    """Other instances' groups on their way hold room that is free again a moment later, stored or refused."""
+    return AsyncRetrying(
+        retry=retry_if_exception_type(LogFull),
+        stop=stop_after_delay(1.0),
+        wait=wait_random_exponential(multiplier=0.01, max=0.1),
+        reraise=True,
+    )
 
 
 class NatsBackend:
@@ -147,14 +158,17 @@ class NatsBackend:
         try:
             seq = await self._writes.submit(messages)
         except LogFull:
-            # A step makes room when it is done, and needs some before: many at once need more than one after the other.
-            async with self._alone:
-                try:
-                    seq = await self._stream.publish_batch(messages, self._config.timeout_s)
-                except BatchRefused as e:
-                    raise LogUnavailable(f"the server accepts no batch now: {e}") from None
+            seq = await _while_full()(self._put_alone, messages)
         self._reads.wrote(messages, seq)
         return seq
+
+    async def _put_alone(self, messages: Sequence[Outgoing]) -> int:
+        # A step makes room when it is done, and needs some before: many at once need more than one after the other.
+        async with self._alone:
+            try:
+                return await self._stream.publish_batch(messages, self._config.timeout_s)
+            except BatchRefused as e:
+                raise LogUnavailable(f"the server accepts no batch now: {e}") from None
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
         t = token(dispatch.thread_id)

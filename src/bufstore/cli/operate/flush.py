@@ -15,6 +15,7 @@ from bufstore.cli.connect import Endpoints, Options, connects
 from bufstore.cli.inspection import inspecting
 from bufstore.cli.running import Finite
 from bufstore.errors import BufstoreError
+from bufstore.types import check_id
 
 _LOOK_EVERY_S = 0.25
 
@@ -50,6 +51,8 @@ def flush(options: Options, thread: str | None, everything: bool, timeout: float
 
 async def _flush(target: Endpoints, thread: str | None, timeout_s: float) -> FlushReport:
     began = time.perf_counter()
+    if thread is not None:
+        check_id(thread, "thread_id")
     create = target.servers is not None  # in a folder of our own there is no wrong place to make a log
     async with target.opened(flusher=False, create=create) as store, standing_in(target) as stand_in:
         if thread is None:
