@@ -134,11 +134,9 @@ class Faulty(MemoryLog):
             await asyncio.sleep(0)
         return seq
 
-    async def listen(
-        self, stored: Callable[[StoredMessage, int], None], wish: Callable[[bytes], None]
-    ) -> MemoryListener:
+    async def listen(self, subject: str, heard: Callable[[bytes], None]) -> MemoryListener:
         """What is told may be lost, late or doubled, as faults say."""
-        return await super().listen(self._rumour(stored), self._rumour(wish))
+        return await super().listen(subject, self._rumour(heard))
 
     def _rumour(self, tell: Callable[..., None]) -> Callable[..., None]:
         def told(*what: Any) -> None:
@@ -389,6 +387,7 @@ class Away(Faulty):
         super().__init__(world, 1 << 20)
         self.way_s = way_s
         self.reads = 0
+        self.arriving: list[asyncio.Task[None]] = []
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         await asyncio.sleep(self.way_s)
@@ -401,6 +400,14 @@ class Away(Faulty):
         self.reads += 1
         await asyncio.sleep(2 * self.way_s)
         return await super().read(subject, seq, timeout_s, limit)
+
+    async def tell(self, subject: str, words: bytes) -> None:
+        tell = super().tell
+
+        def arrives() -> None:
+            self.arriving.append(asyncio.get_running_loop().create_task(tell(subject, words)))
+
+        self.world.late.append(asyncio.get_running_loop().call_later(self.way_s, arrives))
 
     def _rumour(self, tell: Callable[..., None]) -> Callable[..., None]:
         return lambda *what: asyncio.get_running_loop().call_later(self.way_s, tell, *what)

@@ -69,19 +69,14 @@ class Subjects:
         return f"{self.prefix}.groups.0"
 
     @property
-    def announced(self) -> str:
-        """Where the server tells of each group that it has stored; beside the stream, which stores nothing of it."""
-        return f"{self.prefix}-writers.announced"
-
-    @property
-    def wishes(self) -> str:
-        """Where writers tell each other that they want to write."""
-        return f"{self.prefix}-writers.wishes"
-
-    @property
     def writers(self) -> str:
-        """A filter for all that writers are told and tell each other."""
-        return f"{self.prefix}-writers.*"
+        """Where writers tell each other what they have written and wish to write; the stream stores nothing of it."""
+        return f"{self.prefix}-writers"
+
+    @property
+    def refused(self) -> str:
+        """Where a writer tells the others that one of them was faster; the stream stores nothing of it."""
+        return f"{self.prefix}-refused"
 
     @property
     def parts(self) -> str:

@@ -66,8 +66,6 @@ class MemoryStream:
         self.bytes += size
         for feed in self.feeds:
             feed.wake()
-        for listener in list(self.listeners):
-            listener.tell(self.messages[-len(messages) :])
         return self.end
 
     def last_of(self, subject: str) -> int:
@@ -173,17 +171,10 @@ class MemoryListener:
         self,
         stream: MemoryStream,
         subject: str,
-        stored: Callable[[StoredMessage, int], None],
-        wish: Callable[[bytes], None],
+        heard: Callable[[bytes], None],
     ) -> None:
-        self._stream, self._subject, self._stored, self.wish = stream, subject, stored, wish
+        self._stream, self.subject, self.heard = stream, subject, heard
         stream.listeners.append(self)
-
-    def tell(self, messages: Sequence[StoredMessage]) -> None:
-        """Tell of what was stored."""
-        for m in messages:
-            if m.subject == self._subject:
-                self._stored(StoredMessage(m.subject, m.seq, m.header, b""), len(m.body))
 
     async def close(self) -> None:
         with contextlib.suppress(ValueError):
@@ -328,17 +319,16 @@ class MemoryLog:
         self._feeds = [f for f in self._feeds if f.lost is None] + [feed]
         return feed
 
-    async def listen(
-        self, stored: Callable[[StoredMessage, int], None], wish: Callable[[bytes], None]
-    ) -> MemoryListener:
+    async def listen(self, subject: str, heard: Callable[[bytes], None]) -> MemoryListener:
         """See `bufstore.buffer.groups.others.Announcements`."""
-        return MemoryListener(await self._turn(), self._subjects.groups, stored, wish)
+        return MemoryListener(await self._turn(), subject, heard)
 
-    async def wish(self, wish: bytes) -> None:
-        """Tell a wish to all who listen, if that is possible."""
+    async def tell(self, subject: str, words: bytes) -> None:
+        """Tell all who listen there, if that is possible."""
         with contextlib.suppress(BufstoreError):
             for listener in list((await self._turn()).listeners):
-                listener.wish(wish)
+                if listener.subject == subject:
+                    listener.heard(words)
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""

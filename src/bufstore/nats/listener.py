@@ -1,4 +1,4 @@
-"""Hears what the server tells of the groups that it stores, and what writers tell each other."""
+"""Hears what writers tell each other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from contextlib import suppress
 import nats.errors
 from nats.aio.subscription import Subscription
 
-from bufstore.buffer.subjects import Subjects
 from bufstore.errors import LogUnavailable
 from bufstore.jetstream.client import ListeningClient
-from bufstore.jetstream.headers import added, entry_header
-from bufstore.jetstream.messages import StoredMessage
 
 
 class Listener:
@@ -31,22 +28,13 @@ class Listener:
                 await self._subscription.unsubscribe()
 
 
-async def listen(
-    client: ListeningClient,
-    subjects: Subjects,
-    stored: Callable[[StoredMessage, int], None],
-    wish: Callable[[bytes], None],
-) -> Listener:
-    """Listen on this connection, as long as it lives."""
+async def listen(client: ListeningClient, subject: str, heard: Callable[[bytes], None]) -> Listener:
+    """Listen on this connection, as long as it lives. Raises LogUnavailable."""
 
-    def heard(subject: str, reply: str, data: bytes, headers: bytes) -> None:
-        if subject == subjects.wishes:
-            wish(data)
-        elif (seq := added(headers, b"Nats-Sequence")) is not None:
-            size = added(headers, b"Nats-Msg-Size") or "0"
-            stored(StoredMessage(subjects.groups, int(seq), entry_header(headers), b""), int(size))
+    def on_message(subject: str, reply: str, data: bytes, headers: bytes) -> None:
+        heard(data)
 
     try:
-        return Listener(client, await client.listen(subjects.writers, heard))
+        return Listener(client, await client.listen(subject, on_message))
     except (nats.errors.Error, OSError) as e:
         raise LogUnavailable(f"cannot listen to other writers: {type(e).__name__}") from None

@@ -20,7 +20,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, StreamMissing, StreamTaken
-from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.stream import NatsStream, Shown
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.fresh_ends import PROOF_S, FreshEnds
@@ -329,14 +329,14 @@ class NatsLog(NatsStream):
         self._unmade = 0
         return feed
 
-    async def listen(self, stored: Callable[[StoredMessage, int], None], wish: Callable[[bytes], None]) -> Listener:
+    async def listen(self, subject: str, heard: Callable[[bytes], None]) -> Listener:
         """See `bufstore.buffer.groups.others.Announcements`."""
-        return await listen(self._connection.client(), self._subjects, stored, wish)
+        return await listen(self._connection.client(), subject, heard)
 
-    async def wish(self, wish: bytes) -> None:
-        """Tell a wish to all who listen, if that is possible."""
+    async def tell(self, subject: str, words: bytes) -> None:
+        """Tell all who listen there, if that is possible."""
         with contextlib.suppress(LogUnavailable, nats.errors.Error, OSError):
-            await frames.post(self._connection.client(), self._subjects.wishes, wish, "")
+            await frames.post(self._connection.client(), subject, words, "")
 
     async def purge_below(self, seq: int) -> None:
         """Remove everything below a sequence."""

@@ -42,7 +42,8 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
         subjects.groups,
         subjects.parts,
         subjects.proof,
-        subjects.wishes,
+        subjects.writers,
+        subjects.refused,
         calls,
         parked,
         f"{keys}.run.*",
@@ -50,7 +51,7 @@ def permissions(role: Role, log: LogConfig, api: str = "$JS.API") -> Permissions
         *(f"{api}.{verb}.{name}" for name in (stream, bucket) for verb in _READING),
     ]
     # Answers come to the inbox; the rest is told by others.
-    subscribe = ["_INBOX.>", f"{keys}.flushed.*", parked, subjects.writers]
+    subscribe = ["_INBOX.>", f"{keys}.flushed.*", parked, subjects.writers, subjects.refused]
     if role is not Role.APP or log.replicas > 1:
         # On replicas fresh reads remove old proofs, and `health` asks for a purge of nothing (docs/adr/0028).
         publish += [f"{api}.STREAM.PURGE.{stream}"]

@@ -105,7 +105,6 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
     return {
         "name": config.stream,
         "subjects": list(subjects.stored),
-        "republish": {"src": subjects.groups, "dest": subjects.announced, "headers_only": True},
         "retention": "limits",  # an ack must not delete: a failed-over Postgres may need the entry again
         "discard": "new",  # "old" would drop the oldest unflushed entries
         "max_age": 0,

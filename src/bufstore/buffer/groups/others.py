@@ -1,25 +1,32 @@
 """The other processes that write: this one hears of their groups while they are in its way, and takes turns with them.
 
-The server tells whoever listens of each group that it stores, before it answers the group's writer and before it
-refuses another's. So a writer that listens knows what was faster when it is refused, and asks nothing. It listens from
-its first refusal on, until it, or everybody else, has written nothing for a while: a listener costs the server little,
-but a process that only waits should cost it nothing.
+A writer tells whoever listens of each of its groups once it is stored. So one that waits for its turn knows what is in
+the log when that comes, and asks nothing. All who write listen from a first refusal on, of which the refused one
+tells, until they, or all others, have written nothing for a while: to tell what nobody hears costs next to nothing,
+but a process that only waits should cost the server nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import struct
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from bufstore.buffer.groups.turns import Turns, Usual
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import StoredMessage
 
 #: Who has nobody in his way for so long stops to listen. To begin again costs one refusal.
 _QUIET_S = 1.0
-_WISH = struct.Struct(">II")
+#: Who tells, and how long it needs for a group, µs: it wants to write. 0: it wants nothing.
+_WISH = struct.Struct(">BII")
+#: Who tells, the sequence of its group, and how long the group's body is. The group's header follows.
+_STORED = struct.Struct(">BIQI")
+_WISHES, _HAS_STORED = range(2)
 #: The last this many bits of a group's id tell a writer's groups from each other, those before tell the writers.
 _NUMBER_BITS = 32
 
@@ -48,17 +55,14 @@ class Listening(Protocol):
 
 
 class Announcements(Protocol):
-    """What is told to all who write, without being stored. Nothing of it is sure to arrive."""
+    """What writers tell each other, without its being stored. Nothing of it is sure to arrive."""
 
-    async def listen(self, stored: Callable[[StoredMessage, int], None], wish: Callable[[bytes], None]) -> Listening:
-        """Hear of each group as it is stored: its message without the body, whose size comes beside it; and wishes.
-
-        Raises LogUnavailable.
-        """
+    async def listen(self, subject: str, heard: Callable[[bytes], None]) -> Listening:
+        """Hear what is told on a subject, one's own words included. Raises LogUnavailable."""
         ...
 
-    async def wish(self, wish: bytes) -> None:
-        """Tell a wish to all who listen. Raises nothing when that is not possible."""
+    async def tell(self, subject: str, words: bytes) -> None:
+        """Tell all who listen there. Raises nothing when that is not possible."""
         ...
 
 
@@ -68,15 +72,22 @@ class Others:
     def __init__(
         self,
         announcements: Announcements,
+        subjects: Subjects,
         me: int,
-        hear: Callable[[StoredMessage, int], int | None],
+        hear: Callable[[int, str, int], int | None],
         wanting: Callable[[], bool],
     ) -> None:
-        """`hear`: takes note of a group; gives its id, or None for what is none. `wanting`: whether something waits."""
-        self._announcements, self._me, self._hear, self._wanting = announcements, me, hear, wanting
+        """`hear`: takes note of a group (its sequence, its header, the size of its body); gives its id, or None.
+
+        `wanting`: whether something waits.
+        """
+        self._announcements, self._subjects, self._me = announcements, subjects, me
+        self._hear, self._wanting = hear, wanting
         self._turns = Turns(me)
         self._usual = Usual()
         self._listening: Listening | None = None
+        #: That somebody was refused is heard from the first group on, as long as the process lives.
+        self._refusals: Listening | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved = asyncio.Event()
@@ -86,18 +97,35 @@ class Others:
         self._new_until = float("-inf")
         #: When it told last that it wants to write.
         self._wished_at = float("-inf")
-        #: The header of the group on its way: of that one the answer tells.
-        self.sending = ""
+        #: When it told last that it was refused.
+        self._refused_at = float("-inf")
 
     async def were_first(self) -> None:
         """Listen from now on: a group of another was in the way. Raises LogUnavailable."""
+        now = asyncio.get_running_loop().time()
+        if now - self._refused_at > _QUIET_S / 4:
+            # Who was never too late knows nothing of the others, and would always be first.
+            self._refused_at = now
+            await self._announcements.tell(self._subjects.refused, self._me.to_bytes(4))
+        await self._listen()
+
+    async def _listen(self) -> None:
         if self._listening is not None and self._listening.lost:
             await self._stop()
         now = self._others_at = self._mine_at = asyncio.get_running_loop().time()
         if self._listening is None:
-            self._listening = await self._announcements.listen(self._stored, self._wished)
+            self._listening = await self._announcements.listen(self._subjects.writers, self._heard)
             self._new_until = now + self._usual.at_most_s
             self._look_later()
+
+    def _heard_of_refusal(self, words: bytes) -> None:
+        mine = asyncio.get_running_loop().time() - self._mine_at < _QUIET_S
+        if words != self._me.to_bytes(4) and mine and self._listening is None and not self._tasks:
+            self._spawn(self._join())
+
+    async def _join(self) -> None:
+        with contextlib.suppress(LogUnavailable):  # then it is refused itself one day
+            await self._listen()
 
     async def go_first(self) -> None:
         """Return when it is this process's turn to write."""
@@ -118,7 +146,19 @@ class Others:
 
     def took(self, took_s: float) -> None:
         """A group of this process was stored, or refused, after so long."""
-        self._usual.note(took_s)
+        self._usual.note(2 * took_s)  # to hear whose turn it is, and to tell of the group, takes as long
+
+    async def wrote(self, message: StoredMessage) -> None:
+        """A group of this process was stored: tell the others."""
+        if self._refusals is None or self._refusals.lost:
+            with contextlib.suppress(LogUnavailable):  # the next group will do
+                self._refusals = await self._announcements.listen(self._subjects.refused, self._heard_of_refusal)
+        self._mine_at = now = asyncio.get_running_loop().time()
+        if self._listening is not None:
+            self._turns.wrote(self._me, now)
+            self._look_whose_turn()
+        head = _STORED.pack(_HAS_STORED, self._me, message.seq, len(message.body))
+        await self._announcements.tell(self._subjects.writers, head + (message.header or "").encode())
 
     async def aclose(self) -> None:
         """Listen no more."""
@@ -128,27 +168,34 @@ class Others:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stop()
+        refusals, self._refusals = self._refusals, None
+        if refusals is not None:
+            await refusals.close()
 
-    def _stored(self, message: StoredMessage, size: int) -> None:
-        now = asyncio.get_running_loop().time()
-        if message.header == self.sending:
-            self._mine_at = now
-            self._turns.wrote(self._me, now)
-        elif (id_ := self._hear(message, size)) is not None:
-            self._others_at = now
+    def _heard(self, words: bytes) -> None:
+        # Anybody may publish here.
+        if len(words) == _WISH.size and words[0] == _WISHES:
+            _, writer, needs_us = _WISH.unpack(words)
+            self._wished(writer, needs_us)
+        elif len(words) > _STORED.size and words[0] == _HAS_STORED:
+            _, writer, seq, size = _STORED.unpack_from(words)
+            if writer != self._me:
+                self._stored(seq, words[_STORED.size :].decode("ascii", "replace"), size)
+
+    def _stored(self, seq: int, header: str, size: int) -> None:
+        if (id_ := self._hear(seq, header, size)) is not None:
+            now = self._others_at = asyncio.get_running_loop().time()
             self._turns.wrote(writer_of(id_), now)
             self._look_whose_turn()
 
-    def _wished(self, wish: bytes) -> None:
-        if len(wish) == _WISH.size:  # anybody may publish here
-            writer, needs_us = _WISH.unpack(wish)
-            if needs_us:
-                self._turns.wants(writer, needs_us / 1e6, asyncio.get_running_loop().time())
-                if writer == self._me:
-                    self._moved.set()
-            else:
-                self._turns.passes(writer)
-                self._look_whose_turn()
+    def _wished(self, writer: int, needs_us: int) -> None:
+        if needs_us:
+            self._turns.wants(writer, needs_us / 1e6, asyncio.get_running_loop().time())
+            if writer == self._me:
+                self._moved.set()
+        else:
+            self._turns.passes(writer)
+            self._look_whose_turn()
 
     def _look_whose_turn(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -166,7 +213,9 @@ class Others:
 
     async def _wish(self, needs_us: int) -> None:
         """Tell the others that this process wants to write, and how long it needs; 0: that it wants nothing."""
-        await self._announcements.wish(_WISH.pack(self._me, min(needs_us, (1 << 32) - 1)))
+        await self._announcements.tell(
+            self._subjects.writers, _WISH.pack(_WISHES, self._me, min(needs_us, (1 << 32) - 1))
+        )
 
     async def _stop(self) -> None:
         listening, self._listening = self._listening, None

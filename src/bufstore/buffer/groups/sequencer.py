@@ -193,7 +193,7 @@ class Sequencer:
         #: What tells the groups of this writer from others', and from each other.
         self._me = int.from_bytes(os.urandom(4)) >> 1 or 1
         self._numbers = itertools.count(int.from_bytes(os.urandom(4)))
-        self._others = Others(stream, self._me, self._heard, lambda: bool(self._waiting or self._sending))
+        self._others = Others(stream, subjects, self._me, self._heard, lambda: bool(self._waiting or self._sending))
         self._hear = hear
         #: When another writer was found to write to the same threads; 0: not lately.
         self._overtaken_at = 0.0
@@ -265,9 +265,9 @@ class Sequencer:
         if self._task is None and not self._due:
             self._look_soon()
 
-    def _heard(self, message: StoredMessage, size: int) -> int | None:
+    def _heard(self, seq: int, header: str, size: int) -> int | None:
         """Note the group of another; units that wait and were overtaken by it need not wait for their turn."""
-        heard = self._hear(message, size)
+        heard = self._hear(StoredMessage(self._subjects.groups, seq, header, b""), size)
         overtaken = [queued for queued in self._waiting if self._is_overtaken(queued)]
         if overtaken:
             self._waiting = deque(queued for queued in self._waiting if queued not in overtaken)
@@ -417,6 +417,7 @@ class Sequencer:
             _end_all(chosen.units, outcome)
         else:
             self._on_stored(chosen.units, outcome)
+            await self._others.wrote(outcome.message)
 
     def _on_stored(self, units: Sequence[Queued], written: Written) -> None:
         # The first line that matters, the publish ack: only now is the group on the log's disk, and only now do its
@@ -448,7 +449,7 @@ class Sequencer:
         """
         before, before_id = self._heads.seen, self._heads.seen_id
         purged = max(self._purged, self._heads.purged)
-        header = self._others.sending = draft.header(before_id, before, purged)
+        header = draft.header(before_id, before, purged)
         message = Outgoing(self._subjects.groups, draft.body, header, before)
         unanswered = False
 
