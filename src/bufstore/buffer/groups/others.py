@@ -1,9 +1,8 @@
 """The other processes that write: this one hears of their groups while they are in its way, and takes turns with them.
 
-A writer tells whoever listens of each of its groups once it is stored. So one that waits for its turn knows what is in
-the log when that comes, and asks nothing. All who write listen from a first refusal on, of which the refused one
-tells, until they, or all others, have written nothing for a while: to tell what nobody hears costs next to nothing,
-but a process that only waits should cost the server nothing.
+Those who write tell each other of their groups once they are stored. So one that waits for its turn knows what is in
+the log when that comes, and asks nothing. They begin with a first refusal, of which the refused one tells, and go on
+until they, or all others, have written nothing for a while. A writer that is in nobody's way tells and hears nothing.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ class Others:
         self._usual.note(2 * took_s)  # to hear whose turn it is, and to tell of the group, takes as long
 
     async def wrote(self, message: StoredMessage) -> None:
-        """A group of this process was stored: tell the others."""
+        """A group of this process was stored: tell the others, if they are in each other's way."""
         if self._refusals is None or self._refusals.lost:
             with contextlib.suppress(LogUnavailable):  # the next group will do
                 self._refusals = await self._announcements.listen(self._subjects.refused, self._heard_of_refusal)
@@ -157,8 +156,8 @@ class Others:
         if self._listening is not None:
             self._turns.wrote(self._me, now)
             self._look_whose_turn()
-        head = _STORED.pack(_HAS_STORED, self._me, message.seq, len(message.body))
-        await self._announcements.tell(self._subjects.writers, head + (message.header or "").encode())
+            head = _STORED.pack(_HAS_STORED, self._me, message.seq, len(message.body))
+            await self._announcements.tell(self._subjects.writers, head + (message.header or "").encode())
 
     async def aclose(self) -> None:
         """Listen no more."""
