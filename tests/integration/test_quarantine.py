@@ -24,6 +24,7 @@ from bufstore.buffer.operate.replay import Outcome
 from bufstore.jetstream.messages import Outgoing
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
+from hostile import publish_raw
 
 
 class Picky(PostgresThreadStore):
@@ -351,7 +352,7 @@ async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deploy
         for thread_id in [*bad, *good]:
             content = {"content": "poison"} if thread_id in bad else said(0)
             await store.checkpoint(thread_id, [content], run_of(thread_id))
-        await store.buffer.session.connection.request(f"{deployment.name}.0.not*a*token", b"no entry", 5)
+        await publish_raw(store, None, b"no entry")
         for thread_id in good:
             await store.force_flush(thread_id)
 

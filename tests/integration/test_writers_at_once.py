@@ -65,4 +65,4 @@ def writes(store: Any) -> Any:
 def listening(store: Any) -> bool:
     session: NatsSession = store.buffer.session
     client = session.connection.client()
-    return any(subscription.subject.endswith("-writers.*") for subscription in client._subs.values())
+    return any(subscription.subject.endswith("-writers") for subscription in client._subs.values())

@@ -22,7 +22,7 @@ def test_each_role_may_do_what_those_before_it_may() -> None:
 
 
 def test_only_this_log_is_meant_and_an_app_can_remove_nothing() -> None:
-    ours = {"S", "KV_b", "words", "words-flush", "words-parked", "words-writers", "b"}
+    ours = {"S", "KV_b", "words", "words-flush", "words-parked", "words-writers", "words-refused", "b"}
     for role in Role:
         found = permissions(role, _LOG, "$JS.hub.API")
         for subject in {*found.publish, *found.subscribe} - {"_INBOX.>", "$JS.hub.API.INFO"}:

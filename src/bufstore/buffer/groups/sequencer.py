@@ -319,7 +319,8 @@ class Sequencer:
         try:
             while self._waiting:
                 await self._others.go_first()
-                await self._guarded(self._take())
+                if (message := await self._guarded(self._take())) is not None:
+                    await self._others.wrote(message)
         except asyncio.CancelledError:
             again = False  # everything ends
             raise
@@ -376,10 +377,11 @@ class Sequencer:
             if queued in self._large:
                 self._large.remove(queued)
 
-    async def _guarded(self, units: list[Queued]) -> None:
+    async def _guarded(self, units: list[Queued]) -> StoredMessage | None:
+        """Store them, or say how they ended. Returns the group that was stored."""
         self._sending = units
         try:
-            await self._store(units)
+            return await self._store(units)
         except asyncio.CancelledError:
             _end_all(units, AppendUnknown("the store was closed while the entry was on its way"))
             raise
@@ -394,8 +396,9 @@ class Sequencer:
             _end_all(units, AppendUnknown(f"unexpected {type(e).__name__}"))
         finally:
             self._sending = []
+        return None
 
-    async def _store(self, units: list[Queued]) -> None:
+    async def _store(self, units: list[Queued]) -> StoredMessage | None:
         if not self._heads.life:
             await self._see()
         chosen = self._choose(units)
@@ -403,7 +406,7 @@ class Sequencer:
             self._overtaken_at = asyncio.get_running_loop().time()
             _end_all(chosen.moved, Conflict("another entry was stored first"))
         if not chosen.units:
-            return
+            return None
         draft = Draft(group_id(self._me, next(self._numbers)), chosen.entries)
         for queued in chosen.units:
             queued.unit.sent()
@@ -413,11 +416,12 @@ class Sequencer:
             for queued in chosen.units:
                 queued.unit.refused()
             self._waiting.extendleft(reversed(chosen.units))
-        elif isinstance(outcome, Exception):
+            return None
+        if isinstance(outcome, Exception):
             _end_all(chosen.units, outcome)
-        else:
-            self._on_stored(chosen.units, outcome)
-            await self._others.wrote(outcome.message)
+            return None
+        self._on_stored(chosen.units, outcome)
+        return outcome.message
 
     def _on_stored(self, units: Sequence[Queued], written: Written) -> None:
         # The first line that matters, the publish ack: only now is the group on the log's disk, and only now do its
