@@ -551,6 +551,27 @@ def test_large_units_fit_into_messages() -> None:
     run(main())
 
 
+def test_a_large_unit_is_dropped_before_its_parts_go_out_and_not_later() -> None:
+    """Who gives up later was told that it may be stored, and looks for it: it is."""
+
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world, message_bytes_max=8192)
+        begun, waiting = one.add("a", 0, size=9**5), one.add("b", 0, size=9**5)
+        waiting.gone = True
+        while not any(m.subject == SUBJECTS.parts for m in world.stream.messages):
+            await asyncio.sleep(0)
+        begun.gone = True
+        for unit in (begun, waiting):
+            await asyncio.wait_for(unit.done.wait(), 10)
+        assert isinstance(begun.ends[0], int)
+        assert isinstance(waiting.ends[0], Conflict)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
 def test_a_unit_of_too_many_entries_is_refused() -> None:
     async def main() -> None:
         world = World(random.Random(1))

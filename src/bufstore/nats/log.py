@@ -15,7 +15,7 @@ from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import ConfigError, LogFull, LogUnavailable
+from bufstore.errors import BufstoreError, ConfigError, LogFull, LogUnavailable
 from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
@@ -335,7 +335,7 @@ class NatsLog(NatsStream):
 
     async def tell(self, subject: str, words: bytes) -> None:
         """Tell all who listen there, if that is possible."""
-        with contextlib.suppress(LogUnavailable, nats.errors.Error, OSError):
+        with contextlib.suppress(BufstoreError, nats.errors.Error, OSError):
             await frames.post(self._connection.client(), subject, words, "")
 
     async def purge_below(self, seq: int) -> None:

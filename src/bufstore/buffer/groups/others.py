@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from bufstore.buffer.groups.turns import Turns, Usual
 from bufstore.buffer.subjects import Subjects
-from bufstore.errors import LogUnavailable
+from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import StoredMessage
 
 #: Who has nobody in his way for so long stops to listen. To begin again costs one refusal.
@@ -123,7 +123,7 @@ class Others:
             self._spawn(self._join())
 
     async def _join(self) -> None:
-        with contextlib.suppress(LogUnavailable):  # then it is refused itself one day
+        with contextlib.suppress(BufstoreError):  # then it is refused itself one day
             await self._listen()
 
     async def go_first(self) -> None:
@@ -150,7 +150,7 @@ class Others:
     async def wrote(self, message: StoredMessage) -> None:
         """A group of this process was stored: tell the others, if they are in each other's way."""
         if self._refusals is None or self._refusals.lost:
-            with contextlib.suppress(LogUnavailable):  # the next group will do
+            with contextlib.suppress(BufstoreError):  # the next group will do
                 self._refusals = await self._announcements.listen(self._subjects.refused, self._heard_of_refusal)
         self._mine_at = now = asyncio.get_running_loop().time()
         if self._listening is not None:

@@ -334,7 +334,8 @@ class Sequencer:
         self._look_at_limit()
         count = count_fitting(waiting, self._bytes_max)
         taken = [waiting.popleft() for _ in range(count)]
-        given_up = [queued for queued in taken if queued.unit.given_up]
+        # Who waited for a large entry was told that it may be stored.
+        given_up = [queued for queued in taken if queued.unit.given_up and not queued.elsewhere]
         if given_up:
             _end_all(given_up, Conflict("it was given up"))
             taken = [queued for queued in taken if queued not in given_up]
@@ -354,12 +355,14 @@ class Sequencer:
             messages = list(queued.messages)
             async with self._one_large:
                 parts_at = asyncio.get_running_loop().time()
+                if queued.unit.given_up:
+                    end_one(queued.unit, Conflict("it was given up"))
+                    return
+                queued.unit.sent()  # what takes longer than a write may goes on: begun anew, it would never end
                 for number in queued.elsewhere:
                     payload = messages[number].body
                     seqs = []
                     for part in parts_of(self._subjects.parts, payload, self._room):
-                        if queued.unit.given_up:
-                            return
                         seqs.append(await self._stream.publish(part, self._timeout_s))
                     messages[number] = msgspec.structs.replace(messages[number], body=reference(payload, seqs))
         except asyncio.CancelledError:
@@ -414,7 +417,8 @@ class Sequencer:
         if isinstance(outcome, Conflict):
             self.refusals += 1
             for queued in chosen.units:
-                queued.unit.refused()
+                if not queued.elsewhere:
+                    queued.unit.refused()
             self._waiting.extendleft(reversed(chosen.units))
             return None
         if isinstance(outcome, Exception):
