@@ -559,7 +559,7 @@ def test_a_large_unit_is_dropped_before_its_parts_go_out_and_not_later() -> None
         (one,) = await started(world, message_bytes_max=8192)
         begun, waiting = one.add("a", 0, size=9**5), one.add("b", 0, size=9**5)
         waiting.gone = True
-        while not any(m.subject == SUBJECTS.parts for m in world.stream.messages):
+        while not any(m.subject == SUBJECTS.parts for m in world.stream.messages):  # noqa: ASYNC110
             await asyncio.sleep(0)
         begun.gone = True
         for unit in (begun, waiting):

@@ -361,9 +361,8 @@ class Sequencer:
                 queued.unit.sent()  # what takes longer than a write may goes on: begun anew, it would never end
                 for number in queued.elsewhere:
                     payload = messages[number].body
-                    seqs = []
-                    for part in parts_of(self._subjects.parts, payload, self._room):
-                        seqs.append(await self._stream.publish(part, self._timeout_s))
+                    parts = parts_of(self._subjects.parts, payload, self._room)
+                    seqs = [await self._stream.publish(part, self._timeout_s) for part in parts]
                     messages[number] = msgspec.structs.replace(messages[number], body=reference(payload, seqs))
         except asyncio.CancelledError:
             end_one(queued.unit, Closed("the store was closed before the entry was sent"))
