@@ -1,8 +1,8 @@
-"""*limit*, of a drain: the log's messages into one table, as fast as they can be fetched and merged.
+"""*limit*, of a drain: the log's entries into one table, as fast as they can be fetched and merged.
 
 Raw frames from a pull consumer, binary COPY into a temporary table, one INSERT … SELECT that ignores what is there,
-one row that remembers the position: a transaction. The next batch is on its way meanwhile. Nothing is decoded,
-checked, ordered or coalesced.
+one row that remembers the position: a transaction. The next batch is on its way meanwhile. A group is cut into its
+entries; nothing of them is decoded, checked, ordered or coalesced.
 """
 
 from __future__ import annotations
@@ -16,11 +16,27 @@ from psycopg import AsyncConnection
 
 from bench.baselines.raw_nats import RawNats
 from bench.contestant import Contestant, Place
+from bufstore.buffer.groups.group import body_of, decode_header
+from bufstore.jetstream.headers import entry_header
+from bufstore.jetstream.messages import StoredMessage
 
-_BATCH = 5000
+#: Groups that are asked for at once.
+_BATCH = 64
+_LENGTHS = struct.Struct(">HH")
 _HEAD = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _TAIL = b"\xff\xff"
 _Rows = list[tuple[bytes, int, bytes]]
+
+
+def entries_of(seq: int, headers: bytes, body: bytes) -> _Rows:
+    """Thread, place and the rest of each entry of a group."""
+    group = decode_header(StoredMessage("", seq, entry_header(headers), body))
+    rows = []
+    for number, (at, record) in enumerate(group.places()):
+        whole = body_of(group, number, body)
+        threads = _LENGTHS.unpack_from(body, record.begins)[0]
+        rows.append((whole[_LENGTHS.size : _LENGTHS.size + threads], at, whole[_LENGTHS.size + threads :]))
+    return rows
 
 
 class LimitDrain(Contestant):
@@ -31,13 +47,15 @@ class LimitDrain(Contestant):
         self._stream = stream
         self._table = f"drain_{place.name}"
         self._arrived: _Rows = []
+        self._messages = 0
         self._reply = b""
         self._wake = asyncio.Event()
 
     async def open(self) -> None:
         self._nats = await RawNats.connect(self.place.nats)
         self._consumer = f"limit-{self.place.name}"
-        config = {"durable_name": self._consumer, "ack_policy": "all", "deliver_policy": "all", "max_ack_pending": -1}
+        config = {"durable_name": self._consumer, "ack_policy": "all", "deliver_policy": "all", "max_ack_pending": -1,
+                  "filter_subject": "*.groups.0"}  # fmt: skip
         await self._nats.request(
             f"$JS.API.CONSUMER.DURABLE.CREATE.{self._stream}.{self._consumer}",
             {"stream_name": self._stream, "config": config},
@@ -61,12 +79,9 @@ class LimitDrain(Contestant):
         done = 0
         self._pull()
         while done < entries:
-            wanted = min(_BATCH, entries - done)
-            while len(self._arrived) < wanted:
-                self._wake.clear()
-                await self._wake.wait()
-            rows, reply = self._arrived, self._reply
-            self._arrived = []
+            await self._wake.wait()
+            self._wake.clear()
+            rows, reply, self._arrived, self._messages = self._arrived, self._reply, [], 0
             done += len(rows)
             if done < entries:
                 self._pull()
@@ -81,9 +96,10 @@ class LimitDrain(Contestant):
 
     def _on_message(self, subject: bytes, reply: bytes, data: bytes, head: int) -> None:
         if reply:  # else a status
-            self._arrived.append((subject, int(reply.split(b".")[5]), data[head:]))
+            self._arrived += entries_of(int(reply.split(b".")[5]), data[:head], data[head:])
+            self._messages += 1
             self._reply = reply
-            if len(self._arrived) % 500 == 0 or reply.endswith(b".0"):
+            if self._messages == _BATCH or reply.endswith(b".0"):
                 self._wake.set()
 
     async def _merge(self, rows: _Rows) -> None:
