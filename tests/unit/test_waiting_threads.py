@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -108,6 +108,35 @@ def test_a_thread_that_waits_stops_nobody_and_is_flushed_when_it_can_be(
         assert it.waits() == 0
         assert it.flusher.state.trouble == ""
         assert not it.ledger.parked.entries
+
+    world(main, monkeypatch)
+
+
+def test_what_is_flushed_waits_no_more_though_its_partition_was_given_up_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main(it: World) -> None:
+        flush, given_up = it.ledger.flush, 0
+
+        async def flushed(held: Sequence[Cursor], threads: Sequence[str], decide: Any, **options: Any) -> Any:
+            nonlocal given_up
+            if "t" in threads and it.refused is None and PARTITION in it.flusher._owned:  # type: ignore[union-attr]
+                given_up += 1
+                it.flusher._takeover.drop(it.owned, "the members changed")  # type: ignore[union-attr]
+            done = await flush(held, threads, decide, **options)
+            last = (await it.ledger.watermark("t")).flushed_seq
+            assert all(seq > last for thread_id, seq in it.ledger.waiting.entries if thread_id == "t")
+            return done
+
+        it.ledger.flush = flushed  # type: ignore[method-assign]
+        await it.start()
+        await it.write(3)
+        await it.waiting(3)
+        it.refused = None
+        assert await it.flushed("t", within_s=60.0)
+        assert await it.stored("t") == [0, 1, 2]
+        assert given_up
+        assert it.waits() == 0
 
     world(main, monkeypatch)
 

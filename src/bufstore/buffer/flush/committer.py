@@ -109,7 +109,7 @@ class Committer:
             parked[:] = decision.parked
             settled.clear()
             settled.update(i.seq for t, items in threads.items() if t is None or t in watermarks for i in items)
-            decision.left = {t: threads[t][-1].seq for t in self._queued(watermarks)}
+            decision.left = {t: threads[t][-1].seq for t in _queued(owned_partitions, watermarks)}
             decision.cursors = [owned.cursor_after(settled) for owned in owned_partitions]
             return decision
 
@@ -183,11 +183,6 @@ class Committer:
         assert isinstance(item, Malformed)
         return next((p for p, s in self._window.items() if item.seq in s.pending), -1)
 
-    def _queued(self, thread_ids: Iterable[str]) -> list[str]:
-        """The ones of these threads of which entries wait in the ledger."""
-        queues = [owned.queues for owned in self._owned.values() if owned.queues]
-        return [t for t in thread_ids if any(t in queue for queue in queues)] if queues else []
-
     def _leave_lost(self, threads: Threads) -> None:
         """Forget threads whose partitions were given up since gathering: they are no longer ours to flush."""
         lost = {p for p, owned in self._window.items() if self._owned.get(p) is not owned}
@@ -230,3 +225,12 @@ class Committer:
         last = max(item.seq for item in items)
         found = {item.seq: item for item in (*assemble(messages, thread_id), *items) if item.seq <= last}
         return [found[seq] for seq in sorted(found)]
+
+
+def _queued(owned_partitions: Collection[OwnedPartition], thread_ids: Iterable[str]) -> list[str]:
+    """The ones of these threads of which entries wait in the ledger.
+
+    `owned_partitions`: those that the commit holds, though they were given up while it was on its way.
+    """
+    queues = [owned.queues for owned in owned_partitions if owned.queues]
+    return [t for t in thread_ids if any(t in queue for queue in queues)] if queues else []
