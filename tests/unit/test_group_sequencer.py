@@ -463,6 +463,40 @@ def test_of_many_who_begin_at_the_same_moment_each_is_refused_once() -> None:
     run(main())
 
 
+class Slow(Faulty):
+    """A process that begins to listen only after a while."""
+
+    async def listen(self, subject: str, heard: Callable[[bytes], None]) -> MemoryListener:
+        await asyncio.sleep(self.world.chance.random() * 0.002)
+        return await super().listen(subject, heard)
+
+
+def test_who_is_refused_and_hears_of_refusals_listens_once_and_stops() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        processes = [Process(world, log=Slow(world, 1 << 20)) for _ in range(6)]
+        for process in processes:
+            await process.tail.see_all()
+            process.sequencer.start()
+
+        async def write(process: Process, thread_id: str) -> None:
+            for _ in range(10):
+                await process.add(thread_id, None).done.wait()
+                await asyncio.sleep(world.chance.random() * 0.002)
+
+        for _ in range(5):
+            await asyncio.gather(*(write(process, str(n)) for n, process in enumerate(processes)))
+            listening = Counter(listener.subject for listener in world.stream.listeners)
+            assert 0 < listening[SUBJECTS.writers] <= len(processes)
+            await asyncio.sleep(4)
+            assert {listener.subject for listener in world.stream.listeners} == {SUBJECTS.refused}
+        for process in processes:
+            await process.sequencer.aclose()
+        assert not world.stream.listeners
+
+    run(main())
+
+
 def test_a_writer_whose_task_is_ended_while_it_waits_for_its_turn_does_not_begin_again_and_again() -> None:
     async def main() -> None:
         world = World(random.Random(1))
@@ -566,6 +600,28 @@ def test_a_large_unit_is_dropped_before_its_parts_go_out_and_not_later() -> None
             await asyncio.wait_for(unit.done.wait(), 10)
         assert isinstance(begun.ends[0], int)
         assert isinstance(waiting.ends[0], Conflict)
+        check(world, [one])
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_a_large_unit_whose_parts_meet_an_unexpected_error_ends_and_the_next_one_is_stored() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world, message_bytes_max=8192)
+        publish = one.log.publish
+
+        async def odd(message: Outgoing, timeout_s: float) -> int:
+            one.log.publish = publish  # type: ignore[method-assign]
+            raise ValueError("not one of ours")
+
+        one.log.publish = odd  # type: ignore[method-assign]
+        units = [one.add("a", 0, size=9**5), one.add("b", 0, size=9**5)]
+        for unit in units:
+            await asyncio.wait_for(unit.done.wait(), 10)
+        assert isinstance(units[0].ends[0], AppendUnknown)
+        assert isinstance(units[1].ends[0], int)
         check(world, [one])
         await one.sequencer.aclose()
 

@@ -85,6 +85,9 @@ class Others:
         self._turns = Turns(me)
         self._usual = Usual()
         self._listening: Listening | None = None
+        #: Whoever begins or ends to listen.
+        self._one_at_a_time = asyncio.Lock()
+        self._closed = False
         #: That somebody was refused is heard from the first group on, as long as the process lives.
         self._refusals: Listening | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -109,13 +112,16 @@ class Others:
         await self._listen()
 
     async def _listen(self) -> None:
-        if self._listening is not None and self._listening.lost:
-            await self._stop()
         now = self._others_at = self._mine_at = asyncio.get_running_loop().time()
-        if self._listening is None:
-            self._listening = await self._announcements.listen(self._subjects.writers, self._heard)
-            self._new_until = now + self._usual.at_most_s
-            self._look_later()
+        if self._listening is not None and not self._listening.lost:
+            return
+        async with self._one_at_a_time:
+            if self._listening is not None and self._listening.lost:
+                await self._end()
+            if self._listening is None and not self._closed:
+                self._listening = await self._announcements.listen(self._subjects.writers, self._heard)
+                self._new_until = now + self._usual.at_most_s
+                self._look_later()
 
     def _heard_of_refusal(self, words: bytes) -> None:
         mine = asyncio.get_running_loop().time() - self._mine_at < _QUIET_S
@@ -161,6 +167,7 @@ class Others:
 
     async def aclose(self) -> None:
         """Listen no more."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -217,11 +224,15 @@ class Others:
         )
 
     async def _stop(self) -> None:
-        listening, self._listening = self._listening, None
+        async with self._one_at_a_time:
+            await self._end()
+
+    async def _end(self) -> None:
         self._turns = Turns(self._me)
         self._moved.set()
-        if listening is not None:
-            await listening.close()
+        if self._listening is not None:
+            await self._listening.close()
+            self._listening = None  # not before: who ends this early leaves the rest to `aclose`
 
     def _look_later(self) -> None:
         if self._timer is not None:
@@ -238,6 +249,9 @@ class Others:
         self._spawn(self._stop())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._closed:
+            work.close()
+            return
         task = asyncio.get_running_loop().create_task(work, name="bufstore-writers")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

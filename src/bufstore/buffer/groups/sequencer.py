@@ -372,6 +372,13 @@ class Sequencer:
             end_one(queued.unit, LogUnavailable(f"a part of a large entry was not stored: {e}"))
         except BufstoreError as e:
             end_one(queued.unit, e)
+        except Exception as e:
+            # Never leave writers waiting until their deadlines.
+            _log.exception(
+                "the parts of a large entry could not be stored; the outcome of its write is unknown",
+                extra={"action": "group_commit_error"},
+            )
+            end_one(queued.unit, AppendUnknown(f"unexpected {type(e).__name__}"))
         else:
             reach(Failpoint.PARTS_STORED)
             self._queue(queued._replace(messages=messages, size=sum(map(size_of, messages)), parts_at=parts_at))
