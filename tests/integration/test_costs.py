@@ -211,7 +211,7 @@ async def test_what_a_flusher_asks_for_at_once_does_not_make_it_a_slow_consumer(
             return len(flusher._owned) == deployment.log.partitions
 
         await eventually(complete)
-        groups = store.buffer.log._feeds._groups  # type: ignore[attr-defined]
+        groups = store.buffer.log._feeds._common._groups  # type: ignore[attr-defined]
         assert groups._bytes_max <= server_holds / 2
 
 

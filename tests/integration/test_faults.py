@@ -376,7 +376,7 @@ async def test_what_anybody_sends_to_our_inboxes_ends_no_connection(deployment: 
         client = connection.client()
         assert store.buffer.flusher is not None
         log = store.buffer.log
-        groups = log._feeds._groups  # type: ignore[attr-defined]
+        groups = log._feeds._common._groups  # type: ignore[attr-defined]
         stranger = await nats.connect(deployment.servers.nats.url)
         try:
             for inbox in (f"{connection._inbox}.1", f"{log._stream._inbox}.1", groups._inbox):  # type: ignore[attr-defined]

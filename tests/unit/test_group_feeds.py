@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
 from bufstore.buffer.places import first_place, place
 from bufstore.errors import Closed, LogUnavailable
 from bufstore.jetstream.messages import StoredMessage
+from thorough import examples
 from unit.fake_log import run
 
 
@@ -146,19 +151,18 @@ def test_partitions_that_are_opened_together_follow_the_groups_few_times() -> No
     run(main())
 
 
-def test_when_the_groups_cannot_be_followed_again_the_others_are_told() -> None:
+def test_when_the_groups_cannot_be_followed_for_one_the_others_go_on() -> None:
     async def main() -> None:
         server = Server(["01"] * 10)
-        woken = asyncio.Event()
-        one = await server.feeds.open(1, 0, woken.set)
+        one = await server.open(1)
         await settled()
         taken(one)
-        woken.clear()
         server.fails = LogUnavailable("away")
         with pytest.raises(LogUnavailable):
             await server.open(0, 0)
-        assert one.lost is not None
-        assert woken.is_set()
+        server.write("1")
+        await settled()
+        assert taken(one) == [place(11, 0)]
         server.fails = None
         await one.close()
         again = await server.open(1, place(3, 1))
@@ -268,6 +272,131 @@ def test_a_partition_that_passes_nothing_stops_no_other_and_misses_nothing() -> 
     run(main())
 
 
+def test_a_partition_that_catches_up_holds_up_no_other() -> None:
+    """Neither one that was set aside, nor one that is taken over with all that its owner has left behind."""
+
+    async def main() -> None:
+        server = Server(["01"] * 40, ahead=8)
+        zero, one = await server.open(0), await server.open(1)
+        for _ in range(12):
+            await settled()
+            if arrived := taken(one):
+                await one.ack(arrived[-1])
+        assert one.delivered == place(40, 1)
+        two = await server.open(2, 0)
+        held, waited, now = taken(zero), 0, 0
+        await zero.ack(held[-1])
+        while len(held) < len(server.expected(0, 0)) and now < 500:
+            now += 1
+            server.write("12" if now % 3 else "012")
+            await asyncio.sleep(0)
+            waited = 0 if (arrived := taken(one)) else waited + 1
+            if arrived:
+                await one.ack(arrived[-1])
+            assert waited < 12
+            if (arrived := taken(zero)) and now % 4 == 0:
+                await zero.ack(arrived[-1])
+            held += arrived
+            if arrived := taken(two):
+                await two.ack(arrived[-1])
+        for _ in range(200):
+            await settled()
+            held += taken(zero)
+            await zero.ack(held[-1])
+            for feed in (one, two):
+                if arrived := taken(feed):
+                    await feed.ack(arrived[-1])
+        assert held == server.expected(0, 0)
+        assert [feed.delivered for feed in (one, two)] == [server.expected(p, 0)[-1] for p in (1, 2)]
+        assert zero.delivery is one.delivery is two.delivery
+        assert server.open_sources == 1
+        assert len(server.sources) < 6
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
+class Owner:
+    """Takes partitions and gives them up at random; one of them passes entries seldom."""
+
+    def __init__(self, server: Server, chance: random.Random) -> None:
+        self.server, self.chance, self.calm = server, chance, False
+        self.partitions = range(chance.choice((2, 3, 4)))
+        self.slow = chance.choice(self.partitions)
+        self.feeds: dict[int, PartitionFeed] = {}
+        self.opening: set[int] = set()
+        self.cursors = dict.fromkeys(self.partitions, 0)
+        self.pending: dict[int, list[int]] = {p: [] for p in self.partitions}
+        self.got: dict[int, list[int]] = {p: [] for p in self.partitions}
+
+    async def take(self, partition: int) -> None:
+        self.pending[partition] = []
+        with contextlib.suppress(LogUnavailable):
+            self.feeds[partition] = await self.server.open(partition, self.cursors[partition] + 1)
+        self.opening.discard(partition)
+
+    async def own(self, turns: int) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(turns):
+                self.server.fails = LogUnavailable("away") if self.chance.random() < 0.05 and not self.calm else None
+                for partition in self.partitions:
+                    feed = self.feeds.get(partition)
+                    if feed is not None and (feed.lost or (self.chance.random() < 0.03 and not self.calm)):
+                        del self.feeds[partition]
+                        await feed.close()
+                    elif feed is None and partition not in self.opening and self.chance.random() < 0.5:
+                        self.opening.add(partition)
+                        tasks.create_task(self.take(partition))
+                await asyncio.sleep(0)
+
+    async def flush(self, turns: int) -> None:
+        for _ in range(turns):
+            for partition, feed in list(self.feeds.items()):
+                if feed.lost is None:
+                    await self.flush_one(partition, feed)
+            await asyncio.sleep(0)
+
+    async def flush_one(self, partition: int, feed: PartitionFeed) -> None:
+        pending = self.pending[partition]
+        pending += taken(feed)
+        if pending and (partition != self.slow or self.calm or self.chance.random() < 0.02):
+            count = self.chance.randint(1, len(pending))
+            self.got[partition] += pending[:count]
+            self.cursors[partition] = pending[count - 1]
+            del pending[:count]
+            await feed.ack(self.cursors[partition])
+        elif not pending and self.chance.random() < 0.3 and (through := feed.through) is not None:
+            self.cursors[partition] = max(self.cursors[partition], through.seq)
+            await feed.ack(self.cursors[partition])
+
+    async def write(self, groups: int) -> None:
+        for _ in range(groups):
+            count = self.chance.choice((0, 1, 1, 2, 3))
+            self.server.write("".join(str(self.chance.choice(self.partitions)) for _ in range(count)))
+            for _ in range(self.chance.choice((0, 1, 5))):
+                await asyncio.sleep(0)
+
+
+@given(seed=st.integers(0, 2**32))
+@examples(20)
+def test_whatever_is_taken_and_given_up_each_entry_is_delivered_once_and_in_order(seed: int) -> None:
+    async def main() -> None:
+        chance = random.Random(seed)
+        server = Server(ahead=chance.choice((4, 6, 10)))
+        owner = Owner(server, chance)
+        await asyncio.gather(owner.own(200), owner.flush(200), owner.write(40))
+        owner.calm, server.fails = True, None
+        await asyncio.gather(owner.own(1000), owner.flush(1000))
+        assert owner.got == {p: server.expected(p, 0) for p in owner.partitions}
+        for feed in owner.feeds.values():
+            await feed.close()
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
 def test_who_cannot_follow_again_is_lost() -> None:
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
@@ -279,7 +408,9 @@ def test_who_cannot_follow_again_is_lost() -> None:
         server.fails = LogUnavailable("away")
         await zero.ack(taken(zero)[-1])  # what is committed is committed
         assert zero.lost is not None
-        assert one.lost is not None
+        server.write("1")
+        await settled()
+        assert taken(one) == [place(51, 0)]
         await server.feeds.aclose()
 
     run(main())

@@ -138,7 +138,7 @@ def test_a_feed_that_has_no_room_is_not_taken_for_one_that_lags(monkeypatch: pyt
 
         it.ledger.flush = away  # type: ignore[method-assign]
         feed = it.log.feeds[PARTITION]
-        feed._feed._source._groups._messages_max = 4
+        feed._feed.delivery._groups._messages_max = 4
         for n in range(8):
             await it.writer.append([n])
         assert not await it.ask_until_flushed(30.0)

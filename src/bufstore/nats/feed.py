@@ -60,7 +60,7 @@ def consumer_config(name: str, filter_subject: str, start: int, pending_max: int
 
 
 class NatsFeed:
-    """See `bufstore.buffer.groups.feeds.StreamFeed`."""
+    """See `bufstore.buffer.groups.delivery.StreamFeed`."""
 
     def __init__(
         self,

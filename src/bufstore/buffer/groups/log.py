@@ -12,7 +12,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from bufstore.buffer.groups.feeds import Feeds, PartitionFeed, StreamFeed
+from bufstore.buffer.groups.delivery import StreamFeed
+from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
 from bufstore.buffer.groups.group import Group, body_of, decode_entry, hash_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.others import Announcements

@@ -1,0 +1,183 @@
+"""One feed of groups, given out by partition.
+
+What the server delivers ahead is bounded by what is not acknowledged: a group is acknowledged when each partition that
+has entries in it, and gets them from here, has passed them.
+
+A partition that passes nothing while others do would soon stop them all. It is set aside: nothing more is delivered to
+it, and nothing waits for it, until it has passed what it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from bufstore.buffer.places import group_of
+from bufstore.errors import BufstoreError
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+
+if TYPE_CHECKING:
+    from bufstore.buffer.groups.feeds import PartitionFeed
+
+_log = logging.getLogger(__name__)
+
+#: Gives the entries of a message by partition, and whether it is a group at all.
+Split = Callable[[StoredMessage], Awaitable[Sequence[tuple[int, StoredMessage]]]]
+
+
+class StreamFeed(Protocol):
+    """The messages of one subject from a position on, in order, without a hole, until it is lost.
+
+    It delivers so much ahead of what is acknowledged, and no more.
+    """
+
+    @property
+    def lost(self) -> str | None:
+        """Why it can deliver no more (a hole, a lost connection, a deleted consumer), or None."""
+        ...
+
+    @property
+    def crowded(self) -> bool:
+        """Whether half of the messages that may be unacknowledged are."""
+        ...
+
+    def take(self) -> list[StoredMessage]:
+        """What has arrived since the last call."""
+        ...
+
+    async def ack(self, seq: int) -> None:
+        """Everything up to the message with this sequence is done."""
+        ...
+
+    async def close(self) -> None:
+        """Stop and remove the consumer."""
+        ...
+
+
+class Delivery:
+    """A feed of groups, and the partitions that it serves."""
+
+    def __init__(self, split: Split, done: Callable[[Delivery], bool]) -> None:
+        """`done`: asked after each group; says whether this one has nothing more to do."""
+        self._split, self._done = split, done
+        #: Those that it serves, by partition.
+        self.feeds: dict[int, PartitionFeed] = {}
+        #: The next group has at least this sequence.
+        self.next = 0
+        #: The last entry that was given out.
+        self.last: StoredMessage | None = None
+        #: Groups that are not acknowledged: their sequences, and up to which place each partition has entries in them.
+        self._open: deque[tuple[int, dict[int, int]]] = deque()
+        self._groups: StreamFeed | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._something = asyncio.Event()
+        self._lost: str | None = None
+
+    async def begin(self, follow: Callable[[Callable[[], None]], Awaitable[StreamFeed]], first: int) -> None:
+        """Follow the groups from this sequence on. Raises LogUnavailable."""
+        self.next = first
+        self._groups = await follow(self._something.set)
+        self._task = asyncio.create_task(self._guarded(self._groups), name="bufstore-feeds")
+
+    def serve(self, feed: PartitionFeed) -> None:
+        """Deliver to it what comes from now on."""
+        self.feeds[feed.partition] = feed
+        feed.delivery = self
+
+    @property
+    def lost(self) -> str | None:
+        """Why nothing more can be delivered, or None."""
+        if self._lost is None and self._groups is not None:
+            self._lost = self._groups.lost
+        return self._lost
+
+    @property
+    def crowded(self) -> bool:
+        """See `bufstore.buffer.ports.log.Feed`."""
+        return self._groups is not None and self._groups.crowded
+
+    async def _guarded(self, groups: StreamFeed) -> None:
+        try:
+            if await self._deliver(groups):
+                return
+            reason = groups.lost or "closed"
+        except (BufstoreError, AppendUnknown) as e:
+            reason = f"the groups cannot be read: {e}"
+        except Exception as e:
+            _log.exception("cannot give out the entries of a group", extra={"action": "flusher_error"})
+            reason = f"unexpected {type(e).__name__} in a group"
+        self._lost = reason
+        for feed in self.feeds.values():
+            feed.wake()
+
+    async def _deliver(self, groups: StreamFeed) -> bool:
+        """Give out what arrives. Returns True when it has nothing more to do; False: it is lost."""
+        while groups.lost is None:
+            for message in groups.take():
+                await self._give_out(message)
+                if self._done(self):
+                    self._lost, self._groups = "another delivers", None
+                    with contextlib.suppress(BufstoreError, AppendUnknown):
+                        await groups.close()
+                    return True
+            await self.acknowledge()
+            await self._something.wait()
+            self._something.clear()
+        return False
+
+    async def _give_out(self, message: StoredMessage) -> None:
+        entries = await self._split(message)
+        touched: dict[int, int] = {}
+        for partition, entry in entries:
+            touched[partition] = entry.seq
+            if (feed := self.feeds.get(partition)) is not None:
+                feed.add(entry)
+            self.last = entry
+        self.next = message.seq + 1
+        self._open.append((message.seq, touched))
+        for partition in touched:
+            if (feed := self.feeds.get(partition)) is not None:
+                feed.wake()
+
+    async def acknowledge(self) -> None:
+        """Acknowledge the groups of which every entry is passed."""
+        passed = 0
+        while self._open:
+            seq, touched = self._open[0]
+            behind = [
+                feed
+                for p, place in touched.items()
+                if (feed := self.feeds.get(p)) is not None and not feed.ended and feed.acked < place
+            ]
+            if behind and not self._stops_others(seq):
+                break
+            for feed in behind:
+                del self.feeds[feed.partition]
+                feed.set_aside()
+            self._open.popleft()
+            passed = seq
+        if passed and self._groups is not None:
+            await self._groups.ack(passed)
+
+    def _stops_others(self, seq: int) -> bool:
+        """Whether half of the room is used up, and some partition has passed more than this group, the first open."""
+        return self.crowded and any(group_of(feed.acked) > seq for feed in self.feeds.values() if not feed.ended)
+
+    async def close(self) -> None:
+        """Deliver nothing any more."""
+        groups, self._groups = self._groups, None
+        task, self._task = self._task, None
+        self._lost = self._lost or "closed"
+        self._open.clear()
+        try:
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        finally:
+            if groups is not None:
+                with contextlib.suppress(BufstoreError, AppendUnknown):
+                    await groups.close()
