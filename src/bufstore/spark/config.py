@@ -100,6 +100,9 @@ class SinkConfig(Deployment):
     in_flight: int = 4096
     #: How long a write may take. None: 30 s, or as long as the log's failover window allows if that is less.
     append_timeout_s: float | None = None
+    #: How long the sink waits for a server that is away or a log that is full, while nothing gets through; then the
+    #: batch fails. Longer: for outages that nobody mends in an hour. Shorter: so that somebody is called sooner.
+    outage_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,3 +113,5 @@ class SinkConfig(Deployment):
             raise ConfigError("SinkConfig.bad_rows must be 'fail' or 'quarantine'")
         if self.in_flight < 1 or (self.tasks is not None and self.tasks < 1):
             raise ConfigError("SinkConfig.in_flight and tasks must be positive")
+        if not self.outage_timeout_s >= 0:
+            raise ConfigError("SinkConfig.outage_timeout_s must not be negative")
