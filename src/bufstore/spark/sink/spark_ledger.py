@@ -14,7 +14,7 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 
-_FOLDER = files("bufstore.spark") / "sql"
+FOLDER = files("bufstore.spark") / "sql"
 _TIMEOUT_S = 30.0
 
 
@@ -44,7 +44,7 @@ class SparkLedger:
     def __init__(self, conninfo: str, schema: str) -> None:
         self._pool: Pool = new_pool(conninfo, size=1)
         self._schema = schema
-        self._sql = queries(_FOLDER, schema)
+        self._sql = queries(FOLDER, schema)
 
     async def open(self) -> None:
         await self._pool.open(wait=False)
@@ -54,7 +54,7 @@ class SparkLedger:
 
     async def setup(self, timeout_s: float = _TIMEOUT_S) -> None:
         async with self._pool.lend(timeout_s) as connection:
-            await migrate(connection, self._schema, _FOLDER, "spark")
+            await migrate(connection, self._schema, FOLDER, "spark")
 
     async def ping(self, timeout_s: float) -> None:
         """Return when Postgres answers."""
@@ -92,8 +92,6 @@ class SparkLedger:
         """
         text = msgspec.json.encode(row, enc_hook=str).decode()
         thread_id = row["thread_id"]
-        # Text has no NUL; and Spark's columns hold null where an id should be.
-        shown = (thread_id or "").replace("\0", "\N{REPLACEMENT CHARACTER}")
         numbered = batch_id is not None
         key = (
             blake2b(msgspec.json.encode((app_id, batch_id, thread_id, rank)), digest_size=16).digest()
@@ -101,7 +99,15 @@ class SparkLedger:
             else os.urandom(16)
         )
         await self._fetch(
-            "quarantine", app_id, batch_id or 0, shown, rank, text, cause.replace("\0", ""), key, numbered
+            "quarantine",
+            app_id,
+            batch_id or 0,
+            shown_thread(thread_id),
+            rank,
+            text,
+            cause.replace("\0", ""),
+            key,
+            numbered,
         )
 
     async def _fetch(self, name: str, *parameters: Any, timeout_s: float = _TIMEOUT_S) -> list[tuple[Any, ...]]:
@@ -109,3 +115,8 @@ class SparkLedger:
             cursor = arrays.ArrayCursor(connection)
             await cursor.execute(self._sql[name], parameters, binary=True)
             return await cursor.rows()
+
+
+def shown_thread(thread_id: str | None) -> str:
+    """What stands for a thread's id in a text column, which has no NUL; Spark has null where an id should be."""
+    return (thread_id or "").replace("\0", "\N{REPLACEMENT CHARACTER}")
