@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -120,7 +121,7 @@ class _Writes:
         """Pack a task's rows. Raises ConfigError when they are too many."""
         packed, size = [], 0
         for batch in iterator:
-            rows = batch.to_pylist()
+            rows = [_timed(row) for row in batch.to_pylist()]
             for at in range(0, len(rows), _AT_ONCE):
                 packed.append(zlib.compress(msgspec.msgpack.encode(rows[at : at + _AT_ONCE]), 1))
                 size += len(packed[-1])
@@ -167,6 +168,13 @@ class _InMemory:
 
     def keys(self) -> Sequence[RowKey]:
         return [key_of(row) for row in self._rows]
+
+
+def _timed(row: dict[str, Any]) -> dict[str, Any]:
+    position = row.get("position")
+    if isinstance(position, datetime) and position.tzinfo is None:
+        row["position"] = position.replace(tzinfo=UTC)  # without a zone it would come out of its packing as text
+    return row
 
 
 def _unpacked(part: bytes) -> list[dict[str, Any]]:

@@ -157,7 +157,8 @@ def _task(
     import pyarrow
 
     with in_task():
-        found = write_rows(config, batch_id, _parts(batches), settled=settled, only=only, judging=judging)
+        parts = parts_of(batches, config.in_flight_bytes)
+        found = write_rows(config, batch_id, parts, settled=settled, only=only, judging=judging)
     outcome = {
         "counts": [msgspec.json.encode(found.counts).decode()],
         "deferred": pyarrow.array([sorted(found.deferred)], pyarrow.list_(pyarrow.string())),
@@ -177,6 +178,14 @@ def _key_task(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.Record
     yield pyarrow.RecordBatch.from_pydict({"keys": [pack(keys)]})
 
 
-def _parts(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[list[Row]]:
+def parts_of(batches: Iterator[pyarrow.RecordBatch], bytes_max: int) -> Iterator[list[Row]]:
+    """The rows in order, in parts of at most `bytes_max` as Arrow counts them; a larger row is a part of its own."""
     for batch in batches:
-        yield batch.to_pylist()
+        left = [batch]
+        while left:
+            part = left.pop()
+            if part.num_rows > 1 and part.nbytes > bytes_max:
+                half = part.num_rows // 2
+                left += [part.slice(half), part.slice(0, half)]
+            else:
+                yield part.to_pylist()
