@@ -18,9 +18,10 @@ from bufstore.errors import InvalidRecord, LogFull, NotFound, Rejected
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import queries
 from bufstore.postgres.connection.pool import Pool, new_pool
-from bufstore.spark.sink.checkpoint_rows import COLUMNS, checkpoint_of
+from bufstore.spark.sink.checkpoint_rows import COLUMNS, wanted_of
 from bufstore.spark.sink.spark_ledger import FOLDER, shown_thread
 from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.edits import WantedEdit
 from bufstore.types import ProducerSequence
 
 _TIMEOUT_S = 60.0
@@ -100,7 +101,7 @@ class ParkedRows:
         unknown = found.keys() - COLUMNS.keys()
         if unknown:
             raise InvalidRecord(f"{min(unknown)} is not a column of a checkpoint: {', '.join(COLUMNS)}")
-        checkpoint_of(found)
+        wanted_of(found)
         if not await self._fetch("correct", id_, row, shown_thread(found["thread_id"])):
             raise NotFound(f"no row {id_} waits in spark_quarantine (or a replay of it has begun: replay it first)")
 
@@ -139,7 +140,10 @@ class ParkedRows:
 
 
 async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence) -> None:
-    wanted = checkpoint_of(_row_of(row))
+    wanted = wanted_of(_row_of(row))
+    if isinstance(wanted, WantedEdit):
+        await store.bulk.edit(wanted, number)
+        return
     write = store.checkpoint if wanted.whole else store.checkpoint_append
     await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)
 
@@ -149,5 +153,5 @@ def _row_of(row: str) -> dict[str, Any]:
     with suppress(msgspec.MsgspecError, RecursionError):
         found = msgspec.json.decode(row)
     if not isinstance(found, dict) or "thread_id" not in found or "run_id" not in found:
-        raise InvalidRecord("a row is a JSON object with thread_id, run_id, and messages or delta")
+        raise InvalidRecord("a row is a JSON object with thread_id, run_id, and messages, delta or edit")
     return found

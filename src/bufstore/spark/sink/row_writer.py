@@ -11,16 +11,26 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bufstore.buffer import producers
-from bufstore.errors import BufstoreError, InvalidId, LineageError, LogFull, LogUnavailable, Rejected, StoreUnavailable
+from bufstore.errors import (
+    BufstoreError,
+    InvalidId,
+    InvalidRecord,
+    LineageError,
+    LogFull,
+    LogUnavailable,
+    Rejected,
+    StoreUnavailable,
+)
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.backfill import NeedLog, Prepared, prepare
-from bufstore.spark.sink.checkpoint_rows import CheckpointRow, checkpoint_of, number_of
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of, wanted_of
 from bufstore.spark.sink.open_sink import OpenSink, open_sink
 from bufstore.spark.sink.outage import Patience, is_outage
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
 from bufstore.spark.task import Counts
 from bufstore.threads.bulk import BulkCheckpoint
+from bufstore.threads.edits import WantedEdit
 from bufstore.types import ProducerSequence, check_id
 
 _PING_S = 2.0
@@ -244,13 +254,20 @@ class _Task:
     async def _write_series(
         self, opened: OpenSink, thread_id: str, lines: Sequence[_Line], todo: _Todo
     ) -> BufstoreError | None:
-        """Write rows up to the first one that cannot be written now, or is bad; the error of that one."""
+        """Write rows up to the first one that cannot be written now, or is bad; the error of that one.
+
+        An edit is written alone.
+        """
+        first = lines[0].wanted
+        if isinstance(first, WantedEdit):
+            return await self._write_edit(opened, first, todo)
         steps: list[BulkCheckpoint] = []
         error: BufstoreError | None = None
         for line in lines:
             wanted = line.wanted
             if isinstance(wanted, Rejected):
                 error = wanted
+            if not isinstance(wanted, CheckpointRow):
                 break
             steps.append(BulkCheckpoint(wanted.messages, wanted.run, wanted.whole, self._mark(line.rank)))
         series = await opened.store.bulk.write(thread_id, steps)
@@ -260,6 +277,16 @@ class _Task:
         todo.counts.repeated += repeated
         todo.lines = todo.lines[done:]
         return series.error or error
+
+    async def _write_edit(self, opened: OpenSink, wanted: WantedEdit, todo: _Todo) -> BufstoreError | None:
+        try:
+            receipt = await opened.store.bulk.edit(wanted, self._mark(todo.lines[0].rank))
+        except BufstoreError as e:
+            return e
+        todo.counts.written += not receipt.repeated
+        todo.counts.repeated += receipt.repeated
+        todo.lines = todo.lines[1:]
+        return None
 
     def _progressed(self, round_: _Round) -> None:
         round_.settled = True
@@ -319,8 +346,8 @@ class _Task:
         return remaining
 
     def _marked(self, line: _Line) -> tuple[CheckpointRow, bytes | None]:
-        if isinstance(line.wanted, Rejected):
-            raise line.wanted
+        if not isinstance(line.wanted, CheckpointRow):
+            raise line.wanted if isinstance(line.wanted, Rejected) else InvalidRecord("an edit goes through the log")
         return line.wanted, producers.item_of(self._mark(line.rank))
 
 
@@ -329,7 +356,7 @@ class _Line(NamedTuple):
 
     rank: int
     row: Row
-    wanted: CheckpointRow | Rejected
+    wanted: CheckpointRow | WantedEdit | Rejected
 
 
 def _shown(row: Row) -> Row:
@@ -339,7 +366,7 @@ def _shown(row: Row) -> Row:
 
 def _line(rank: int, row: Row) -> _Line:
     try:
-        return _Line(rank, row, checkpoint_of(row))
+        return _Line(rank, row, wanted_of(row))
     except Rejected as e:
         return _Line(rank, row, e)
 
