@@ -109,6 +109,7 @@ class BlockingBulkWriter(_Part):
     learn_new = _blocking(BulkWriter.learn_new)
     claim = _blocking(BulkWriter.claim)
     write = _blocking(BulkWriter.write)
+    edit = _blocking(BulkWriter.edit)
 
 
 class BlockingBufferedStore(BlockingThreadStore):

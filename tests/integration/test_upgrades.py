@@ -17,7 +17,7 @@ from bufstore.mailbox import PostgresMailboxStore
 from bufstore.postgres.connection.migrate import migrate, newest, waiting
 from bufstore.postgres.connection.pool import new_pool
 from bufstore.postgres.ledger.ledger import PostgresLedger
-from bufstore.spark.sink.spark_ledger import SparkLedger
+from bufstore.spark.sink.spark_ledger import Query, SparkLedger
 from bufstore.testing.ledger import decides, moved, parked
 from conftest import Deployment
 from helpers import fresh, run_of, said
@@ -105,7 +105,7 @@ async def test_a_mailbox_and_a_pipeline_open_on_the_tables_of_the_next_release(s
     await ledger.open()
     try:
         await ledger.setup()
-        assert (await ledger.begin("app", "query", 0)).query_id == "query"
+        assert (await ledger.begin("app", Query("query"), 0, 30.0)).query_id == "query"
     finally:
         await ledger.aclose()
 

@@ -90,6 +90,15 @@ def speculating(settings: dict[str, Any]) -> None:
     spark.stop()
 
 
+def submitted(settings: dict[str, Any]) -> None:
+    """What `spark-submit` runs: the sink, on the cluster that the command names."""
+    from pyspark.sql import SparkSession
+
+    spark = SparkSession.builder.getOrCreate()
+    checkpoint_sink(SinkConfig(**settings["sink"], tasks=2))(frame(spark, rows_of(settings["threads"], range(3))), 0)
+    spark.stop()
+
+
 def programs(settings: dict[str, Any]) -> None:
     """Programs one after the other, each with a session of its own, in one JVM; how each ended and what it printed."""
     found = []

@@ -78,4 +78,4 @@ async def test_a_job_takes_a_log_only_that_it_can_flush_and_keeps_to_its_window(
     rows = rows_of(["t"], range(1))
     with pytest.raises(ConfigError, match=r"at most half of the log's failover_window_s \(20 s\)"):
         await asyncio.to_thread(write_rows, sink(fitting, append_timeout_s=30.0), 0, [rows])
-    assert (await asyncio.to_thread(write_rows, sink(fitting), 0, [rows])).written == 1
+    assert (await asyncio.to_thread(write_rows, sink(fitting), 0, [rows])).counts.written == 1

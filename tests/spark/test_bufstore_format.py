@@ -87,3 +87,11 @@ async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment
         save(df.drop("thread_id"), options(deployment))
     with pytest.raises(Exception, match="threadlog"):
         await asyncio.to_thread(spark.read.format("bufstore").options(**options(deployment)).load)
+
+
+async def test_rows_go_in_the_order_of_their_times(spark: Any, deployment: Deployment) -> None:
+    await prepared(deployment)
+    threads = [fresh() for _ in range(2)]
+    df = frame(spark, rows_of(threads, range(3, 0, -1)))
+    save(df.withColumn("position", df.position.cast("timestamp").cast("timestamp_ntz")), options(deployment))
+    assert await held(deployment, threads) == {t: [1, 2, 3] for t in threads}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
+import pyarrow
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark.config import SinkConfig
+from bufstore.spark.sink.bufstore_format import _order
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, check_columns, checkpoint_of, number_of
+from bufstore.spark.sink.foreach_batch import parts_of
 
 GOOD = [("thread_id", "string"), ("run_id", "string"), ("delta", "array<string>")]
 
@@ -49,6 +55,8 @@ def test_a_row_becomes_a_checkpoint() -> None:
         {"delta": ["1"], "run": "[]"},
         {"delta": ["1"], "run": '{"steps": "many"}'},
         {"delta": [None]},
+        {"delta": ["[" * 5000 + "]" * 5000]},
+        {"delta": ["1"], "run": '{"output": ' + "[" * 5000 + "]" * 5000 + "}"},
     ],
 )
 def test_a_row_that_says_nothing_clear_is_refused(fields: dict[str, Any]) -> None:
@@ -71,3 +79,19 @@ def test_a_configuration_shows_no_secret() -> None:
         SinkConfig(app_id="q", nats="nats://h:0", postgres="postgresql://h/db")
     with pytest.raises(ConfigError):
         SinkConfig(app_id="q", nats="nats://h:4222", postgres="postgresql://h/db", in_flight=0)
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=40), st.integers(1, 2000))
+def test_a_part_holds_no_more_bytes_than_it_may(sizes: list[int], bytes_max: int) -> None:
+    rows = [{"thread_id": f"t{n}", "delta": ["x" * size]} for n, size in enumerate(sizes)]
+    batch = pyarrow.RecordBatch.from_pylist(rows)
+    parts = list(parts_of(iter([batch]), bytes_max))
+    assert [row for part in parts for row in part] == rows
+    for part in parts:
+        assert len(part) == 1 or sum(len(row["delta"][0]) for row in part) <= bytes_max
+
+
+def test_a_batch_for_the_driver_is_sorted_by_times_too() -> None:
+    moments = [datetime(2026, 1, day, tzinfo=UTC) for day in (3, 1, 2)]
+    rows = [{"thread_id": "t", "run_id": "r", "delta": ["1"], "position": moment} for moment in moments]
+    assert [row["position"] for row in sorted(rows, key=_order)] == sorted(moments)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import re
+import shlex
 import signal
 import sys
+import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -137,3 +141,38 @@ async def test_two_attempts_that_both_write_everything(deployment: Deployment, t
         )
         assert (code, found) == (0, {"attempts": [0, 1]}), "both have written everything"
     assert await held(deployment, threads) == {t: list(range(5)) for t in threads}
+
+
+@pytest.mark.long  # five Javas
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a second loopback address")
+async def test_the_command_for_a_standalone_cluster(deployment: Deployment, tmp_path: Path) -> None:
+    import pyspark
+
+    await prepared(deployment)
+    threads = [fresh() for _ in range(4)]
+    text = (Path(__file__).parents[2] / "docs" / "SPARK.md").read_text()
+    found = re.search(r"spark-submit --master spark://host:7077.*?job\.py", text, re.DOTALL)
+    assert found is not None
+    (tmp_path / "bin").mkdir()
+    packed = tmp_path / "bin" / "python"
+    packed.write_text(f'#!/bin/sh\ntouch {tmp_path}/used\nexec {sys.executable} "$@"\n')
+    packed.chmod(0o755)
+    with tarfile.open(tmp_path / "env.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "bin", "bin")
+    settings = {"sink": settings_of(deployment) | {"app_id": "query"}, "threads": threads}
+    (tmp_path / "job.py").write_text(
+        f"from spark.job_process import submitted\nimport json\nsubmitted(json.loads({json.dumps(settings)!r}))\n"
+    )
+    async with standalone(tmp_path) as master:
+        command = shlex.split(found[0].replace("spark://host:7077", master).replace("\\\n", " "))
+        command[0] = str(Path(pyspark.__file__).parent / "bin" / command[0])
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = environment(JAVA_HOME=str(ensure_java()), PATH=path)
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=tmp_path, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        async with asyncio.timeout(300):
+            printed, _ = await process.communicate()
+    assert process.returncode == 0, printed.decode()[-3000:]
+    assert (tmp_path / "used").exists()
+    assert await held(deployment, threads) == {t: [0, 1, 2] for t in threads}

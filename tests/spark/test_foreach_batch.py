@@ -11,9 +11,13 @@ import pytest
 
 from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark import SinkConfig, checkpoint_sink
+from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.foreach_batch import _Rows
+from bufstore.spark.sink.settled import Settled
+from bufstore.spark.sink.spark_ledger import Query
 from conftest import Deployment
 from helpers import fresh, query
-from spark.jobs import ended, frame, held, prepared, put, rows_of, stream, uncommit
+from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, stream, uncommit
 
 
 async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
@@ -28,7 +32,7 @@ async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
     uncommit(tmp_path / "ck", 2)
     put(tmp_path / "in", "3.json", rows_of(threads, range(12, 14)))
     # And as after one before the ledger knew that all of it was written.
-    await query(deployment.servers.postgres.dsn, f'UPDATE "{deployment.name}".spark_sources SET fingerprint = NULL')
+    await query(deployment.servers.postgres.dsn, f'UPDATE "{deployment.name}".spark_sources SET done = false')
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
     assert await held(deployment, threads) == {t: list(range(14)) for t in threads}
 
@@ -139,3 +143,57 @@ async def test_a_thread_stops_at_its_bad_row_and_goes_on_when_it_is_mended(
     rows[2]["delta"] = good
     await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows), 0)
     assert await held(deployment, [thread]) == {thread: [0, 1, 2, 3, 4]}, "what waited behind it is no repeat"
+
+
+async def test_a_batch_that_was_not_finished_comes_again_with_the_same_rows_only(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    """Spark does not tell which query it is, and its tasks died when something was written: nothing of it was noted."""
+    await prepared(deployment)
+    thread = fresh()
+    rows = rows_of([thread], range(3))
+    app = AppId(config)
+    frames = [frame(spark, rows), frame(spark, rows_of([thread], range(7, 10)))]
+    kept = _Rows(config, 0, frames[0])
+    await asyncio.to_thread(app.begin, Query(), 0, kept.total())
+    await asyncio.to_thread(app.plan, 0, kept.total())
+    await asyncio.to_thread(kept.write, Settled(), None, judging=False)
+    with pytest.raises(ConfigError, match="begun before with other rows"):
+        await asyncio.to_thread(checkpoint_sink(config), frames[1], 0)
+    await asyncio.to_thread(checkpoint_sink(config), frames[0], 0)
+    assert await held(deployment, [thread]) == {thread: [0, 1, 2]}
+
+
+async def test_a_batch_that_ended_with_bad_rows_goes_on_without_the_rows_in_front(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    await prepared(deployment)
+    thread, other = fresh(), fresh()
+    rows = rows_of([thread, other], range(5))
+    bad = [row | {"delta": ["{"]} if (row["thread_id"], row["position"]) == (thread, 2) else row for row in rows]
+    with pytest.raises(InvalidRecord, match="2 rows behind them"):
+        await asyncio.to_thread(checkpoint_sink(config), frame(spark, bad), 0)
+    changed = [row | {"run_id": "another"} if row["position"] == 1 else row for row in rows]
+    with pytest.raises(Exception, match="not as it was written"):
+        await asyncio.to_thread(checkpoint_sink(config), frame(spark, changed), 0)
+    later = [row for row in rows if row["position"] >= 2]
+    await asyncio.to_thread(checkpoint_sink(config), frame(spark, later), 0)
+    assert await held(deployment, [thread, other]) == {thread: list(range(5)), other: list(range(5))}
+
+
+async def test_a_parent_and_its_children_in_one_batch(spark: Any, deployment: Deployment, config: SinkConfig) -> None:
+    """Whichever task has the parent, and whichever comes first."""
+    await prepared(deployment)
+    parents, lost = [fresh() for _ in range(20)], fresh()
+    rows = [(p, f"run-{p}", ['{"n": 0}'], 0, None) for p in parents]
+    rows += [(f"child-of-{p}", f"run-of-{p}", [f'{{"n": {n}}}'], n, p) for p in parents for n in range(2)]
+    rows += [(f"child-of-child-of-{p}", f"run-of-of-{p}", ['{"n": 0}'], 0, f"child-of-{p}") for p in parents]
+    rows += [(lost, "run-lost", ['{"n": 0}'], 0, "nobody")]
+    df = spark.createDataFrame(rows, f"{SCHEMA}, parent_thread_id string")
+    quarantining = replace(config, bad_rows="quarantine", tasks=2)
+    write = checkpoint_sink(quarantining)
+    await asyncio.to_thread(write, df, 0)
+    assert write.last is not None
+    assert (write.last.counts.written, write.last.counts.repeated, write.last.counts.bad) == (80, 0, 1)
+    children = [f"child-of-{p}" for p in parents]
+    assert await held(deployment, [*children, lost]) == {c: [0, 1] for c in children} | {lost: []}

@@ -14,7 +14,9 @@ from psycopg.conninfo import make_conninfo
 
 from bufstore import ConfigError, NatsConfig, StoreMisconfigured
 from bufstore.spark import Deployment as Where
-from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java
+from bufstore.spark import SinkConfig, checkpoint_sink, ensure_java, session
+from bufstore.spark.process_loop import loop as process_loop
+from bufstore.spark.sink.open_sink import open_sink
 from conftest import Deployment
 from helpers import fresh
 from spark.jobs import frame, prepared, read_options, rows_of
@@ -54,6 +56,24 @@ def test_what_goes_to_the_executors_can_go_there() -> None:
         import ssl
 
         Where(nats=NatsConfig(tls=ssl.create_default_context()), postgres="postgresql://h/db")
+
+
+def test_a_setting_may_have_an_underscore(spark: Any) -> None:
+    found = session(**{"spark.executorEnv.JAVA_HOME": "/java"}, spark_bufstore_test="1")
+    assert found.conf.get("spark.executorEnv.JAVA_HOME") == "/java"
+    assert found.conf.get("spark.bufstore.test") == "1"
+
+
+async def test_whoever_signs_in_as_somebody_else_has_a_connection_of_their_own(
+    deployment: Deployment, config: SinkConfig
+) -> None:
+    await prepared(deployment)
+    url = deployment.servers.nats.url
+    ours = replace(config, nats=NatsConfig(servers=[url]))
+    opened = process_loop().run(open_sink(ours))
+    assert process_loop().run(open_sink(ours)) is opened
+    with pytest.raises(ConfigError, match="refused the credentials"):  # instead of the connection that there is
+        process_loop().run(open_sink(replace(config, nats=NatsConfig(servers=[url], user="me", password="hush"))))
 
 
 async def test_no_secret_in_plans_and_errors(spark: Any, deployment: Deployment, config: SinkConfig) -> None:

@@ -96,10 +96,16 @@ class SinkConfig(Deployment):
     bad_rows: Literal["fail", "quarantine"] = "fail"
     #: Tasks that write at the same time; None: Spark's shuffle partitions.
     tasks: int | None = None
-    #: Checkpoints on their way per task: what it holds encoded at a time, beside the rows that Spark hands it.
+    #: Checkpoints on their way per task.
     in_flight: int = 4096
+    #: Bytes of rows that a task decodes and has on their way at a time, beside what Spark hands it; one row may be
+    #: larger. Decoded, they take several times as much.
+    in_flight_bytes: int = 16 << 20
     #: How long a write may take. None: 30 s, or as long as the log's failover window allows if that is less.
     append_timeout_s: float | None = None
+    #: How long the sink waits for a server that is away or a log that is full, while nothing gets through; then the
+    #: batch fails. Longer: for outages that nobody mends in an hour. Shorter: so that somebody is called sooner.
+    outage_timeout_s: float = 3600.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,5 +114,7 @@ class SinkConfig(Deployment):
             raise ConfigError("SinkConfig.mode must be 'log' or 'postgres'")
         if self.bad_rows not in ("fail", "quarantine"):
             raise ConfigError("SinkConfig.bad_rows must be 'fail' or 'quarantine'")
-        if self.in_flight < 1 or (self.tasks is not None and self.tasks < 1):
-            raise ConfigError("SinkConfig.in_flight and tasks must be positive")
+        if self.in_flight < 1 or self.in_flight_bytes < 1 or (self.tasks is not None and self.tasks < 1):
+            raise ConfigError("SinkConfig.in_flight, in_flight_bytes and tasks must be positive")
+        if not self.outage_timeout_s >= 0:
+            raise ConfigError("SinkConfig.outage_timeout_s must not be negative")

@@ -26,8 +26,8 @@ _LOCAL = {
 def session(app: str = "bufstore", master: str = "local[*,4]", **conf: str) -> SparkSession:
     """A session, or the one there is. ``local[*,4]``: all cores, and four attempts of a task, as on a cluster.
 
-    ``sc://host``: Spark Connect, which needs no Java here. `conf`: settings of Spark, with ``_`` for ``.`` in their
-    names. Raises ConfigError without a Java.
+    ``sc://host``: Spark Connect, which needs no Java here. `conf`: settings of Spark: ``**{"spark.ui.port": "4041"}``,
+    or with ``_`` for each ``.`` in a name that has none (``spark_ui_port="4041"``). Raises ConfigError without a Java.
     """
     from pyspark.sql import SparkSession
 
@@ -45,5 +45,10 @@ def session(app: str = "bufstore", master: str = "local[*,4]", **conf: str) -> S
 
 def _configured(builder: SparkSession.Builder, settings: Mapping[str, str]) -> SparkSession:
     for name, value in settings.items():
-        builder = builder.config(name.replace("_", "."), value)
+        builder = builder.config(_name_of(name), value)
     return builder.getOrCreate()
+
+
+def _name_of(setting: str) -> str:
+    # A name with dots is as it is: spark.executorEnv.JAVA_HOME.
+    return setting if "." in setting else setting.replace("_", ".")

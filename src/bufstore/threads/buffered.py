@@ -75,7 +75,7 @@ class BufferedThreadStore(EditedStore):
         self._lineage = BufferedLineage(buffer, self._lists, self._edits)
         self._eraser = ThreadEraser(buffer, self._edits, self._lineage)
         #: For pipelines.
-        self.bulk = BulkWriter(buffer, self._runs, self._lineage)
+        self.bulk = BulkWriter(buffer, self._runs, self._lineage, self._edits)
 
     @classmethod
     async def open(

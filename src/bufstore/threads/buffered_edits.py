@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from bufstore.buffer import producers
 from bufstore.errors import ConfigError, LogUnavailable, Rejected
 from bufstore.threads.edits import Known, WantedEdit
 from bufstore.threads.model import Run
@@ -39,10 +40,17 @@ class BufferedEdits:
         await self._runs.claim(run)
         return await self.edit(wanted)
 
-    async def edit(self, wanted: WantedEdit, *, overtaken: Callable[[], Awaitable[bool]] | None = None) -> Receipt:
+    async def edit(
+        self,
+        wanted: WantedEdit,
+        *,
+        overtaken: Callable[[], Awaitable[bool]] | None = None,
+        mark: bytes | None = None,
+    ) -> Receipt:
         """Read, decide, append. Raises what the decision raises, and the errors of a read and of an append.
 
-        `overtaken` is asked between the read and the append: Overtaken.
+        `overtaken` is asked between the read and the append: Overtaken. `mark`: an item of `bufstore.buffer.producers`;
+        an edit that the thread has already is not decided again, for what it would find now is not what it found then.
         """
         self.check_store()
         deadline = asyncio.get_running_loop().time() + self._config.read_timeout_s + self._config.append_timeout_s
@@ -52,6 +60,8 @@ class BufferedEdits:
             try:
                 async with asyncio.timeout_at(deadline):
                     state = await self._state(wanted, proven)
+                    if mark is not None and producers.holds(state.watermark.producers, mark):
+                        return _repeated(wanted.thread_id, state)
                     if overtaken is not None and await overtaken():
                         raise Overtaken
                     payload = wanted.decide(await self._known(wanted, state))
@@ -64,7 +74,7 @@ class BufferedEdits:
                 raise LogUnavailable(f"no turn to write to thread {wanted.thread_id!r} in time") from None
             try:
                 # Not within that timeout: an append ends by itself, and knows its outcome.
-                return await self._append(wanted.thread_id, payload, state)
+                return await self._append(wanted.thread_id, payload, state, mark)
             except Moved as moved:
                 if moved.tip_seq < state.watermark.flushed_seq or not state.watermark.flushed_seq:
                     # What is remembered here is older than what was read; or deleted since, with all that told of it.
@@ -75,8 +85,9 @@ class BufferedEdits:
             return (await self._reads.joined(wanted.thread_id, proven=proven))[0]
         return await self._reads.thread(wanted.thread_id, Consistency.READ_YOUR_WRITES, proven=proven)
 
-    async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState) -> Receipt:
-        return await self._appender.append(thread_id, editing(payload, thread_id, state.watermark.applied_id))
+    async def _append(self, thread_id: str, payload: Edit | Removal, state: ThreadState, mark: bytes | None) -> Receipt:
+        decided = editing(payload, thread_id, state.watermark.applied_id)
+        return await self._appender.append(thread_id, decided, mark=mark)
 
     async def _known(self, wanted: WantedEdit, state: ThreadState) -> Known:
         exists = wanted.run_id is not None and await self._runs.has(wanted.run_id, state)
@@ -91,3 +102,8 @@ class BufferedEdits:
         """Raise ConfigError if the wrapped store takes no edits."""
         if not self.taken:
             raise ConfigError("the wrapped store takes checkpoints only (see bufstore.threads.protocol.WrappableStore)")
+
+
+def _repeated(thread_id: str, state: ThreadState) -> Receipt:
+    found = state.watermark
+    return Receipt(thread_id, found.flushed_seq, found.applied_id, found.version, repeated=True)

@@ -10,8 +10,10 @@ from typing import NamedTuple
 from bufstore.buffer import producers
 from bufstore.buffer.append.tip import Prepare
 from bufstore.errors import BufstoreError, Rejected
+from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.digests import MessageMemory
+from bufstore.threads.edits import WantedEdit
 from bufstore.threads.model import Run, check_run
 from bufstore.threads.runs import Runs, ThreadBuffer
 from bufstore.threads.write import Call, call_after, call_of
@@ -40,10 +42,11 @@ class Series(NamedTuple):
 class BulkWriter:
     """`BufferedThreadStore.bulk`: writes for pipelines, with fewer round trips and less work for each checkpoint."""
 
-    def __init__(self, buffer: ThreadBuffer, runs: Runs, lineage: BufferedLineage) -> None:
+    def __init__(self, buffer: ThreadBuffer, runs: Runs, lineage: BufferedLineage, edits: BufferedEdits) -> None:
         self._buffer, self._appender = buffer, buffer.appender
         self._runs = runs
         self._lineage = lineage
+        self._edits = edits
 
     async def learn_new(self, thread_ids: Collection[str]) -> None:
         """Find out which of many threads are new, in a few requests: their first writes, right after, ask nobody then.
@@ -89,6 +92,13 @@ class BulkWriter:
         if error is not None and not isinstance(error, BufstoreError):
             raise error
         return Series(receipts, error or refused)
+
+    async def edit(self, wanted: WantedEdit, producer: ProducerSequence | None) -> Receipt:
+        """An edit that does not concern lineage, once per `producer`. Raises as the edits of the store do.
+
+        `wanted`: of `bufstore.threads.edits`.
+        """
+        return await self._edits.edit(wanted, mark=producers.item_of(producer))
 
     async def _admit(self, run: Run) -> None:
         if run.parent_thread_id is not None or not self._runs.claimed(run):

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bufstore.cli.connect import Endpoints, Options, connects
+from bufstore.cli.operate.spark_quarantine import quarantine
 from bufstore.cli.running import EXIT_WRONG, Failure, Finite
 from bufstore.spark.config import Deployment
 
@@ -38,7 +39,10 @@ class Time(click.ParamType[datetime]):
 
 @click.group()
 def spark() -> None:
-    """Jobs on Spark: drain a backlog, archive the log, restore an archive."""
+    """Jobs on Spark: drain a backlog, archive the log, restore an archive; and rows that a sink has set aside."""
+
+
+spark.add_command(quarantine)
 
 
 @spark.command()

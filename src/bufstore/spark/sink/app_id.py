@@ -2,7 +2,7 @@
 
 A repeated row is recognized by its number (docs/adr/0014). Other rows under old numbers are not: a query with a new
 checkpoint folder begins at batch 0 again, and a source that cannot be replayed gives other rows for a batch. Both would
-be dropped silently; both are found here.
+be dropped silently; both are found here, because a sum over the batch's rows is noted before the first one is written.
 """
 
 from __future__ import annotations
@@ -11,61 +11,185 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from bufstore.errors import ConfigError, InvalidRecord
+from bufstore.errors import ConfigError, InvalidRecord, StoreUnavailable
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.process_loop import loop
+from bufstore.spark.sink.outage import Patience
 from bufstore.spark.sink.row_writer import RowCounts
-from bufstore.spark.sink.spark_ledger import Holder, SparkLedger
+from bufstore.spark.sink.spark_ledger import Holder, Query, SparkLedger
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+#: Of one try.
+_TRY_S = 5.0
+#: Where the batch need not wait for Postgres.
+_SHORT_S = 2.0
 
-def begin(config: SinkConfig, query_id: str, batch_id: int) -> Holder:
-    """Take the app id for a batch. Raises ConfigError, with both ways out, when another query has it."""
 
-    async def taking(ledger: SparkLedger) -> Holder:
-        await ledger.setup()
-        return await ledger.begin(config.app_id, query_id, batch_id)
-
-    holder = _with_ledger(config, taking)
-    if holder.query_id != query_id or batch_id < holder.batch_id:
+def check_holder(holder: Holder, app_id: str, query: Query, batch_id: int) -> None:
+    """Raise ConfigError, with both ways out, when another query has the app id, or a later batch was begun."""
+    if holder.query_id != query.query_id or batch_id < holder.batch_id:
         raise ConfigError(
-            f"app id {config.app_id!r} has written batch {holder.batch_id} of query "
-            f"{holder.query_id or '(unknown)'}, and this is batch {batch_id} of query {query_id or '(unknown)'}. Its "
-            "rows would be taken for repeats. Either continue with the checkpoint folder of that query, or give this "
-            "query an app id of its own."
+            f"app id {app_id!r} has written batch {holder.batch_id} of query "
+            f"{holder.query_id or '(unknown)'}, and this is batch {batch_id} of query {query.query_id or '(unknown)'}. "
+            "Its rows would be taken for repeats. Either continue with the checkpoint folder of that query, or give "
+            "this query an app id of its own."
         )
-    return holder
 
 
-def was_done(config: SinkConfig, holder: Holder, batch_id: int, fingerprint: Callable[[], int]) -> bool:
-    """Whether the batch was done before. Raises ConfigError when it was, with other rows: nothing of it is written.
-
-    `fingerprint` sums up the present rows; it is called only when the sum is needed.
-    """
-    if holder.batch_id != batch_id or holder.fingerprint is None:
-        return False
-    if holder.fingerprint == fingerprint():
-        return True
+def check_rows(holder: Holder, app_id: str, planned: int) -> None:
+    """Raise ConfigError when the batch came before with other rows. `planned`: a sum over the present ones."""
+    if holder.planned is None or holder.planned == planned:
+        return
+    if holder.done:
+        raise ConfigError(
+            f"batch {holder.batch_id} of app id {app_id!r} was done before with other rows: its new rows would be "
+            "taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
+            "checkpoint folder has the app id of an old one: give it its own app id."
+        )
     raise ConfigError(
-        f"batch {batch_id} of app id {config.app_id!r} was done before with other rows: its new rows would be "
-        "taken for repeats. Either the source cannot be replayed (cache or copy it), or a query with a new "
-        "checkpoint folder has the app id of an old one: give it its own app id."
+        f"batch {holder.batch_id} of app id {app_id!r} was begun before with other rows and not finished, so some of "
+        "those may be written, and new rows would be taken for repeats of them. Give the batch its earlier rows (if "
+        "bad rows ended it, it ends again and takes corrected ones after that), or, if the source cannot be replayed "
+        "or the query has a new checkpoint folder, give the query an app id of its own."
     )
 
 
-def end(config: SinkConfig, batch_id: int, outcome: RowCounts, fingerprint: int) -> None:
-    """Note that a batch is done. Raises InvalidRecord for bad rows that fail it."""
-    _log.info("batch %d of %s: %s", batch_id, config.app_id, outcome, extra={"action": "spark_batch"})
-    check_bad(config, outcome)
-    rows = outcome.written + outcome.repeated + outcome.bad
+class AppId:
+    """The app id of one sink, in the process that runs its batches; needs Postgres for the first one.
 
-    async def noting(ledger: SparkLedger) -> None:
-        await ledger.done(config.app_id, batch_id, fingerprint, rows, outcome.repeated, outcome.bad)
+    Later batches of the same run go on without Postgres: what this process knows of the app id is still true.
+    """
 
-    _with_ledger(config, noting)
+    def __init__(self, config: SinkConfig) -> None:
+        self._config = config
+        self._query: Query | None = None
+        self._holder: Holder | None = None
+        #: Seconds that the present batch waited here.
+        self.waited_s = 0.0
+
+    def begin(self, query: Query, batch_id: int, planned: int, stopped: Callable[[], bool] = lambda: False) -> Holder:
+        """Take the app id for a batch. Returns what was known of the batch. `planned`: a sum over its rows.
+
+        Raises ConfigError when the batch may not be written under this app id. `stopped`: whether nobody waits for the
+        batch any more. Waits for Postgres when only that can tell.
+        """
+        known = self._known(query, batch_id)
+
+        async def taking(ledger: SparkLedger) -> Holder:
+            timeout_s = _TRY_S if known is None else _SHORT_S
+            if known is None and (other := await ledger.renamed(self._config.app_id, query, batch_id, timeout_s)):
+                raise self._renamed(*other, batch_id)
+            holder = await ledger.begin(self._config.app_id, query, batch_id, timeout_s)
+            check_holder(holder, self._config.app_id, query, batch_id)
+            check_rows(holder, self._config.app_id, planned)
+            return holder
+
+        try:
+            holder = self._with_ledger(taking, batch_id, stopped, waits=known is None)
+        except StoreUnavailable:
+            if known is None:
+                raise
+            check_holder(known, self._config.app_id, query, batch_id)
+            check_rows(known, self._config.app_id, planned)
+            holder = known
+        self._query, self._holder = query, holder
+        return holder
+
+    def plan(self, batch_id: int, planned: int) -> None:
+        """Note the sum over the rows of the batch that has begun, before the first one is written."""
+        assert self._holder is not None
+
+        async def noting(ledger: SparkLedger) -> None:
+            await ledger.plan(self._config.app_id, batch_id, planned, _SHORT_S)
+
+        if self._holder.planned is None:
+            self._holder = self._holder._replace(planned=planned)
+            try:
+                self._with_ledger(noting, batch_id, waits=False)
+            except StoreUnavailable as e:
+                # Without the note, only this process finds out when the batch comes again with other rows.
+                _log.warning("batch %d of %s goes on without Postgres: %s", batch_id, self._config.app_id, e)
+
+    def done(self, batch_id: int, planned: int, counts: RowCounts) -> None:
+        """Note that a batch is done; later, if Postgres is away now."""
+        app_id, rows = self._config.app_id, counts.written + counts.repeated + counts.bad
+
+        async def noting(ledger: SparkLedger) -> None:
+            await ledger.done(
+                app_id, batch_id, planned, rows=rows, repeated=counts.repeated, bad=counts.bad,
+                waited_ms=counts.waited_ms, timeout_s=_SHORT_S,
+            )  # fmt: skip
+
+        self._holder = Holder(self._query.query_id if self._query else "", batch_id, planned, done=True)
+        try:
+            self._with_ledger(noting, batch_id, waits=False)
+        except StoreUnavailable as e:
+            # If the batch comes again, all of its rows are recognized.
+            _log.warning("batch %d of %s is done, which could not be noted: %s", batch_id, app_id, e)
+
+    def stopped(self, batch_id: int, settled: bytes, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Note which rows of a batch are written that ends with bad rows. Waits for Postgres."""
+
+        async def noting(ledger: SparkLedger) -> None:
+            await ledger.stop(self._config.app_id, batch_id, settled)
+
+        self._holder = Holder(self._query.query_id if self._query else "", batch_id, None, settled=settled)
+        self._with_ledger(noting, batch_id, stopped)
+
+    def setup(self) -> None:
+        """For a batch without a number: the tables exist."""
+
+        async def nothing(_: SparkLedger) -> None: ...
+
+        self._with_ledger(nothing, None)
+
+    def _known(self, query: Query, batch_id: int) -> Holder | None:
+        """What this process knows of the batch from earlier ones of the same run."""
+        if self._holder is None or query != self._query or batch_id < self._holder.batch_id:
+            return None
+        return self._holder if batch_id == self._holder.batch_id else Holder(query.query_id, batch_id)
+
+    def _renamed(self, other: str, at: int, batch_id: int) -> ConfigError:
+        return ConfigError(
+            f"this query has written batch {at} under the app id {other!r}, and batch {batch_id} is not finished for "
+            f"Spark: under the app id {self._config.app_id!r} its rows would be written again. Let the query finish "
+            f"the batch under {other!r} and rename it then. (Of two sinks in one query, call the older one first.)"
+        )
+
+    def _with_ledger(
+        self,
+        work: Callable[[SparkLedger], Awaitable[T]],
+        batch_id: int | None,
+        stopped: Callable[[], bool] = lambda: False,
+        *,
+        waits: bool = True,
+    ) -> T:
+        config = self._config
+        who = f"batch {batch_id} of {config.app_id}"
+        patience = Patience(config.outage_timeout_s if waits else 0.0, who, numbered=True, stopped=stopped)
+
+        async def working() -> T:
+            ledger = await loop().opened(("ledger", config.postgres, config.schema), open_)
+            return await work(ledger)
+
+        async def open_() -> SparkLedger:
+            ledger = SparkLedger(config.postgres, config.schema)
+            await ledger.open()
+            try:
+                await ledger.ping(_TRY_S if waits else _SHORT_S)
+                await ledger.setup()
+            except BaseException:
+                await ledger.aclose()
+                raise
+            return ledger
+
+        try:
+            return loop().run(patience.until_through(working))
+        finally:
+            self.waited_s += patience.waited_s
 
 
 def check_bad(config: SinkConfig, outcome: RowCounts) -> None:
@@ -76,19 +200,3 @@ def check_bad(config: SinkConfig, outcome: RowCounts) -> None:
             "all others are written); correct them at the source in the same order, or set bad_rows='quarantine': "
             f"{'; '.join(outcome.reasons)}"
         )
-
-
-def setup(config: SinkConfig) -> None:
-    _with_ledger(config, SparkLedger.setup)
-
-
-def _with_ledger(config: SinkConfig, work: Callable[[SparkLedger], Awaitable[T]]) -> T:
-    async def working() -> T:
-        ledger = SparkLedger(config.postgres, config.schema)
-        await ledger.open()
-        try:
-            return await work(ledger)
-        finally:
-            await ledger.aclose()
-
-    return loop().run(working())

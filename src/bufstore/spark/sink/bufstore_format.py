@@ -11,9 +11,9 @@ once per job that commits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -32,9 +32,12 @@ from pyspark.sql.types import StructType
 from bufstore.errors import ConfigError
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.connection_options import connection, named
-from bufstore.spark.sink.app_id import begin, check_bad, end, setup, was_done
+from bufstore.spark.sink.app_id import AppId, check_bad
+from bufstore.spark.sink.batch import in_passes, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
-from bufstore.spark.sink.row_writer import write_rows
+from bufstore.spark.sink.row_writer import Written, write_rows
+from bufstore.spark.sink.settled import ROW, RowKey, Settled, key_of, position_of, summed
+from bufstore.spark.sink.spark_ledger import Query
 
 #: What one task may hand over, packed: all of it passes through the driver.
 _TASK_BYTES_MAX = 64 << 20
@@ -101,10 +104,10 @@ def _sink(found: Mapping[str, str], app_id: str) -> SinkConfig:
 
 @dataclass
 class _Rows(WriterCommitMessage):
-    """A task's rows, packed, and Spark's id of the streaming query."""
+    """A task's rows, packed, and Spark's ids of the streaming query and its run."""
 
     packed: Sequence[bytes]
-    query_id: str
+    query: Query
 
 
 class _Writes:
@@ -118,7 +121,7 @@ class _Writes:
         """Pack a task's rows. Raises ConfigError when they are too many."""
         packed, size = [], 0
         for batch in iterator:
-            rows = batch.to_pylist()
+            rows = [_timed(row) for row in batch.to_pylist()]
             for at in range(0, len(rows), _AT_ONCE):
                 packed.append(zlib.compress(msgspec.msgpack.encode(rows[at : at + _AT_ONCE]), 1))
                 size += len(packed[-1])
@@ -129,7 +132,8 @@ class _Writes:
                 )
         context = TaskContext.get()
         query_id = context.getLocalProperty("sql.streaming.queryId") if context is not None else None
-        return _Rows(packed, query_id or "")
+        run_id = context.getLocalProperty("spark.jobGroup.id") if context is not None and query_id else None
+        return _Rows(packed, Query(query_id or "", run_id or ""))
 
     def abort(self, *_: Any) -> None:
         """Do nothing: nothing is written before the commit, and a repeated commit recognizes its rows."""
@@ -140,21 +144,37 @@ class _Writes:
         if not rows:
             return
         rows.sort(key=_order)
-        parts = (rows[at : at + _AT_ONCE] for at in range(0, len(rows), _AT_ONCE))
+        app = AppId(self.config)
         if batch_id is None:
-            setup(self.config)
-            check_bad(self.config, write_rows(self.config, None, parts))
+            app.setup()
+            check_bad(self.config, in_passes(_InMemory(self.config, None, rows), Settled()).counts)
             return
-        holder = begin(self.config, tasks[0].query_id, batch_id)
-        if not was_done(self.config, holder, batch_id, lambda: _fingerprint(rows)):
-            end(self.config, batch_id, write_rows(self.config, batch_id, parts), _fingerprint(rows))
+        write_batch(self.config, app, tasks[0].query, batch_id, _InMemory(self.config, batch_id, rows))
 
 
-def _fingerprint(rows: Sequence[Mapping[str, Any]]) -> int:
-    digest = blake2b(digest_size=8)
-    for row in rows:
-        digest.update(msgspec.json.encode(row))
-    return int.from_bytes(digest.digest()) >> 1
+class _InMemory:
+    """A batch's rows, sorted."""
+
+    def __init__(self, config: SinkConfig, batch_id: int | None, rows: Sequence[dict[str, Any]]) -> None:
+        self._config, self._batch_id = config, batch_id
+        self._rows = [row | summed(row) for row in rows]
+
+    def total(self) -> int:
+        return int(sum(row[ROW] for row in self._rows)) & ((1 << 63) - 1)
+
+    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool) -> Written:
+        parts = (self._rows[at : at + _AT_ONCE] for at in range(0, len(self._rows), _AT_ONCE))
+        return write_rows(self._config, self._batch_id, parts, settled=settled, only=only, judging=judging)
+
+    def keys(self) -> Sequence[RowKey]:
+        return [key_of(row) for row in self._rows]
+
+
+def _timed(row: dict[str, Any]) -> dict[str, Any]:
+    position = row.get("position")
+    if isinstance(position, datetime) and position.tzinfo is None:
+        row["position"] = position.replace(tzinfo=UTC)  # without a zone it would come out of its packing as text
+    return row
 
 
 def _unpacked(part: bytes) -> list[dict[str, Any]]:
@@ -164,8 +184,7 @@ def _unpacked(part: bytes) -> list[dict[str, Any]]:
 
 def _order(row: Mapping[str, Any]) -> tuple[bytes, ...]:
     """By thread and position, then by what the row holds: the same in every repeat."""
-    position = row.get("position")
-    number = b"" if position is None else (int(position) + (1 << 63)).to_bytes(9)
+    number = (position_of(row) + (1 << 63)).to_bytes(9)
     rest = [msgspec.json.encode(row.get(name)) for name in COLUMNS if name not in ("thread_id", "position")]
     return ((row["thread_id"] or "").encode(), number, *rest)
 

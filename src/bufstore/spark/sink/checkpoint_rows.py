@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from bufstore.errors import ConfigError, InvalidRecord
-from bufstore.threads.model import Run, RunStatus
+from bufstore.threads import edits
+from bufstore.threads.edits import WantedEdit
+from bufstore.threads.model import Run, RunStatus, ThreadMetadata
 from bufstore.types import Message
 
 #: Column → the types it may have (Spark's simple strings), and whether it must be there.
@@ -26,6 +28,8 @@ COLUMNS: Mapping[str, tuple[Sequence[str], bool]] = {
     "parent_thread_id": (("string",), False),
     #: Any other fields of the run, as a JSON object.
     "run": (("string",), False),
+    #: In place of messages and delta: an edit of the thread, as the JSON of an `EditRow`.
+    "edit": (("string",), False),
 }
 #: So many rows of one thread a batch may have: the lower bits of a source's number.
 ROWS_MAX = 1 << 24
@@ -42,7 +46,7 @@ def check_columns(found: Iterable[tuple[str, str]]) -> None:
             raise ConfigError(f"column {name} is {types[name]}, and must be {' or '.join(wanted)}")
     if unknown := types.keys() - COLUMNS.keys():
         raise ConfigError(f"column {min(unknown)} is not a column of a checkpoint: {', '.join(COLUMNS)}")
-    if "messages" not in types and "delta" not in types:
+    if not types.keys() & {"messages", "delta", "edit"}:
         raise ConfigError("column messages or delta is missing: array<string>, each message as JSON")
 
 
@@ -55,6 +59,36 @@ class CheckpointRow(msgspec.Struct, frozen=True):
     run: Run
 
 
+class EditRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The column ``edit``: one of these."""
+
+    #: The thread's metadata from now on; makes the thread if there is none.
+    metadata: ThreadMetadata | None = None
+    #: Ids of messages to delete.
+    delete_messages: list[str] | None = None
+
+    def wanted(self, thread_id: str) -> WantedEdit:
+        """Raises InvalidRecord, InvalidId."""
+        if (self.metadata is None) == (self.delete_messages is None):
+            raise InvalidRecord("an edit has either metadata or delete_messages")
+        if self.metadata is not None:
+            return edits.save_thread(thread_id, self.metadata)
+        return edits.delete_messages(thread_id, self.delete_messages)
+
+
+def wanted_of(row: Mapping[str, Any]) -> CheckpointRow | WantedEdit:
+    """What a row asks for. Raises InvalidRecord, InvalidId."""
+    edit = row.get("edit")
+    if edit is None:
+        return checkpoint_of(row)
+    if row.get("messages") is not None or row.get("delta") is not None:
+        raise InvalidRecord("a row with an edit has neither messages nor delta")
+    try:
+        return msgspec.json.decode(edit, type=EditRow).wanted(row["thread_id"])
+    except (msgspec.MsgspecError, RecursionError) as e:
+        raise InvalidRecord(f"the edit of a row of thread {row['thread_id']!r} is unreadable: {e}") from e
+
+
 def checkpoint_of(row: Mapping[str, Any]) -> CheckpointRow:
     """The checkpoint of a row. Raises InvalidRecord for a row that has none, and says why; the store checks ids."""
     whole, delta = row.get("messages"), row.get("delta")
@@ -64,14 +98,24 @@ def checkpoint_of(row: Mapping[str, Any]) -> CheckpointRow:
     assert texts is not None
     try:
         messages = [_decode(text) for text in texts]
-        run = _run_of(row["run_id"], row["thread_id"], *[row.get(name) for name in _OF_RUN])
+        run = _run_of_row(row)
+    except RecursionError as e:
+        raise InvalidRecord(f"a row of thread {row['thread_id']!r} is nested too deeply") from e
     except (msgspec.MsgspecError, TypeError, ValueError) as e:
         raise InvalidRecord(f"a row of thread {row['thread_id']!r} is unreadable: {e}") from e
     return CheckpointRow(row["thread_id"], whole is not None, messages, run)
 
 
 _OF_RUN = ("agent_id", "status", "parent_thread_id", "run")
+#: Longer JSON of a run is not remembered: it mostly differs in each row.
+_REMEMBERED_CHARS = 4096
 _decode = msgspec.json.Decoder().decode
+
+
+def _run_of_row(row: Mapping[str, Any]) -> Run:
+    rest = row.get("run")
+    find = _run_of if rest is None or len(rest) <= _REMEMBERED_CHARS else _run_of.__wrapped__
+    return find(row["run_id"], row["thread_id"], *[row.get(name) for name in _OF_RUN])
 
 
 # The rows of a thread mostly say the same of their run.

@@ -4,34 +4,36 @@ A batch may be done again, in part or whole, at any time: a task that failed aft
 started, a driver that was killed before Spark noted the batch. So each row carries a number (its batch, and its place
 among its thread's rows in it), and the store knows for each thread how far this source has come
 (`bufstore.buffer.producers`, docs/adr/0014); there is no window of time. For that a row must get the same number again:
-the batch is the same rows (Spark's part, with a source that can be replayed; a sum over the rows tells when it is not),
-and they are sorted by what they hold.
+the batch is the same rows (Spark's part, with a source that can be replayed; a sum over the rows, noted before the
+first one is written, tells when it is not), and they are sorted by what they hold.
 
 One task owns a thread in a batch, so its rows go in order and no other task competes for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.job_description import context_of, described
-from bufstore.spark.sink.app_id import begin, end, was_done
+from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.batch import BatchReport, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
-from bufstore.spark.sink.row_writer import RowCounts, write_rows
-from bufstore.spark.task import in_task, outcome
+from bufstore.spark.sink.row_writer import Row, RowCounts, Written, write_rows
+from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, key_of, pack, unpack
+from bufstore.spark.sink.spark_ledger import Query
+from bufstore.spark.task import in_task
 
 if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame
 
-_OUTCOME = "written bigint, repeated bigint, bad bigint, behind bigint, reasons array<string>, fingerprint bigint"
-_FINGERPRINT = "bufstore_fingerprint"
-_MASK = (1 << 63) - 1
+_OUTCOME = "counts string, deferred array<string>, ahead bigint, left binary"
 
 
 def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
@@ -43,42 +45,79 @@ def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
 
 
 class CheckpointSink:
-    """Holds only the configuration: Spark runs it elsewhere (on Connect, on the server)."""
+    """Travels as its configuration only: Spark runs it elsewhere (on Connect, on the server)."""
 
     def __init__(self, config: SinkConfig) -> None:
         self.config = config
+        #: What became of the last batch; None before the first, and where the sink runs in another process.
+        self.last: BatchReport | None = None
+        self._app = AppId(config)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
 
+    def __reduce__(self) -> tuple[type[CheckpointSink], tuple[SinkConfig]]:
+        return type(self), (self.config,)
+
     def __call__(self, df: DataFrame, batch_id: int) -> None:
         """Write a batch; on return all of it is durable in the log.
 
-        Raises ConfigError for a column that is missing or of another type, when another query has the app id, or when
-        the batch came before with other rows; InvalidRecord for rows that cannot become checkpoints
-        (``bad_rows="fail"``), when all other threads are written.
+        Waits for servers that are away and for a full log (`SinkConfig.outage_timeout_s`). Raises ConfigError for a
+        column that is missing or of another type, when another query has the app id, or when the batch came before with
+        other rows; InvalidRecord for rows that cannot become checkpoints (``bad_rows="fail"``), when all other threads
+        are written.
         """
         check_columns(df.dtypes)
-        holder = begin(self.config, _query_id(df), batch_id)
+        query = _query_of(df)
         with described(df, f"bufstore: batch {batch_id} of {self.config.app_id}"):
-            if was_done(self.config, holder, batch_id, lambda: _fingerprint(df)):
-                return
-            outcome, fingerprint = self._write(df, batch_id)
-        end(self.config, batch_id, outcome, fingerprint)
+            rows = _Rows(self.config, batch_id, df)
+            try:
+                self.last = write_batch(self.config, self._app, query, batch_id, rows, _stopped(df, query))
+            finally:
+                rows.forget()
 
-    def _write(self, df: DataFrame, batch_id: int) -> tuple[RowCounts, int]:
+
+class _Rows:
+    """A batch's rows, each thread's in one task and in order; kept, so that they are the same each time."""
+
+    def __init__(self, config: SinkConfig, batch_id: int, df: DataFrame) -> None:
         from pyspark.sql import functions as F
 
-        config = self.config
+        self._config, self._batch_id = config, batch_id
         tasks = config.tasks or int(df.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
         order = _order(df)
+        # Nulls leave a sum as it is: whether there is one counts, too.
+        row = F.xxhash64(*order, *(F.isnull(name) for name in order))
         owned = df.repartition(tasks, "thread_id").sortWithinPartitions(*order)
-        summed = owned.withColumn(_FINGERPRINT, F.xxhash64(*order))
-        whole, fingerprint = RowCounts(), 0
-        for *counts, part in summed.mapInArrow(partial(_task, config, batch_id), _OUTCOME).collect():
-            whole.add(RowCounts(*counts))
-            fingerprint = (fingerprint + part) & _MASK
-        return whole, fingerprint
+        self._owned = owned.withColumns({THREAD: F.xxhash64("thread_id"), ROW: row}).persist()
+
+    def total(self) -> int:
+        from pyspark.sql import functions as F
+
+        # As decimals the sum does not overflow.
+        found = self._owned.agg(F.sum(F.col(ROW).cast("decimal(38,0)"))).first()
+        return int((found[0] if found is not None else 0) or 0) & ((1 << 63) - 1)
+
+    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool) -> Written:
+        task = partial(_task, self._config, self._batch_id, settled, only, judging)
+        whole = Written()
+        for counts, deferred, ahead, left in self._owned.mapInArrow(task, _OUTCOME).collect():
+            whole.counts.add(msgspec.json.decode(counts, type=RowCounts))
+            whole.deferred |= set(deferred)
+            whole.ahead += ahead
+            whole.left += unpack(left)
+        return whole
+
+    def keys(self) -> Sequence[RowKey]:
+        found = self._owned.mapInArrow(_key_task, "keys binary").collect()
+        return [key for (keys,) in found for key in unpack(keys)]
+
+    def forget(self) -> None:
+        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+
+        # Of a query that was stopped, Spark forgets them itself; the error that ends the batch says more.
+        with suppress(Py4JError):
+            self._owned.unpersist()
 
 
 def _order(df: DataFrame) -> list[str]:
@@ -87,30 +126,66 @@ def _order(df: DataFrame) -> list[str]:
     return sorted(order, key=lambda name: (name != "thread_id", name != "position"))
 
 
-def _fingerprint(df: DataFrame) -> int:
-    """What the tasks of `CheckpointSink` sum up while they write."""
-    from pyspark.sql import functions as F
-
-    # As decimals the sum does not overflow.
-    found = df.agg(F.sum(F.xxhash64(*_order(df)).cast("decimal(38,0)"))).first()
-    return int((found[0] if found is not None else 0) or 0) & _MASK
-
-
-def _query_id(df: DataFrame) -> str:
-    """Spark's id of the streaming query; empty on Connect, which does not tell, and outside of a query."""
+def _query_of(df: DataFrame) -> Query:
+    """Spark's ids of the streaming query and its run; empty on Connect, which does not tell, and outside of a query."""
     context = context_of(df)
-    return (context.getLocalProperty("sql.streaming.queryId") or "") if context is not None else ""
+    query_id = (context.getLocalProperty("sql.streaming.queryId") or "") if context is not None else ""
+    return Query(query_id, context.getLocalProperty("spark.jobGroup.id") or "") if query_id else Query()
 
 
-def _task(config: SinkConfig, batch_id: int, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
-    fingerprint = 0
+def _stopped(df: DataFrame, query: Query) -> Callable[[], bool]:
+    """Whether somebody has stopped the query, which waits for us until then."""
 
-    def parts() -> Iterator[list[dict[str, Any]]]:
-        nonlocal fingerprint
-        for batch in batches:
-            fingerprint = (fingerprint + sum(batch.column(_FINGERPRINT).to_pylist())) & _MASK
-            yield batch.drop_columns([_FINGERPRINT]).to_pylist()
+    # The session of a batch is a copy, which knows no queries: they are known where the program began.
+    began = getattr(type(df.sparkSession), "_instantiatedSession", None)
+
+    def stopped() -> bool:
+        found = began.streams.get(query.query_id) if began is not None else None
+        return found is not None and not found.isActive
+
+    return stopped if query.query_id else lambda: False
+
+
+def _task(
+    config: SinkConfig,
+    batch_id: int,
+    settled: Settled,
+    only: Collection[str] | None,
+    judging: bool,
+    batches: Iterator[pyarrow.RecordBatch],
+) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
 
     with in_task():
-        found = write_rows(config, batch_id, parts())
-    yield outcome(**msgspec.structs.asdict(found), fingerprint=fingerprint)
+        parts = parts_of(batches, config.in_flight_bytes)
+        found = write_rows(config, batch_id, parts, settled=settled, only=only, judging=judging)
+    outcome = {
+        "counts": [msgspec.json.encode(found.counts).decode()],
+        "deferred": pyarrow.array([sorted(found.deferred)], pyarrow.list_(pyarrow.string())),
+        "ahead": pyarrow.array([found.ahead], pyarrow.int64()),
+        "left": [pack(found.left)],
+    }
+    yield pyarrow.RecordBatch.from_pydict(outcome)
+
+
+def _key_task(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+
+    keys: list[RowKey] = []
+    for batch in batches:
+        names = [name for name in (THREAD, ROW, "position") if name in batch.schema.names]
+        keys += [key_of(row) for row in batch.select(names).to_pylist()]
+    yield pyarrow.RecordBatch.from_pydict({"keys": [pack(keys)]})
+
+
+def parts_of(batches: Iterator[pyarrow.RecordBatch], bytes_max: int) -> Iterator[list[Row]]:
+    """The rows in order, in parts of at most `bytes_max` as Arrow counts them; a larger row is a part of its own."""
+    for batch in batches:
+        left = [batch]
+        while left:
+            part = left.pop()
+            if part.num_rows > 1 and part.nbytes > bytes_max:
+                half = part.num_rows // 2
+                left += [part.slice(half), part.slice(0, half)]
+            else:
+                yield part.to_pylist()

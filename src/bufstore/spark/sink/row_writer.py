@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
 from bufstore.buffer import producers
-from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, InvalidId, LogFull, Rejected
+from bufstore.errors import (
+    BufstoreError,
+    InvalidId,
+    InvalidRecord,
+    LineageError,
+    LogFull,
+    LogUnavailable,
+    Rejected,
+    StoreUnavailable,
+)
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.process_loop import loop
-from bufstore.spark.sink.backfill import BackfillWriter, NeedLog, Prepared, prepare
-from bufstore.spark.sink.checkpoint_rows import CheckpointRow, checkpoint_of, number_of
-from bufstore.spark.sink.spark_ledger import SparkLedger
+from bufstore.spark.sink.backfill import NeedLog, Prepared, prepare
+from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of, wanted_of
+from bufstore.spark.sink.open_sink import OpenSink, open_sink
+from bufstore.spark.sink.outage import Patience, is_outage
+from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
 from bufstore.spark.task import Counts
-from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.bulk import BulkCheckpoint
+from bufstore.threads.edits import WantedEdit
 from bufstore.types import ProducerSequence, check_id
 
-_POOL = 4
-#: No user waits for a task, so its writes may take long, within the log's failover window.
-_APPEND_TIMEOUT_S = 30.0
+_PING_S = 2.0
 
 Row = Mapping[str, Any]
 
@@ -39,99 +48,249 @@ class RowCounts(Counts):
     bad: int = 0
     #: Not tried, because a row before them in their thread is bad and the batch fails.
     behind: int = 0
+    #: Milliseconds in which nothing got through, of all tasks together.
+    waited_ms: int = 0
     #: What is wrong with the first of the bad ones.
     reasons: list[str] = msgspec.field(default_factory=list)
 
 
-def write_rows(config: SinkConfig, batch_id: int | None, parts: Iterable[Sequence[Row]]) -> RowCounts:
+@dataclass
+class Written:
+    """What a task did."""
+
+    counts: RowCounts = field(default_factory=RowCounts)
+    #: Threads whose rows wait for a parent that another task may write. Their rows are in no count,
+    deferred: set[str] = field(default_factory=set)
+    #: but here, as far as they were written now.
+    ahead: int = 0
+    #: Bad rows that fail the batch, and those behind them.
+    left: list[RowKey] = field(default_factory=list)
+
+
+def write_rows(
+    config: SinkConfig,
+    batch_id: int | None,
+    parts: Iterable[Sequence[Row]],
+    *,
+    settled: Settled | None = None,
+    only: Collection[str] | None = None,
+    judging: bool = True,
+) -> Written:
     """Write rows that are sorted by thread, part by part.
 
-    `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. Raises BufstoreError when it is
-    not the rows' fault: Spark tries the task again.
+    `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. `settled`: rows that an earlier
+    try has written, for rows with `bufstore.spark.sink.settled`'s columns. `only`: leave out all other threads.
+    `judging`: a row whose thread cannot have the parent that it names is bad; else its thread is deferred.
+
+    Waits for servers that are away (`SinkConfig.outage_timeout_s`). Raises BufstoreError when it is not the rows'
+    fault: Spark tries the task again; ConfigError when the rows contradict `settled`.
     """
-    task = _Task(config, batch_id)
+    task = _Task(config, batch_id, settled or Settled(), only, judging=judging)
     for part in parts:
         if part:
             loop().run(task.write(part))
-    return task.outcome
+    loop().run(task.finish())
+    return task.outcome()
 
 
 class _Task:
     """One task's rows on their way."""
 
-    def __init__(self, config: SinkConfig, batch_id: int | None) -> None:
-        self.outcome = RowCounts()
+    def __init__(
+        self,
+        config: SinkConfig,
+        batch_id: int | None,
+        settled: Settled,
+        only: Collection[str] | None,
+        *,
+        judging: bool,
+    ) -> None:
+        self._written = Written()
         self._config = config
         self._batch_id = batch_id
+        self._settled = settled
+        self._only = only
+        self._judging = judging
         self._in_flight = _InFlight(config.in_flight)
-        #: How many rows of the last thread there were: its rows may go on in the next part.
-        self._ranks: dict[str, int] = {}
+        who = f"batch {batch_id} of {config.app_id}"
+        self._patience = Patience(config.outage_timeout_s, who, numbered=batch_id is not None)
+        #: The next place of the last thread, and its rows from an earlier try: it may go on in the next part.
+        self._places: dict[str, tuple[int, SettledThread | None]] = {}
         #: Threads of which a row is bad, when that fails the batch.
         self._failed: set[str] = set()
         #: Threads that were written through the log: it may not show them at once.
         self._logged: set[str] = set()
+        #: Without a number of the batch, what is written is known here only: so are the rows that wait for a parent.
+        self._kept: dict[str, _Todo] = {}
+
+    def outcome(self) -> Written:
+        self._written.counts.waited_ms = round(self._patience.waited_s * 1000)
+        return self._written
 
     async def write(self, rows: Sequence[Row]) -> None:
-        opened = await _opened(self._config)
-        threads: dict[str, list[_Line]] = {}
-        for row in rows:
-            lines = threads.setdefault(row["thread_id"], [])
-            lines.append(_line(self._ranks.get(row["thread_id"], 0) + len(lines), row))
+        opened = await self._patience.until_through(lambda: open_sink(self._config))
+        threads = self._lines_of(rows)
+        if not threads:
+            return
         through_log = threads
         if self._config.mode == "postgres":
-            remaining = await self._write_direct(opened, threads)
+            remaining = await self._patience.until_through(lambda: self._write_direct(opened, threads))
             through_log = {t: lines for t, lines in threads.items() if t in remaining}
         self._logged.update(through_log)
         await self._write_logged(opened, through_log)
-        last = next(reversed(threads))
-        self._ranks = {last: threads[last][-1].rank + 1}
 
-    async def _write_logged(self, opened: _Opened, threads: Mapping[str, Sequence[_Line]]) -> None:
-        bulk = opened.store.bulk
-        wanted = (line.wanted for lines in threads.values() for line in lines)
-        await bulk.claim(one.run for one in wanted if isinstance(one, CheckpointRow))
-        await bulk.learn_new([t for t in threads if _is_id(t)])
+    def _lines_of(self, rows: Sequence[Row]) -> dict[str, list[_Line]]:
+        """The rows that are to be written, by thread."""
+        threads: dict[str, list[_Line]] = {}
+        places = self._places
+        for row in rows:
+            thread_id = row["thread_id"]
+            if (self._only is not None and thread_id not in self._only) or thread_id in self._written.deferred:
+                continue
+            if thread_id in self._kept:
+                self._kept[thread_id].lines.append(_line(0, row))
+                continue
+            place = places.get(thread_id)
+            if place is None:
+                before = self._settled.of(row[THREAD]) if self._settled else None
+                place = (before.next_rank if before is not None else 0, before)
+            rank, before = places[thread_id] = place
+            if before is not None and before.holds(key_of(row)):
+                self._written.counts.repeated += 1
+                continue
+            places[thread_id] = rank + 1, before
+            threads.setdefault(thread_id, []).append(_line(rank, row))
+        self._places = {thread_id: places[thread_id]} if rows and thread_id in places else {}
+        return threads
+
+    async def _write_logged(self, opened: OpenSink, threads: Mapping[str, list[_Line]]) -> None:
+        await self._write_in_rounds(opened, {thread_id: _Todo(lines) for thread_id, lines in threads.items()})
+
+    async def finish(self) -> None:
+        """Write the rows that waited for a parent, and judge those that still do."""
+        for judging in (False, True):
+            if self._kept:
+                self._judging = judging
+                kept, self._kept = self._kept, {}
+                await self._write_in_rounds(await open_sink(self._config), kept)
+
+    async def _write_in_rounds(self, opened: OpenSink, todo: dict[str, _Todo]) -> None:
+        while todo:
+            current = _Round(todo)
+            await self._patience.until_through(lambda round_=current: self._write_round(opened, round_))  # type: ignore[misc]
+            todo = current.deferred
+            if not current.settled:
+                break
+        if self._batch_id is None:
+            self._kept |= todo
+            return
+        # Their parents may be among the rows of other parts and tasks.
+        self._written.deferred |= todo.keys()
+        self._written.ahead += sum(found.counts.written for found in todo.values())
+
+    async def _write_round(self, opened: OpenSink, round_: _Round) -> None:
+        """Write what can be written now. Raises the outage for which the rest waits."""
+        threads = list(round_.todo)
+        wanted = (line.wanted for todo in round_.todo.values() for line in todo.lines)
+        await opened.store.bulk.claim(one.run for one in wanted if isinstance(one, CheckpointRow))
+        unknown = await self._learn_new(opened, [t for t in threads if _is_id(t)], round_)
         try:
             async with asyncio.TaskGroup() as group:
-                for thread_id, lines in threads.items():
-                    group.create_task(self._write_thread(opened, thread_id, lines))
+                for thread_id in threads:
+                    if thread_id not in unknown:
+                        group.create_task(self._write_thread(opened, thread_id, round_))
         except* BufstoreError as e:
             raise e.exceptions[0] from None  # one error says enough, and Spark shows it
+        if round_.outage is not None:
+            outage, round_.outage = round_.outage, None
+            raise outage
 
-    async def _write_thread(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> None:
+    async def _learn_new(self, opened: OpenSink, threads: Sequence[str], round_: _Round) -> set[str]:
+        """Find out which threads are new. While only Postgres could tell: those that must wait for it."""
+        buffer = opened.store.buffer
+        subjects = {buffer.subjects.of(t): t for t in threads if buffer.appender.tip(t) is None}
+        if not subjects:
+            return set()
+        try:
+            # The look-up of many threads may take long: whether anybody answers is known sooner.
+            await opened.ledger.ping(_PING_S)
+            await opened.store.bulk.learn_new(threads)
+            return set()
+        except StoreUnavailable as e:
+            outage = e
+        shown = await buffer.log.last(list(subjects), buffer.config.append_timeout_s)
+        unknown = {thread_id for subject, thread_id in subjects.items() if subject not in shown}
+        if unknown:
+            round_.outage = outage
+        return unknown
+
+    async def _write_thread(self, opened: OpenSink, thread_id: str, round_: _Round) -> None:
         # In order: if rows behind a refused row were written, a repeat of the batch would take that row for written.
-        todo = lines
-        while todo:
+        todo = round_.todo[thread_id]
+        while todo.lines:
             if thread_id in self._failed:
-                self.outcome.behind += len(todo)
-                return
-            some = todo[: self._in_flight.share]
+                todo.counts.behind += len(todo.lines)
+                self._leave(todo.lines)
+                break
+            some = todo.lines[: self._in_flight.share]
             async with self._in_flight.taken(len(some)):
-                done = await self._write_series(opened, thread_id, some)
-            todo = todo[done:]
+                if isinstance(round_.outage, (LogFull, LogUnavailable)):
+                    return  # so it would fail here, too
+                error = await self._write_series(opened, thread_id, some, todo)
+                if isinstance(error, LineageError) and not self._judging:
+                    round_.deferred[thread_id] = round_.todo.pop(thread_id)
+                    return
+                if isinstance(error, Rejected) and not isinstance(error, LogFull):
+                    error = await self._refuse(opened, thread_id, todo, error)
+            if error is not None:
+                if not is_outage(error, numbered=self._batch_id is not None):
+                    raise error
+                round_.outage = round_.outage or error
+                return
+            self._progressed(round_)
+        del round_.todo[thread_id]
+        self._written.counts.add(todo.counts)
 
-    async def _write_series(self, opened: _Opened, thread_id: str, lines: Sequence[_Line]) -> int:
-        """Write rows up to and including the first bad one. Returns how many that are."""
+    async def _write_series(
+        self, opened: OpenSink, thread_id: str, lines: Sequence[_Line], todo: _Todo
+    ) -> BufstoreError | None:
+        """Write rows up to the first one that cannot be written now, or is bad; the error of that one.
+
+        An edit is written alone.
+        """
+        first = lines[0].wanted
+        if isinstance(first, WantedEdit):
+            return await self._write_edit(opened, first, todo)
         steps: list[BulkCheckpoint] = []
         error: BufstoreError | None = None
         for line in lines:
             wanted = line.wanted
             if isinstance(wanted, Rejected):
                 error = wanted
+            if not isinstance(wanted, CheckpointRow):
                 break
             steps.append(BulkCheckpoint(wanted.messages, wanted.run, wanted.whole, self._mark(line.rank)))
         series = await opened.store.bulk.write(thread_id, steps)
         done = len(series.receipts)
         repeated = sum(receipt.repeated for receipt in series.receipts)
-        self.outcome.written += done - repeated
-        self.outcome.repeated += repeated
-        error = series.error or error
-        if error is None:
-            return done
-        if not isinstance(error, Rejected) or isinstance(error, LogFull):
-            raise error  # no fault of the row
-        await self._refuse(opened, lines[done], error)
-        return done + 1
+        todo.counts.written += done - repeated
+        todo.counts.repeated += repeated
+        todo.lines = todo.lines[done:]
+        return series.error or error
+
+    async def _write_edit(self, opened: OpenSink, wanted: WantedEdit, todo: _Todo) -> BufstoreError | None:
+        try:
+            receipt = await opened.store.bulk.edit(wanted, self._mark(todo.lines[0].rank))
+        except BufstoreError as e:
+            return e
+        todo.counts.written += not receipt.repeated
+        todo.counts.repeated += receipt.repeated
+        todo.lines = todo.lines[1:]
+        return None
+
+    def _progressed(self, round_: _Round) -> None:
+        round_.settled = True
+        self._patience.progressed()
 
     def _mark(self, rank: int) -> ProducerSequence | None:
         return (
@@ -140,14 +299,26 @@ class _Task:
             else None
         )
 
-    async def _refuse(self, opened: _Opened, line: _Line, error: Rejected) -> None:
-        self.outcome.add(RowCounts(bad=1, reasons=[f"thread {line.row['thread_id']!r}: {error}"]))
+    async def _refuse(self, opened: OpenSink, thread_id: str, todo: _Todo, error: Rejected) -> BufstoreError | None:
+        """Set the first row aside, or stop its thread there. Returns the outage that keeps it from being set aside."""
+        line = todo.lines[0]
         if self._config.bad_rows == "fail":
-            self._failed.add(line.row["thread_id"])
+            self._failed.add(thread_id)
+            self._leave([line])
         else:
-            await opened.ledger.quarantine(self._config.app_id, self._batch_id or 0, line.rank, line.row, str(error))
+            try:
+                name, row = self._config.app_id, _shown(line.row)
+                await opened.ledger.quarantine(name, self._batch_id, line.rank, row, str(error))
+            except StoreUnavailable as e:
+                return e
+        todo.lines = todo.lines[1:]
+        todo.counts.add(RowCounts(bad=1, reasons=[f"thread {thread_id!r}: {error}"]))
+        return None
 
-    async def _write_direct(self, opened: _Opened, threads: Mapping[str, Sequence[_Line]]) -> set[str]:
+    def _leave(self, lines: Sequence[_Line]) -> None:
+        self._written.left += [key_of(line.row) for line in lines if ROW in line.row]
+
+    async def _write_direct(self, opened: OpenSink, threads: Mapping[str, list[_Line]]) -> set[str]:
         """Write straight into Postgres what may go there; the threads that remain."""
         direct = opened.direct
         assert direct is not None
@@ -169,14 +340,14 @@ class _Task:
                     del prepared[thread_id]
                     remaining.add(thread_id)
                 continue
-            self.outcome.written += written
-            self.outcome.repeated += repeated
+            self._written.counts.written += written
+            self._written.counts.repeated += repeated
             break
         return remaining
 
     def _marked(self, line: _Line) -> tuple[CheckpointRow, bytes | None]:
-        if isinstance(line.wanted, Rejected):
-            raise line.wanted
+        if not isinstance(line.wanted, CheckpointRow):
+            raise line.wanted if isinstance(line.wanted, Rejected) else InvalidRecord("an edit goes through the log")
         return line.wanted, producers.item_of(self._mark(line.rank))
 
 
@@ -185,14 +356,39 @@ class _Line(NamedTuple):
 
     rank: int
     row: Row
-    wanted: CheckpointRow | Rejected
+    wanted: CheckpointRow | WantedEdit | Rejected
+
+
+def _shown(row: Row) -> Row:
+    """Without the columns that are ours."""
+    return {name: value for name, value in row.items() if name not in (THREAD, ROW)}
 
 
 def _line(rank: int, row: Row) -> _Line:
     try:
-        return _Line(rank, row, checkpoint_of(row))
+        return _Line(rank, row, wanted_of(row))
     except Rejected as e:
         return _Line(rank, row, e)
+
+
+@dataclass
+class _Todo:
+    """What remains of a thread's rows, and what became of the others."""
+
+    lines: list[_Line]
+    counts: RowCounts = field(default_factory=RowCounts)
+
+
+@dataclass
+class _Round:
+    """One try of all threads that have rows left."""
+
+    todo: MutableMapping[str, _Todo]
+    deferred: dict[str, _Todo] = field(default_factory=dict)
+    #: Why some rows wait.
+    outage: BufstoreError | None = None
+    #: Whether any row was.
+    settled: bool = False
 
 
 class _InFlight:
@@ -223,29 +419,3 @@ def _is_id(thread_id: str | None) -> bool:
     with suppress(InvalidId):
         return bool(check_id(thread_id, "thread_id"))
     return False
-
-
-class _Opened(NamedTuple):
-    """What the tasks of a process share."""
-
-    store: BufferedThreadStore
-    ledger: SparkLedger
-    #: In mode="postgres".
-    direct: BackfillWriter | None
-
-
-async def _opened(config: SinkConfig) -> _Opened:
-    async def open_() -> _Opened:
-        log = await config.find_log()
-        longest = config.append_timeout_s or min(_APPEND_TIMEOUT_S, log.failover_window_s / 2)
-        buffer = BufferConfig.fitting(log, flusher=False, append_timeout_s=longest)
-        inner = config.store(pool_size=_POOL)
-        store = await BufferedThreadStore.open(inner, nats=config.server, config=buffer)
-        ledger = SparkLedger(config.postgres, config.schema)
-        await ledger.open()
-        direct = BackfillWriter(inner, store.buffer) if config.mode == "postgres" else None
-        return _Opened(store, ledger, direct)
-
-    c = config
-    key = (c.server.servers, c.stream, c.postgres, c.schema, c.append_timeout_s, c.mode)
-    return await loop().opened(key, open_)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from hashlib import blake2b
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -12,8 +14,16 @@ from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
 
-_FOLDER = files("bufstore.spark") / "sql"
+FOLDER = files("bufstore.spark") / "sql"
 _TIMEOUT_S = 30.0
+
+
+class Query(NamedTuple):
+    """A streaming query, as Spark names it; empty where Spark does not tell (Connect), and outside of a query."""
+
+    query_id: str = ""
+    #: Of its present run.
+    run_id: str = ""
 
 
 class Holder(NamedTuple):
@@ -21,8 +31,11 @@ class Holder(NamedTuple):
 
     query_id: str
     batch_id: int
-    #: Of that batch, if it was done.
-    fingerprint: int | None
+    #: Of that batch, a sum over its rows. None: nothing was noted, or it ended with bad rows.
+    planned: int | None = None
+    done: bool = False
+    #: Of that batch, if it ended with bad rows: see `bufstore.spark.sink.settled`.
+    settled: bytes | None = None
 
 
 class SparkLedger:
@@ -31,7 +44,7 @@ class SparkLedger:
     def __init__(self, conninfo: str, schema: str) -> None:
         self._pool: Pool = new_pool(conninfo, size=1)
         self._schema = schema
-        self._sql = queries(_FOLDER, schema)
+        self._sql = queries(FOLDER, schema)
 
     async def open(self) -> None:
         await self._pool.open(wait=False)
@@ -39,25 +52,71 @@ class SparkLedger:
     async def aclose(self) -> None:
         await self._pool.close()
 
-    async def setup(self) -> None:
-        async with self._pool.lend(_TIMEOUT_S) as connection:
-            await migrate(connection, self._schema, _FOLDER, "spark")
+    async def setup(self, timeout_s: float = _TIMEOUT_S) -> None:
+        async with self._pool.lend(timeout_s) as connection:
+            await migrate(connection, self._schema, FOLDER, "spark")
 
-    async def begin(self, app_id: str, query_id: str, batch_id: int) -> Holder:
+    async def ping(self, timeout_s: float) -> None:
+        """Return when Postgres answers."""
+        await self._fetch("ping", timeout_s=timeout_s)
+
+    async def renamed(self, app_id: str, query: Query, batch_id: int, timeout_s: float) -> tuple[str, int] | None:
+        """Another app id under which the query has begun this batch, or a later one, in an earlier run."""
+        found = await self._fetch("renamed", app_id, *query, batch_id, timeout_s=timeout_s)
+        return (found[0][0], found[0][1]) if found else None
+
+    async def begin(self, app_id: str, query: Query, batch_id: int, timeout_s: float) -> Holder:
         """Take the app id for the batch of a query, unless another query has it. Returns its holder."""
-        return Holder(*(await self._fetch("begin", app_id, query_id, batch_id))[0])
+        return Holder(*(await self._fetch("begin", app_id, *query, batch_id, timeout_s=timeout_s))[0])
 
-    async def done(self, app_id: str, batch_id: int, fingerprint: int, rows: int, repeated: int, bad: int) -> None:
-        await self._fetch("done", app_id, batch_id, fingerprint, rows, repeated, bad)
+    async def plan(self, app_id: str, batch_id: int, planned: int, timeout_s: float) -> None:
+        """Note the sum over a batch's rows before the first one is written."""
+        await self._fetch("plan", app_id, batch_id, planned, timeout_s=timeout_s)
 
-    async def quarantine(self, app_id: str, batch_id: int, rank: int, row: Mapping[str, Any], cause: str) -> None:
-        """Keep a row that cannot become a checkpoint; once, however often it comes."""
+    async def done(
+        self, app_id: str, batch_id: int, planned: int, *, rows: int, repeated: int, bad: int, waited_ms: int,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        await self._fetch("done", app_id, batch_id, planned, rows, repeated, bad, waited_ms, timeout_s=timeout_s)
+
+    async def stop(self, app_id: str, batch_id: int, settled: bytes) -> None:
+        """Note which rows are written of a batch that ended with bad rows."""
+        await self._fetch("stop", app_id, batch_id, settled)
+
+    async def quarantine(
+        self, app_id: str, batch_id: int | None, rank: int, row: Mapping[str, Any], cause: str
+    ) -> None:
+        """Keep a row that cannot become a checkpoint; once, however often it comes.
+
+        `batch_id`: None for a batch without a number, whose rows cannot be told from those of another one.
+        """
         text = msgspec.json.encode(row, enc_hook=str).decode()
-        thread_id = (row["thread_id"] or "").replace("\0", "\N{REPLACEMENT CHARACTER}")
-        await self._fetch("quarantine", app_id, batch_id, thread_id, rank, text, cause.replace("\0", ""))
+        thread_id = row["thread_id"]
+        numbered = batch_id is not None
+        key = (
+            blake2b(msgspec.json.encode((app_id, batch_id, thread_id, rank)), digest_size=16).digest()
+            if numbered
+            else os.urandom(16)
+        )
+        await self._fetch(
+            "quarantine",
+            app_id,
+            batch_id or 0,
+            shown_thread(thread_id),
+            rank,
+            text,
+            cause.replace("\0", ""),
+            key,
+            numbered,
+        )
 
-    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        async with self._pool.lend(_TIMEOUT_S) as connection:
+    async def _fetch(self, name: str, *parameters: Any, timeout_s: float = _TIMEOUT_S) -> list[tuple[Any, ...]]:
+        async with self._pool.lend(timeout_s) as connection:
             cursor = arrays.ArrayCursor(connection)
             await cursor.execute(self._sql[name], parameters, binary=True)
             return await cursor.rows()
+
+
+def shown_thread(thread_id: str | None) -> str:
+    """What stands for a thread's id in a text column, which has no NUL; Spark has null where an id should be."""
+    return (thread_id or "").replace("\0", "\N{REPLACEMENT CHARACTER}")

@@ -87,6 +87,7 @@ def grants(schema: str, role: str) -> list[sql.Composed]:
         "GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO {role}",
         "REVOKE INSERT, UPDATE, DELETE ON {schema}.bufstore_migrations FROM {role}",
         "GRANT EXECUTE ON ALL FUNCTIONS IN SCHEMA {schema} TO {role}",
+        "GRANT USAGE ON ALL SEQUENCES IN SCHEMA {schema} TO {role}",
     ]
     return [sql.SQL(statement).format(**names) for statement in statements]
 

@@ -1,0 +1,157 @@
+"""The way back for rows that were set aside (`bad_rows="quarantine"`): list, correct, replay or discard them. No Spark.
+
+A replay writes a row's checkpoint behind whatever its thread holds by then, once. Each row gets a number among all
+replays before it is written (docs/adr/0014), and is removed behind that; so a replay that died in between is finished
+by the next one of its thread, which knows the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from bufstore.errors import InvalidRecord, LogFull, NotFound, Rejected
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.migrate import queries
+from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.spark.sink.checkpoint_rows import COLUMNS, wanted_of
+from bufstore.spark.sink.spark_ledger import FOLDER, shown_thread
+from bufstore.threads.buffered import BufferedThreadStore
+from bufstore.threads.edits import WantedEdit
+from bufstore.types import ProducerSequence
+
+_TIMEOUT_S = 60.0
+#: The producer of all replays.
+PRODUCER = "bufstore spark quarantine"
+
+
+class ParkedRow(msgspec.Struct, frozen=True):
+    """A row that was set aside."""
+
+    id: int
+    app_id: str
+    batch_id: int
+    thread_id: str
+    #: The row as JSON.
+    row: str
+    cause: str
+    parked_at: datetime
+
+
+class RowReplay(msgspec.Struct, frozen=True):
+    """What became of a row."""
+
+    id: int
+    thread_id: str
+    #: Why it stays; None: it is written.
+    refused: str | None = None
+
+
+class ParkedRows:
+    """Raises StoreUnavailable when Postgres does not answer."""
+
+    def __init__(self, conninfo: str, schema: str) -> None:
+        self._pool: Pool = new_pool(conninfo, size=2)
+        self._schema = schema
+        self._sql = queries(FOLDER, schema)
+
+    async def __aenter__(self) -> ParkedRows:
+        await self._pool.open(wait=False)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._pool.close()
+
+    async def there(self) -> bool:
+        """Whether a sink has made its tables here."""
+        return bool((await self._fetch("tables", self._schema))[0][0])
+
+    async def count(self) -> int:
+        return int((await self._fetch("count"))[0][0])
+
+    async def page(
+        self, *, thread_id: str | None = None, app_id: str | None = None, after: int = 0, limit: int = 100
+    ) -> list[ParkedRow]:
+        """Rows behind `after`, oldest first."""
+        return [ParkedRow(*found) for found in await self._fetch("page", after, thread_id, app_id, limit)]
+
+    async def threads_of(self, ids: Sequence[int]) -> list[str]:
+        """The threads of these rows."""
+        return [thread_id for (thread_id,) in await self._fetch("threads_of", arrays.longs(ids))]
+
+    async def threads(self, after: str) -> list[str]:
+        """Threads of which rows are set aside, a page of them."""
+        return [thread_id for (thread_id,) in await self._fetch("next_threads", after)]
+
+    async def discard(self, ids: Sequence[int]) -> int:
+        """Forget rows. Returns how many there were."""
+        return len(await self._fetch("discard", arrays.longs(ids)))
+
+    async def correct(self, id_: int, row: str) -> None:
+        """Put another row (JSON) in the place of this one.
+
+        Raises InvalidRecord when the JSON is no checkpoint; NotFound when there is no such row, or a replay of it was
+        begun, which may have written it.
+        """
+        found = _row_of(row)
+        unknown = found.keys() - COLUMNS.keys()
+        if unknown:
+            raise InvalidRecord(f"{min(unknown)} is not a column of a checkpoint: {', '.join(COLUMNS)}")
+        wanted_of(found)
+        if not await self._fetch("correct", id_, row, shown_thread(found["thread_id"])):
+            raise NotFound(f"no row {id_} waits in spark_quarantine (or a replay of it has begun: replay it first)")
+
+    async def replay(self, store: BufferedThreadStore, thread_id: str, ids: Sequence[int] | None) -> list[RowReplay]:
+        """Write rows of a thread (`ids`, or all), and those whose replay was begun before. Each is written once.
+
+        A refused row stays, with its new cause. Raises what `BufferedThreadStore.checkpoint` does when nothing is
+        wrong with the row.
+        """
+        async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
+            await self._execute(connection, "lock_replays", self._schema, thread_id)
+            await self._execute(connection, "number", thread_id, arrays.longs(ids) if ids is not None else None)
+        done: list[RowReplay] = []
+        async with self._pool.lend(_TIMEOUT_S) as connection, connection.transaction():
+            for id_, row, number in await self._execute(connection, "numbered", thread_id):
+                try:
+                    await _write(store, row, ProducerSequence(PRODUCER, number))
+                except LogFull:
+                    raise
+                except Rejected as e:
+                    await self._execute(connection, "refused", id_, str(e).replace("\0", ""))
+                    done.append(RowReplay(id_, thread_id, str(e)))
+                else:
+                    await self._execute(connection, "discard", arrays.longs([id_]))
+                    done.append(RowReplay(id_, thread_id))
+        return done
+
+    async def _fetch(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        async with self._pool.lend(_TIMEOUT_S) as connection:
+            return await self._execute(connection, name, *parameters)
+
+    async def _execute(self, connection: Any, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        cursor = arrays.ArrayCursor(connection)
+        await cursor.execute(self._sql[name], parameters, binary=True)
+        return await cursor.rows()
+
+
+async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence) -> None:
+    wanted = wanted_of(_row_of(row))
+    if isinstance(wanted, WantedEdit):
+        await store.bulk.edit(wanted, number)
+        return
+    write = store.checkpoint if wanted.whole else store.checkpoint_append
+    await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)
+
+
+def _row_of(row: str) -> dict[str, Any]:
+    found: Any = None
+    with suppress(msgspec.MsgspecError, RecursionError):
+        found = msgspec.json.decode(row)
+    if not isinstance(found, dict) or "thread_id" not in found or "run_id" not in found:
+        raise InvalidRecord("a row is a JSON object with thread_id, run_id, and messages, delta or edit")
+    return found

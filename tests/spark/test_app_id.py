@@ -1,0 +1,39 @@
+"""Who may write a batch under an app id; without Spark."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from bufstore import ConfigError
+from bufstore.spark import SinkConfig
+from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.row_writer import RowCounts
+from bufstore.spark.sink.spark_ledger import Query
+from helpers import fresh
+
+
+async def begin(config: SinkConfig, run: str, batch_id: int) -> AppId:
+    app = AppId(config)
+    await asyncio.to_thread(app.begin, Query("query", run), batch_id, 1)
+    return app
+
+
+async def test_an_app_id_is_not_renamed_in_the_middle_of_a_batch(config: SinkConfig) -> None:
+    old, new = replace(config, app_id=fresh("old")), replace(config, app_id=fresh("new"))
+    for batch_id in range(3):
+        app = await begin(old, "run 1", batch_id)
+    await asyncio.to_thread(app.done, 2, 1, RowCounts())
+    with pytest.raises(ConfigError, match="its rows would be written again"):
+        await begin(new, "run 2", 2)  # done for the sink, and not for Spark
+    await begin(old, "run 2", 2)
+    await begin(new, "run 3", 3)
+
+
+async def test_a_query_may_have_two_sinks(config: SinkConfig) -> None:
+    one, two = replace(config, app_id=fresh("one")), replace(config, app_id=fresh("two"))
+    for run, batch_id in (("run 1", 0), ("run 1", 1), ("run 2", 1), ("run 2", 2)):
+        await begin(one, run, batch_id)
+        await begin(two, run, batch_id)

@@ -1,0 +1,100 @@
+"""Rows that were set aside: each of them is kept, and comes back once; without Spark."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import psycopg
+
+from bufstore.spark import SinkConfig
+from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.parked_rows import ParkedRows
+from bufstore.spark.sink.row_writer import write_rows
+from bufstore.threads.postgres.tables import grants
+from conftest import Deployment
+from helpers import fresh, query, run_of
+from integration.test_operator_cli import cli
+from spark.jobs import held, prepared, rows_of, settings_of
+
+
+async def parked(deployment: Deployment, rows: list[dict[str, Any]], *, times: int = 1) -> SinkConfig:
+    """Written by a sink that sets bad rows aside."""
+    await prepared(deployment)
+    config = SinkConfig(app_id="app", bad_rows="quarantine", **settings_of(deployment))
+    await asyncio.to_thread(AppId(config).setup)
+    for _ in range(times):
+        await asyncio.to_thread(write_rows, config, 0, [rows])
+    return config
+
+
+async def test_rows_that_differ_only_in_what_text_cannot_hold_are_kept_each(deployment: Deployment) -> None:
+    ids = [None, "", "a\0", "a\N{REPLACEMENT CHARACTER}"]
+    rows = [{"thread_id": i, "run_id": "r", "delta": ["1"] if i != ids[3] else ["{"], "position": 0} for i in ids]
+    await parked(deployment, rows, times=2)
+    found = await query(deployment.servers.postgres.dsn, f'SELECT row FROM "{deployment.name}".spark_quarantine')
+    assert sorted(json.loads(row)["thread_id"] or "" for (row,) in found) == sorted(i or "" for i in ids)
+
+
+async def test_rows_come_back_once(deployment: Deployment) -> None:
+    thread, orphan, parent = fresh(), fresh(), fresh("parent")
+    rows = rows_of([thread], range(3))
+    rows[1]["delta"] = ["{"]
+    rows += [row | {"parent_thread_id": parent} for row in rows_of([orphan], range(2))]
+    await parked(deployment, rows)
+    listed = await cli(deployment, "spark", "quarantine", "list", "--json")
+    assert (listed.code, listed.json["total"]) == (0, 3), listed
+    ids = {(r["thread_id"], json.loads(r["row"])["position"]): r["id"] for r in listed.json["rows"]}
+    only = await cli(deployment, "spark", "quarantine", "list", "--thread", thread, "--app", "app", "--json")
+    assert [r["id"] for r in only.json["rows"]] == [ids[thread, 1]]
+    assert "does not exist" in (await cli(deployment, "spark", "quarantine", "list")).out
+
+    still = await cli(deployment, "spark", "quarantine", "replay", "--all", "--json")
+    assert (still.code, still.json["written"], len(still.json["left"])) == (1, 0, 3)
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(parent, [], run_of(parent))
+    # One that died behind its write, before it removed the row: the second row of the orphan goes first.
+    async with ParkedRows(deployment.servers.postgres.dsn, deployment.name) as inside, deployment.store() as store:
+        before = await query(
+            deployment.servers.postgres.dsn,
+            f'SELECT id, app_id, batch_id, thread_id, rank, row, cause, key FROM "{deployment.name}".spark_quarantine '
+            "WHERE id = %s",
+            ids[orphan, 1],
+        )
+        assert [r.refused for r in await inside.replay(store, orphan, [ids[orphan, 1]])] == [None]
+        await query(
+            deployment.servers.postgres.dsn,
+            f'INSERT INTO "{deployment.name}".spark_quarantine '
+            "(id, app_id, batch_id, thread_id, rank, row, cause, key, replay) OVERRIDING SYSTEM VALUE "
+            f'SELECT %s, %s, %s, %s, %s, %s, %s, %s, last_value FROM "{deployment.name}".spark_replays',
+            *before[0],
+        )
+    again = await cli(deployment, "spark", "quarantine", "replay", "--thread", orphan, "--json")
+    assert (again.code, again.json) == (0, {"written": 2, "left": []})
+    right = json.dumps(rows_of([thread], range(1, 2))[0])
+    wrong = await cli(deployment, "spark", "quarantine", "replay", ids[thread, 1], "--row", '{"thread_id": 1}')
+    assert wrong.code == 2, wrong
+    mended = await cli(deployment, "spark", "quarantine", "replay", ids[thread, 1], "--row", right, "--json")
+    assert (mended.code, mended.json["written"]) == (0, 1)
+    assert await held(deployment, [thread, orphan]) == {thread: [0, 2, 1], orphan: [1, 0]}
+    gone = await cli(deployment, "spark", "quarantine", "replay", ids[thread, 1])
+    assert gone.code == 2
+
+
+async def test_an_apps_role_may_replay(deployment: Deployment) -> None:
+    await parked(deployment, [{"thread_id": "t", "run_id": "r", "delta": ["{"], "position": 0}])
+    dsn, role = deployment.servers.postgres.dsn, fresh("role")
+    await query(dsn, f'CREATE ROLE "{role}"')
+    async with await psycopg.AsyncConnection.connect(dsn, autocommit=True) as connection:
+        for statement in grants(deployment.name, role):
+            await connection.execute(statement)
+    may = "SELECT has_sequence_privilege(%s, %s, 'USAGE')"
+    assert await query(dsn, may, role, f'"{deployment.name}".spark_replays') == [(True,)]
+
+
+async def test_a_discarded_row_is_gone(deployment: Deployment) -> None:
+    await parked(deployment, [{"thread_id": "t", "run_id": "r", "delta": ["{"], "position": 0}])
+    (row,) = (await cli(deployment, "spark", "quarantine", "list", "--json")).json["rows"]
+    assert (await cli(deployment, "spark", "quarantine", "discard", row["id"], "--json")).json["discarded"] == 1
+    assert (await cli(deployment, "spark", "quarantine", "discard", row["id"])).code == 1

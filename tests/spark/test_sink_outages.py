@@ -1,0 +1,118 @@
+"""The sink waits for servers that are away and for a full log, and asks Postgres only for what nobody else knows."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bufstore import LogFull, StoreUnavailable
+from bufstore.embedded import Servers
+from bufstore.spark import SinkConfig, checkpoint_sink
+from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.row_writer import RowCounts, write_rows
+from bufstore.spark.sink.spark_ledger import Query
+from conftest import Deployment
+from helpers import eventually, fresh, run_of, said
+from spark.jobs import ended, held, prepared, put, rows_of, settings_of, stream
+
+
+def sink(deployment: Deployment, **options: Any) -> SinkConfig:
+    # Less than the default: a test that fails ends.
+    return SinkConfig(app_id=fresh("app"), **settings_of(deployment), **({"outage_timeout_s": 20.0} | options))
+
+
+async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bufstore.spark")
+    deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0)
+    async with deployment.store(flusher=False, append_timeout_s=0.5) as store:
+        for n in range(200):
+            try:
+                await store.checkpoint("full", [said(n, 20_000)], run_of("full"))
+            except LogFull:
+                break
+    threads = [fresh() for _ in range(3)]
+    config, rows = sink(deployment, append_timeout_s=0.5), sorted_rows(threads, range(4))
+    with pytest.raises(LogFull) as over:
+        await asyncio.to_thread(write_rows, replace(config, outage_timeout_s=0.5), 0, [rows])
+    assert "outage_timeout_s" in over.value.__notes__[0]
+    caplog.clear()
+    writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 0, [rows]))
+
+    async def waits() -> bool:
+        return "waits, and fails in" in caplog.text
+
+    await eventually(waits)
+    async with deployment.store(retain_after_flush_s=1.0):
+        found = (await writing).counts
+    assert (found.written + found.repeated, found.bad) == (12, 0)
+    assert found.waited_ms > 0
+    assert "goes on after" in caplog.text
+    assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
+
+
+def sorted_rows(threads: list[str], steps: range) -> list[dict[str, Any]]:
+    return sorted(rows_of(threads, steps), key=lambda row: (row["thread_id"], row["position"]))
+
+
+async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Servers) -> None:
+    deployment = Deployment(own_servers)
+    known, new = [fresh() for _ in range(3)], [fresh() for _ in range(3)]
+    config, app = sink(deployment), AppId(sink(deployment))
+    await prepared(deployment)
+    query = Query("query", "run")
+    await asyncio.to_thread(app.begin, query, 0, 11)
+    await asyncio.to_thread(app.plan, 0, 11)
+    await asyncio.to_thread(write_rows, config, 0, [sorted_rows(known, range(2))])
+    await asyncio.to_thread(app.done, 0, 11, RowCounts(written=6))
+    both = [*sorted_rows(known, range(4, 6)), *sorted_rows(new, range(2))]
+    async with deployment.store(flusher=False) as store:
+        log, subjects = store.buffer.log, [store.buffer.subjects.of(t) for t in known]
+        own_servers.postgres.stop()
+        async with asyncio.timeout(20):
+            await asyncio.to_thread(app.begin, query, 1, 12)
+            found = await asyncio.to_thread(write_rows, config, 1, [sorted_rows(known, range(2, 4))])
+            await asyncio.to_thread(app.done, 1, 12, RowCounts(written=6))
+        assert found.counts == RowCounts(written=6)
+        before = {s: m.seq for s, m in (await log.last(subjects, 5.0)).items()}
+
+        async def written() -> bool:
+            return all(m.seq > before[s] for s, m in (await log.last(subjects, 5.0)).items())
+
+        writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 2, [both]))
+        await eventually(written)
+        assert not writing.done()
+        with pytest.raises(StoreUnavailable):  # another run must ask who has the app id
+            await asyncio.to_thread(AppId(replace(config, outage_timeout_s=0.0)).begin, query, 2, 13)
+        own_servers.postgres.start()
+        assert (await writing).counts.written == 12
+    await asyncio.to_thread(app.begin, query, 2, 13)
+    assert await held(deployment, [*known, *new]) == {t: list(range(6)) for t in known} | {t: [0, 1] for t in new}
+
+
+@pytest.mark.long  # of three tries that fail
+async def test_a_query_that_waits_for_postgres_can_be_stopped(
+    spark: Any, own_servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    deployment = Deployment(own_servers)
+    await prepared(deployment)
+    threads = [fresh()]
+    put(tmp_path / "in", "0.json", rows_of(threads, range(2)))
+    own_servers.postgres.stop()
+    write = checkpoint_sink(sink(deployment, outage_timeout_s=100.0))
+    query = stream(spark, tmp_path / "in", tmp_path / "ck", write)
+
+    async def waits() -> bool:
+        return "waits, and fails in" in caplog.text
+
+    await eventually(waits, 60)
+    async with asyncio.timeout(30):
+        await asyncio.to_thread(query.stop)
+    own_servers.postgres.start()
+    await ended(stream(spark, tmp_path / "in", tmp_path / "ck", write))
+    assert write.last is not None
+    assert await held(deployment, threads) == {threads[0]: [0, 1]}
