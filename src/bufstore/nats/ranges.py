@@ -35,6 +35,8 @@ _EXPIRES_S = 30
 _HEARTBEAT_S = 1.5
 #: Without a heartbeat for this long the connection counts as dead.
 _SILENCE_S = 10.0
+#: Before a read that was interrupted goes on.
+_AGAIN_S = 0.1
 #: A consumer whose reader is gone removes itself.
 _INACTIVE_S = 60
 
@@ -137,9 +139,39 @@ class LogReader:
         """The messages of these subjects from sequence `start` to before `end`, in order, some at a time.
 
         `headers_only`: without bodies. `since_ns`: from the first that was stored then or later, instead of `start`.
+        Whoever asks for the next messages may take any time. Raises LogUnavailable after 10 s in which nothing came and
+        there is more; a stream that was made anew meanwhile is for the caller to notice.
         """
-        if start >= end:
-            return
+        at, clock = start, asyncio.get_running_loop().time
+        came = clock()
+        while at < end:
+            try:
+                found = self._consume(at, end, filters, headers_only=headers_only, at_once=at_once, since_ns=since_ns)
+                async with contextlib.aclosing(found) as parts:
+                    async for part in parts:
+                        at, since_ns = part[-1].message.seq + 1, None
+                        yield part
+                        came = clock()
+                return
+            except StreamMissing:
+                raise
+            except LogUnavailable:
+                # The consumer is gone after a pause of the caller's, or is not known to all servers of a cluster yet.
+                if clock() - came > _SILENCE_S:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _consume(
+        self,
+        start: int,
+        end: int,
+        filters: Sequence[str],
+        *,
+        headers_only: bool,
+        at_once: int,
+        since_ns: int | None,
+    ) -> AsyncGenerator[list[Read]]:
+        """`read`, as far as one consumer gets."""
         client = await self._connection.wait_up(_SILENCE_S)
         name = f"range-{secrets.token_hex(8)}"
         config: dict[str, Any] = {
@@ -180,6 +212,8 @@ class LogReader:
                     await client.publish(verb, json.dumps(pull | {"batch": room}).encode(), reply=reply)
                 if part := await inbox.take(lambda: client.is_connected):
                     yield part
+                elif inbox.idle and await self._nothing_left(name, inbox):
+                    break
             if part := inbox.rest():
                 yield part
         except nats.errors.Error as e:
@@ -189,6 +223,12 @@ class LogReader:
                 await subscription.unsubscribe()
                 await self._stream.api(f"CONSUMER.DELETE.{self._name}.{name}", timeout_s=1.0)
 
+    async def _nothing_left(self, consumer: str, inbox: _Inbox) -> bool:
+        """Whether all that the consumer has was received: the rest of the range was removed."""
+        inbox.idle = False
+        info = await self._stream.api(f"CONSUMER.INFO.{self._name}.{consumer}")
+        return not info["num_pending"] and int(info["delivered"]["consumer_seq"]) == inbox.counter
+
 
 class _Inbox:
     """What a consumer has sent."""
@@ -196,11 +236,14 @@ class _Inbox:
     def __init__(self, end: int) -> None:
         self._end = end
         self._arrived: list[Read] = []
-        self._counter = 0
+        #: Messages that came.
+        self.counter = 0
         self._last = 0
         self._something = asyncio.Event()
         self._trouble: str | None = None
         self.done = False
+        #: Whether the server had nothing to send for a while, and said so.
+        self.idle = False
         #: Messages asked for that have not come.
         self.wanted = 0
 
@@ -219,10 +262,11 @@ class _Inbox:
         # domain and account hash before the stream.
         at = 2 if len(words) < 11 else 4
         seq, counter, stored_at, pending = (int(word) for word in words[at + 3 : at + 7])
-        if counter != self._counter + 1:
-            self._trouble = f"delivery {self._counter + 1} is missing"
-        self._counter = counter
+        if counter != self.counter + 1:
+            self._trouble = f"delivery {self.counter + 1} is missing"
+        self.counter = counter
         self._last = seq
+        self.idle = False
         self.wanted -= 1
         if seq < self._end:
             size = added(headers, b"Nats-Msg-Size")
@@ -236,7 +280,9 @@ class _Inbox:
         if status == "408" or (status == "409" and ("Bytes" in description or "Batch" in description)):
             # The request ended before its count was full: what is left of it does not come.
             self.wanted -= int(added(headers, b"Nats-Pending-Messages") or 0)
-        elif status not in ("", "100"):
+        elif status == "100":
+            self.idle = True
+        elif status:
             self._trouble = f"the consumer ended: {status} {description}"
 
     async def take(self, alive: Any) -> list[Read]:

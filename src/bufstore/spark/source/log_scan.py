@@ -116,9 +116,7 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
     """The rows of a range. Raises DataLoss when some of it was purged since the reader began."""
     reader = await reader_of(options)
     log = await reader.look()
-    if log.created != part.created:
-        # The same numbers, other messages: whether that may be is decided when the query plans again.
-        raise DataLoss(f"the stream was replaced by a new one ({log.created}) while it was read ({part.created})")
+    _check_same(log, part)
     holes, entries = Holes(part.start), LogEntries(reader, log, options, part)
     # All of it, because a group holds entries of many threads; and so it is known whether anything is missing.
     async with aclosing(reader.read(part.start, part.end, log.subjects.stored)) as found:
@@ -128,8 +126,15 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
                 if message.subject == log.subjects.groups:
                     holes.group(message.seq, _before(message) if holes.open else 0)
             yield await _rows(options, log, entries, reads)
+    _check_same(await reader.look(), part)
     if options.fail_on_data_loss and (lost := await _lost(reader, log, holes, part.end)) is not None:
         raise DataLoss(f"message {lost} was purged before it was read: retention is shorter than this read took")
+
+
+def _check_same(log: LogState, part: Range) -> None:
+    if log.created != part.created:
+        # The same numbers, other messages: whether that may be is decided when the query plans again.
+        raise DataLoss(f"the stream was replaced by a new one ({log.created}) while it was read ({part.created})")
 
 
 async def _rows(options: ReadOptions, log: LogState, entries: LogEntries, reads: Sequence[Read]) -> pyarrow.RecordBatch:

@@ -131,7 +131,8 @@ def _planned(options: ReadOptions, log: LogState, start: Offset, end: int, until
     begin = _begin(log, start)
     since = start.since if start.created == log.created else 0
     whole = Range(start=begin, end=end, created=log.created, since=since, until=until)
-    return [_RangePartition(part) for part in split(whole, options.tasks)]
+    # Of a batch without parts, Spark makes one that we do not know.
+    return [_RangePartition(part) for part in split(whole, options.tasks) or [whole]]
 
 
 def _check(options: ReadOptions, log: LogState, start: Offset) -> None:

@@ -1,0 +1,74 @@
+"""Reads of a range of the log end, and go on, whatever happens to the range and to the consumer meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import nats
+from nats.aio.client import Client
+
+from bufstore.config import as_nats_config
+from bufstore.nats.ranges import LogReader
+from conftest import Deployment
+from helpers import fresh, run_of, said
+
+
+@asynccontextmanager
+async def written(deployment: Deployment, groups: int) -> AsyncIterator[tuple[LogReader, Client]]:
+    """A reader of a log with so many groups, and a client to disturb it with."""
+    deployment.verified = False
+    thread = fresh()
+    async with deployment.store(flusher=False) as store:
+        for n in range(groups):
+            await store.checkpoint_append(thread, [said(n)], run_of(thread))
+    reader, client = (
+        LogReader(as_nats_config(deployment.servers.nats.url), deployment.log.stream),
+        await nats.connect(deployment.servers.nats.url),
+    )
+    await reader.open()
+    try:
+        yield reader, client
+    finally:
+        await client.close()
+        await reader.aclose()
+
+
+async def ask(client: Client, verb: str, body: object = None) -> dict[str, object]:
+    answer = json.loads((await client.request(f"$JS.API.{verb}", json.dumps(body).encode() if body else b"")).data)
+    assert "error" not in answer, answer
+    return answer
+
+
+async def test_a_read_ends_when_the_rest_of_its_range_was_purged(deployment: Deployment) -> None:
+    """In a log that nobody writes to: no message comes that would tell."""
+    async with written(deployment, 30) as (reader, client), asyncio.timeout(20):
+        log = await reader.look()
+        sequences = []
+        async with aclosing(reader.read(log.first, log.end, log.subjects.stored, at_once=4)) as found:
+            async for part in found:
+                if not sequences:
+                    await ask(client, f"STREAM.PURGE.{deployment.log.stream}", {"seq": log.end})
+                sequences += [read.message.seq for read in part]
+        assert sequences == list(range(log.first, log.first + len(sequences)))
+        assert 4 <= len(sequences) < 30
+
+
+async def test_a_read_goes_on_after_its_consumer_has_gone(deployment: Deployment) -> None:
+    """As that of a reader that was slow for a minute."""
+    async with written(deployment, 30) as (reader, client), asyncio.timeout(20):
+        log, stream, gone = await reader.look(), deployment.log.stream, 0
+        sequences = []
+        async with aclosing(reader.read(log.first, log.end, log.subjects.stored, at_once=4)) as found:
+            async for part in found:
+                sequences += [read.message.seq for read in part]
+                names = (await ask(client, f"CONSUMER.NAMES.{stream}"))["consumers"]
+                assert isinstance(names, list)
+                for name in names:
+                    if name.startswith("range-") and gone < 3:
+                        await ask(client, f"CONSUMER.DELETE.{stream}.{name}")
+                        gone += 1
+        assert gone == 3
+        assert sequences == list(range(log.first, log.end))

@@ -1,0 +1,100 @@
+"""Ranges of the log as Spark's workers read them, without Spark: empty ones, and ones with holes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import nats
+import pytest
+from pyspark.sql.datasource import InputPartition
+from pyspark.sql.types import StructType
+
+from bufstore.spark import DataLoss
+from bufstore.spark.source import log_scan
+from bufstore.spark.source.threadlog_format import ThreadLogSource
+from conftest import Deployment
+from helpers import fresh
+from spark.jobs import prepared, read_options, write
+
+
+def planned(deployment: Deployment, **more: Any) -> tuple[Any, list[Any]]:
+    """A reader, and its partitions as Spark takes them."""
+    reader: Any = ThreadLogSource(read_options(deployment, **more)).reader(StructType([]))
+    return reader, list(reader.partitions()) or [InputPartition(None)]
+
+
+def rows(deployment: Deployment, **more: Any) -> list[dict[str, Any]]:
+    reader, partitions = planned(deployment, **more)
+    return [row for p in partitions for batch in reader.read(p) for row in batch.to_pylist()]
+
+
+async def read(deployment: Deployment, **more: Any) -> list[dict[str, Any]]:
+    return await asyncio.to_thread(rows, deployment, **more)
+
+
+async def test_where_nothing_is_to_be_read_nothing_is_read(deployment: Deployment) -> None:
+    await prepared(deployment)
+    assert await read(deployment) == [], "an empty log"
+    await write(deployment, [fresh()], range(3))
+    found = await read(deployment)
+    assert len(found) == 3
+    second = sorted(row["position"] for row in found)[1]
+    for nothing in (
+        {"startingPosition": "latest"},
+        {"startingTimestamp": "2100-01-01T00:00:00Z"},
+        {"startingPosition": second, "endingPosition": second},
+        {"startingTimestamp": "2100-01-01T00:00:00Z", "endingPosition": second},
+    ):
+        assert await read(deployment, **nothing) == []
+    assert await read(deployment, form="messages", startingPosition="latest") == []
+
+
+@pytest.mark.parametrize("tasks", [1, 3, 100])
+async def test_a_log_with_holes_is_read_exactly(deployment: Deployment, tasks: int) -> None:
+    """Holes that proofs left at its beginning, between groups, and before its end."""
+    threads = [fresh() for _ in range(3)]
+    await prepared(deployment)
+    client = await nats.connect(deployment.servers.nats.url)
+    for n in range(4):
+        for _ in range(3):
+            await client.request(f"{deployment.name}.proof.0", b"", headers={"Nats-Rollup": "sub"})
+        if n < 3:
+            await write(deployment, threads, range(n, n + 1))
+    await client.close()
+    found = await read(deployment, numPartitions=tasks)
+    steps = {
+        t: [json.loads(m)["n"] for row in found if row["thread_id"] == t for m in row["messages"]] for t in threads
+    }
+    assert steps == {t: [0, 1, 2] for t in threads}
+    assert len({row["position"] for row in found}) == len(found) == 9
+
+
+async def test_a_stream_that_is_made_anew_while_it_is_read_is_noticed(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.verified = False
+    await write(deployment, [fresh()], range(3))
+    reader, partitions = await asyncio.to_thread(planned, deployment, numPartitions=1)
+    client, stream = await nats.connect(deployment.servers.nats.url), deployment.log.stream
+    entry_rows = log_scan._rows
+
+    async def anew(*args: Any) -> Any:
+        config = json.loads((await client.request(f"$JS.API.STREAM.INFO.{stream}")).data)["config"]
+        await client.request(f"$JS.API.STREAM.DELETE.{stream}")
+        await client.request(f"$JS.API.STREAM.CREATE.{stream}", json.dumps(config).encode())
+        return await entry_rows(*args)
+
+    def work() -> list[Any]:
+        return list(reader.read(partitions[0]))
+
+    loop = asyncio.get_running_loop()
+
+    async def there(*args: Any) -> Any:  # the client is of the test's loop
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(anew(*args), loop))
+
+    monkeypatch.setattr(log_scan, "_rows", there)
+    with pytest.raises(DataLoss, match="replaced by a new one"):
+        await asyncio.to_thread(work)
+    await client.close()
