@@ -147,7 +147,7 @@ class SparkJobs(Contestant):
         return await asyncio.to_thread(self._read, entries, form)
 
     def _read(self, entries: int, form: str) -> float:
-        options = {"nats": self.place.nats, "stream": self._where["stream"], "form": form}
+        options = {"natsUrl": self.place.nats, "stream": self._where["stream"], "form": form}
         options |= {"numPartitions": str(self._cores)}
         began = time.perf_counter()
         self.spark.read.format("threadlog").options(**options).load().write.format("noop").mode("overwrite").save()

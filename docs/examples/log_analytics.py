@@ -19,7 +19,7 @@ folder.mkdir(parents=True, exist_ok=True)
 spark = session("log analytics")
 
 # %% Read once, decoded only as far as needed, and keep it: every question below is another pass.
-options = {"nats": nats, "stream": stream, "columns": COLUMNS}
+options = {"natsUrl": nats, "stream": stream, "columns": COLUMNS}
 entries = spark.read.format("threadlog").options(**options).load().cache()
 print(f"{entries.count()} entries")
 

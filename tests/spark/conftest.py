@@ -41,11 +41,12 @@ def _same_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def spark() -> Iterator[Any]:
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Two cores, four attempts of a task, a JVM that starts quickly."""
+    tables = {"spark.sql.warehouse.dir": str(tmp_path_factory.mktemp("tables"))}
     with _environment_as_it_was(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = session("bufstore tests", "local[2,4]", **QUICK)
+        found = session("bufstore tests", "local[2,4]", **QUICK, **tables)
         found.sparkContext.setLogLevel("OFF")
     yield found
     found.stop()

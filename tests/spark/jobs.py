@@ -145,7 +145,7 @@ def read_options(deployment: Deployment, **more: Any) -> dict[str, str]:
 
 def read_options_of(settings: dict[str, Any], **more: Any) -> dict[str, str]:
     """The same of settings."""
-    found = {"nats": settings["nats"], "stream": settings["stream"], "numPartitions": 2} | more
+    found = {"natsUrl": settings["nats"], "stream": settings["stream"], "numPartitions": 2} | more
     return {name: str(value) for name, value in found.items()}
 
 

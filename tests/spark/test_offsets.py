@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from bufstore import ConfigError
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.spark import DataLoss
-from bufstore.spark.source.offsets import Holes, Offset, Range, begin_at, check, offset_of, split
+from bufstore.spark.source.offsets import Holes, Offset, Range, begin_at, check, offset_of, parts_of, split
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 50))
@@ -20,6 +20,11 @@ def test_ranges_cover_all_of_it_once(start: int, length: int, parts: int) -> Non
     assert [p for part in found for p in range(part.start, part.end)] == list(range(start, start + length))
     assert all(part.start < part.end for part in found)
     assert all((part.created, part.since, part.until) == ("then", 4, 5) for part in found)
+
+
+def test_a_range_is_divided_by_its_size_unless_it_is_said() -> None:
+    assert [parts_of(size, exactly=None, at_least=4) for size in (0, 256 << 20, (256 << 20) + 1)] == [4, 4, 5]
+    assert parts_of(1 << 40, exactly=3, at_least=4) == 3
 
 
 @given(st.data())

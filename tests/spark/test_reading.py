@@ -98,3 +98,36 @@ async def test_a_stream_that_is_made_anew_while_it_is_read_is_noticed(
     with pytest.raises(DataLoss, match="replaced by a new one"):
         await asyncio.to_thread(work)
     await client.close()
+
+
+async def test_a_micro_batch_waits_for_rows_and_not_for_ever(deployment: Deployment) -> None:
+    thread = fresh()
+    await write(deployment, [thread], range(2))
+    options = read_options(deployment, startingPosition="earliest", minOffsetsPerTrigger=3, maxTriggerDelay="1h")
+
+    def stream(**more: Any) -> Any:
+        return ThreadLogSource(options | more).streamReader(StructType([]))
+
+    def latest(reader: Any, start: Any) -> Any:
+        return reader.latestOffset(start, reader.getDefaultReadLimit())
+
+    waiting, hasty = stream(), stream(maxTriggerDelay="0s")
+    start = await asyncio.to_thread(waiting.initialOffset)
+    first = await asyncio.to_thread(latest, waiting, start)
+    assert first != start, "what a query finds when it starts does not wait"
+    assert await asyncio.to_thread(latest, hasty, start) == first
+    for steps in (range(2, 4), range(4, 5)):
+        assert await asyncio.to_thread(latest, waiting, first) == first, "fewer than 3 rows"
+        await write(deployment, [thread], steps)
+    assert await asyncio.to_thread(latest, hasty, first) != first, "it has waited long enough"
+    behind = await asyncio.to_thread(waiting.reportLatestOffset)
+    assert (behind["messagesBehind"], behind["headroom"]) == (3, 2)
+    assert behind["bytesBehind"] > 0
+    assert behind["unreadSince"] is not None
+    at_once = stream()
+    await asyncio.to_thread(at_once.prepareForTriggerAvailableNow)
+    second = await asyncio.to_thread(latest, waiting, first)
+    assert second["position"] == first["position"] + 3
+    assert await asyncio.to_thread(latest, at_once, first) == second, "with availableNow nothing waits"
+    behind = await asyncio.to_thread(waiting.reportLatestOffset)
+    assert (behind["messagesBehind"], behind["bytesBehind"], behind["unreadSince"]) == (0, 0, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,40 @@ async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment
     assert [bytes(r.body) for r in rows if r.cause] == [b"new"]
 
 
+async def test_a_plan_shows_no_login(
+    spark: Any, deployment: Deployment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await written(deployment, [fresh()], range(1))
+    login = re.findall("://(.*)@", deployment.servers.nats.url)[0].split(":")
+    stream = spark.readStream.format("threadlog").options(**read_options(deployment, numPartitions=3)).load()
+    for df in (stream, read(spark, deployment, numPartitions=3)):
+        for mode in ("extended", "formatted"):
+            await asyncio.to_thread(df.explain, mode=mode)
+    running = query(spark, deployment, tmp_path)
+    await ended(running)
+    running.explain(True)
+    shown = capsys.readouterr().out + json.dumps([p.json for p in running.recentProgress])
+    assert "numPartitions=3" in shown, "options are shown"
+    assert [word for word in login if word in shown] == []
+
+
+async def test_a_view_of_sql(spark: Any, deployment: Deployment) -> None:
+    threads, name = [fresh() for _ in range(3)], deployment.name
+    await written(deployment, threads, range(2))
+    options = ", ".join(f"{name} '{value}'" for name, value in read_options(deployment).items())
+
+    def asked() -> list[Any]:
+        with pytest.raises(Exception, match="CREATE TEMPORARY VIEW"):
+            spark.sql(f"CREATE TABLE {name} USING threadlog OPTIONS ({options}) COMMENT 'the log'")
+        spark.sql(f"CREATE TEMPORARY VIEW {name} USING threadlog OPTIONS ({options})")
+        counted = f"SELECT thread_id, max(version) AS version FROM {name} GROUP BY thread_id"
+        found: list[Any] = spark.sql(counted).collect()
+        spark.catalog.dropTempView(name)
+        return found
+
+    assert {row.thread_id: row.version for row in await asyncio.to_thread(asked)} == dict.fromkeys(threads, 2)
+
+
 async def test_a_wrong_option_is_named(spark: Any, deployment: Deployment) -> None:
     await prepared(deployment)
     for option, value in {
@@ -312,5 +347,9 @@ async def test_a_listener_tells_of_each_batch(spark: Any, deployment: Deployment
     finally:
         spark.streams.removeListener(listener)
     assert [(p.batch_id, p.rows, p.lag) for p in told if p.rows] == [(0, 6, 4), (1, 4, 0)]
+    assert [(p.lag_bytes == 0, p.unread_since is None, p.headroom) for p in told if p.rows] == [
+        (False, False, 6),
+        (True, True, 10),
+    ]
     assert [p.observed["entries"]["count"] for p in told if p.rows] == [6, 4]
     assert all(p.seconds > 0 and p.rows_per_second > 0 for p in told if p.rows)

@@ -60,6 +60,13 @@ class LogState(msgspec.Struct, frozen=True):
     #: The sequence of the first message that is (or will be) there, and the one behind the last.
     first: int
     end: int
+    #: What all its messages take.
+    bytes: int
+
+    def bytes_between(self, start: int, end: int) -> int:
+        """About what the messages from sequence `start` to before `end` take, if all are of the same size."""
+        share = max(0, end - max(start, self.first)) / max(1, self.end - self.first)
+        return round(self.bytes * min(1.0, share))
 
     @property
     def subjects(self) -> Subjects:
@@ -97,7 +104,7 @@ class LogReader:
         found = log_config(config, self._bucket)
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))
         end = max(int(state["last_seq"]) + 1, first)
-        return LogState(found, info["created"], epoch_of(config), first, end)
+        return LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]))
 
     async def message(self, sequence: int) -> StoredMessage | None:
         """The message with this sequence, from the leader; None if it is not there any more."""
@@ -125,6 +132,14 @@ class LogReader:
             async for part in found:
                 return part[0].message.seq
         return log.end
+
+    async def stored_at_ns(self, start: int, log: LogState) -> int | None:
+        """When the first message from this sequence on was stored; None if there is none."""
+        found = self.read(start, log.end, log.subjects.stored, headers_only=True, at_once=1)
+        async with contextlib.aclosing(found):
+            async for part in found:
+                return part[0].stored_at_ns
+        return None
 
     async def read(
         self,

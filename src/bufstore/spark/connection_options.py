@@ -4,25 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bufstore.config import LogConfig, NatsConfig
+from bufstore.config import LogConfig, NatsConfig, split_url
 from bufstore.errors import ConfigError
 
-#: Option (Spark's are not case-sensitive) → what it says. Where the log is; nothing of it shows in a plan.
+#: Option (Spark's are not case-sensitive) → what it says. Where the log is. The plan of a stream shows options, and
+#: Spark masks those whose names end in url, password or token.
 CONNECTION = {
-    "nats": "URL of a server, or several with commas",
+    "nats": "URL of a server, or several with commas, without a login",
+    "natsUrl": "instead of nats: the same, with a login or without, which Spark masks in plans",
     "credentialsFile": "a .creds file, on every machine that runs tasks: its contents do not travel in the job",
     "user": "NATS user",
     "password": "NATS password",
     "token": "NATS token",
     "domain": "JetStream domain",
+    "apiPrefix": "prefix of the JetStream API, as $JS.other.API; instead of domain",
+    "tlsHostname": "the name in the servers' certificates, where it is not that of the URL",
+    "connectTimeout": f"seconds that one attempt to connect takes at most (default {NatsConfig.connect_timeout_s:g})",
     "stream": f"the log (default {LogConfig.stream})",
 }
 #: Spark's own, which it hands over as well.
 _SPARKS = ("path", "checkpointLocation")
+#: Among the properties of a table of SQL.
+_PROVIDER = "provider"
 
 
 def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
     """The options, spelled as in `names` and CONNECTION. Raises ConfigError for an option that is in neither."""
+    if _PROVIDER in given:
+        raise ConfigError(
+            "Spark (4.3) does not tell a source in Python the options of its table when it reads: use CREATE TEMPORARY "
+            "VIEW name USING threadlog OPTIONS (…) instead of CREATE TABLE"
+        )
     known = {name.lower(): name for name in (*CONNECTION, *names, *_SPARKS)}
     for name in given:
         if name.lower() not in known:
@@ -32,17 +44,52 @@ def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
 
 def connection(found: Mapping[str, str]) -> NatsConfig:
     """How to reach NATS. Raises ConfigError."""
-    if "nats" not in found:
-        raise ConfigError("option nats is missing: the URL of a NATS server")
+    if ("nats" in found) == ("natsUrl" in found):
+        raise ConfigError("option nats, or natsUrl, is missing (give one of them): the URL of a NATS server")
     return NatsConfig(
-        servers=tuple(words(found, "nats")),
+        servers=tuple(words(found, "nats") or words(found, "natsUrl")),
         credentials=found.get("credentialsFile"),
         user=found.get("user"),
         password=found.get("password"),
         token=found.get("token"),
         domain=found.get("domain"),
+        api_prefix=found.get("apiPrefix"),
+        tls_hostname=found.get("tlsHostname"),
+        connect_timeout_s=_seconds(found, "connectTimeout", NatsConfig.connect_timeout_s),
     )
+
+
+def check_masked(config: NatsConfig, found: Mapping[str, str]) -> None:
+    """Raise ConfigError for a login in an option that Spark shows in plans."""
+    if "nats" in found and any(split_url(url)[1] is not None for url in config.servers):
+        raise ConfigError(
+            "option nats has a login in its URL, which plans would show: give the URL as option natsUrl, which Spark "
+            "masks, or the login as user and password, token, or credentialsFile"
+        )
+
+
+def connection_options(config: NatsConfig) -> dict[str, str]:
+    """The options that give this `connection`; a login in them is where Spark masks it."""
+    found: dict[str, object] = {
+        "natsUrl": ",".join(url.replace(",", "%2C") for url in config.servers),
+        "credentialsFile": config.credentials,
+        "user": config.user,
+        "password": config.password,
+        "token": config.token,
+        "domain": config.domain,
+        "apiPrefix": config.api_prefix,
+        "tlsHostname": config.tls_hostname,
+        "connectTimeout": config.connect_timeout_s,
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def words(found: Mapping[str, str], name: str) -> list[str]:
     return [word.strip() for word in found.get(name, "").split(",") if word.strip()]
+
+
+def _seconds(found: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        return float(found.get(name, default))
+    except ValueError:
+        raise ConfigError(f"option {name} must be a number of seconds") from None

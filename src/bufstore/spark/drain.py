@@ -21,7 +21,7 @@ from bufstore.buffer.flush.flusher_state import FlusherState
 from bufstore.config import BufferConfig
 from bufstore.errors import BufstoreError
 from bufstore.spark.config import Deployment
-from bufstore.spark.job_description import context_of, described
+from bufstore.spark.job_description import cores_of, described
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task, outcome
 from bufstore.threads.buffered import BufferedThreadStore
@@ -65,7 +65,7 @@ def bulk_drain(
     began, on = time.perf_counter(), loop()
     store = on.run(_store(deployment, flusher=False))
     try:
-        wanted = max(1, min(tasks or _cores(spark), len(on.run(store.lag()))))
+        wanted = max(1, min(tasks or cores_of(spark) or _TASKS, len(on.run(store.lag()))))
         watching = on.start(_watch(store, on_lag)) if on_lag is not None else None
         try:
             found = _run(spark.range(0, wanted, 1, wanted), deployment, timeout_s)
@@ -95,11 +95,6 @@ async def _watch(store: BufferedThreadStore, on_lag: Callable[[int], None]) -> N
 def _run(slots: DataFrame, deployment: Deployment, timeout_s: float) -> list[tuple[int, ...]]:
     with described(slots, f"bufstore: drain {deployment.stream}"):
         return [tuple(row) for row in slots.mapInArrow(partial(_task, deployment, timeout_s), _OUTCOME).collect()]
-
-
-def _cores(spark: SparkSession) -> int:
-    context = context_of(spark.range(1))
-    return int(context.defaultParallelism) if context is not None else _TASKS
 
 
 async def _store(deployment: Deployment, *, flusher: bool) -> BufferedThreadStore:

@@ -1,4 +1,4 @@
-"""How jobs describe themselves to Spark."""
+"""What jobs tell Spark of themselves, and ask of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
 _DESCRIPTION = "spark.job.description"
 
@@ -20,6 +20,12 @@ def context_of(df: DataFrame) -> Any:
         return df.sparkSession.sparkContext
     except PySparkException:
         return None
+
+
+def cores_of(spark: SparkSession) -> int | None:
+    """Of all executors; None on Connect, which does not tell."""
+    context = context_of(spark.range(0))
+    return int(context.defaultParallelism) if context is not None else None
 
 
 @contextmanager

@@ -24,6 +24,11 @@ class QueryProgress(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     #: Messages of the stream between what was read and its end; None when the source is another one.
     lag: int | None
+    #: About how many bytes these are, and when the oldest of them was stored (ISO 8601; None: all is read).
+    lag_bytes: int | None = None
+    unread_since: str | None = None
+    #: Messages that retention may still remove before it takes one that was not read: at 0, the next is lost.
+    headroom: int | None = None
     #: What the query's own ``df.observe(name, …)`` counted: name → column → value.
     observed: Mapping[str, Mapping[str, Any]] = {}
 
@@ -40,6 +45,8 @@ class ProgressListener(StreamingQueryListener):
     def onQueryProgress(self, event: Any) -> None:
         """A micro-batch is done."""
         found = event.progress
+        offsets = [(source.endOffset, source.latestOffset) for source in found.sources]
+        behind = [log for _, newest in offsets if (log := _log_of(newest))]
         self._report(
             QueryProgress(
                 query=found.name or str(found.id),
@@ -47,7 +54,10 @@ class ProgressListener(StreamingQueryListener):
                 rows=found.numInputRows,
                 rows_per_second=round(found.processedRowsPerSecond or 0.0, 3),
                 seconds=found.batchDuration / 1000,
-                lag=lag_of([(source.endOffset, source.latestOffset) for source in found.sources]),
+                lag=lag_of(offsets),
+                lag_bytes=sum(log["bytesBehind"] for log in behind) if behind else None,
+                unread_since=min((log["unreadSince"] for log in behind if log["unreadSince"]), default=None),
+                headroom=min((log["headroom"] for log in behind), default=None),
                 observed={name: row.asDict() for name, row in found.observedMetrics.items()},
             )
         )
@@ -73,6 +83,15 @@ def lag_of(offsets: list[tuple[str | None, str | None]]) -> int | None:
 
 def _position(offset: str | None) -> int:
     return int(msgspec.json.decode(offset or "null", type=dict[str, Any])["position"])
+
+
+def _log_of(newest: str | None) -> Mapping[str, Any] | None:
+    """What the source `threadlog` adds to its newest offset."""
+    try:
+        found = msgspec.json.decode(newest or "null", type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None
+    return found if "bytesBehind" in found else None
 
 
 def _say(progress: QueryProgress) -> None:

@@ -16,7 +16,8 @@ from bufstore.buffer.target import check_proof, check_same
 from bufstore.errors import DataLoss, NoLog
 from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark.config import Deployment
-from bufstore.spark.job_description import described
+from bufstore.spark.connection_options import connection_options
+from bufstore.spark.job_description import cores_of, described
 from bufstore.spark.log_archive.manifests import (
     VERSION,
     Manifest,
@@ -104,9 +105,7 @@ def _begin(manifests: Sequence[Manifest], log: LogState) -> int:
 def _read(
     spark: SparkSession, deployment: Deployment, m: Manifest, *, earliest: bool, given: bool, tasks: int | None
 ) -> DataFrame:
-    server = deployment.server
     options: dict[str, Any] = {
-        "nats": ",".join(server.servers),
         "stream": deployment.stream,
         "form": "messages",
         # Messages may have been purged before an archive begins. Later none may be missing, unless the caller says
@@ -114,14 +113,11 @@ def _read(
         "startingPosition": "earliest" if earliest and not given else m.start,
         "endingPosition": m.end,
         "failOnDataLoss": not given,
-        "credentialsFile": server.credentials,
-        "user": server.user,
-        "password": server.password,
-        "token": server.token,
-        "domain": server.domain,
         "numPartitions": tasks,
+        "minPartitions": cores_of(spark),
     }
     named = {name: str(value) for name, value in options.items() if value is not None}
+    named |= connection_options(deployment.server)
     return spark.read.format("threadlog").options(**named).load()
 
 

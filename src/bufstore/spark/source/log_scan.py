@@ -33,8 +33,7 @@ async def reader_of(options: ReadOptions) -> LogReader:
         await reader.open()
         return reader
 
-    c = options.nats
-    return await loop().opened((c.servers, c.credentials, c.user, c.token, c.domain, options.stream), open_)
+    return await loop().opened((options.nats, options.stream), open_)
 
 
 async def patiently(call: Callable[[], Awaitable[T]]) -> T:
@@ -110,6 +109,21 @@ async def within(options: ReadOptions, log: LogState, start: int, end: int) -> i
                     return at
                 at = read.message.seq + 1
     return end
+
+
+async def rows_between(options: ReadOptions, log: LogState, start: int, end: int) -> int:
+    """How many rows these messages come to, at most. Reads headers only."""
+    wanted, rows = Wanted(log.subjects, options), 0
+    found = (await reader_of(options)).read(start, end, log.subjects.stored, headers_only=True)
+    async with aclosing(found) as parts:
+        async for part in parts:
+            rows += sum(wanted.rows(read.message) for read in part)
+    return rows
+
+
+async def stored_at_ns(options: ReadOptions, log: LogState, start: int) -> int | None:
+    """When the first message from this sequence on was stored; None if there is none."""
+    return await (await reader_of(options)).stored_at_ns(start, log)
 
 
 async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.RecordBatch]:

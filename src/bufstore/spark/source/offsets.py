@@ -10,6 +10,9 @@ import msgspec
 from bufstore.buffer.places import group_of, number_of
 from bufstore.errors import ConfigError, DataLoss
 
+#: Of a range that one task reads, unless it is said how many there shall be: some seconds.
+_PART_BYTES = 64 << 20
+
 
 class Offset(msgspec.Struct, frozen=True, kw_only=True):
     """Where a reader stands. Written to Spark's checkpoint folder; its fields keep their order and meaning.
@@ -81,6 +84,11 @@ def check(start: Offset, created: str, end: int) -> None:
         )
     if start.position > end:
         raise DataLoss(f"the log ends before message {end}, but the reader was at {start.position}: the log went back")
+
+
+def parts_of(size: int, *, exactly: int | None, at_least: int) -> int:
+    """How many parts a range of so many bytes is read in."""
+    return exactly or max(at_least, -(-size // _PART_BYTES))
 
 
 def split(whole: Range, parts: int) -> list[Range]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -11,7 +12,7 @@ import msgspec
 
 from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
-from bufstore.spark.connection_options import connection, named, words
+from bufstore.spark.connection_options import check_masked, connection, named, words
 from bufstore.spark.source.log_columns import ENTRY_COLUMNS, MESSAGE_COLUMNS
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -32,8 +33,12 @@ class ReadOptions(Secretive):
     ending_timestamp_ns: int | None = None
     max_messages: int | None = None
     max_bytes: int | None = None
-    #: Tasks that read at the same time.
-    tasks: int = os.cpu_count() or 2
+    #: A micro-batch waits for so many rows, but no longer than this.
+    min_messages: int | None = None
+    max_trigger_delay_s: float = 900.0
+    #: Tasks that a read is divided into; None: as many as its size asks for, but at least `min_tasks`.
+    tasks: int | None = None
+    min_tasks: int = os.cpu_count() or 2
     fail_on_data_loss: bool = True
     threads: Sequence[str] = ()
     partitions: Sequence[int] = ()
@@ -49,16 +54,24 @@ NAMES = {
     "endingTimestamp": "ISO 8601; instead of endingPosition",
     "maxMessagesPerTrigger": "rows of a micro-batch, which ends at a group's end (at least one group)",
     "maxBytesPerTrigger": "bytes of bodies that a micro-batch reads (at least one message of the stream)",
-    "numPartitions": "tasks that read at the same time (default: the driver's cores)",
+    "minMessagesPerTrigger": "rows that a micro-batch waits for (not with availableNow)",
+    "maxTriggerDelay": "how long it waits for them at most, as 90s, 15m (the default) or 1h",
+    "numPartitions": "tasks that a read is divided into (default: one for each 64 MiB, but at least minPartitions)",
+    "minPartitions": "tasks at least (default: the driver's cores)",
     "failOnDataLoss": "whether messages that are gone unread fail the query (default true)",
     "threads": "only entries of these, as a JSON list of ids",
     "partitions": "only entries of these partitions of the log, with commas",
 }
+#: What Kafka's source calls them.
+_KAFKAS = {"maxoffsetspertrigger": "maxMessagesPerTrigger", "minoffsetspertrigger": "minMessagesPerTrigger"}
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
     """The options. Raises ConfigError, naming the option."""
-    found = named(given, NAMES)
+    found = named({_KAFKAS.get(name.lower(), name): value for name, value in given.items()}, NAMES)
+    nats = connection(found)
+    check_masked(nats, found)
     form = found.get("form", "entries")
     if form not in ("entries", "messages"):
         raise ConfigError("option form must be entries or messages")
@@ -77,7 +90,7 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
     if found.get("endingPosition") == "earliest":
         raise ConfigError("option endingPosition must be latest or a position")
     return ReadOptions(
-        nats=connection(found),
+        nats=nats,
         stream=LogConfig(stream=found.get("stream", LogConfig.stream)).stream,
         form=form,
         columns=tuple(columns),
@@ -87,7 +100,10 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         ending_timestamp_ns=_timestamp(found, "endingTimestamp"),
         max_messages=_count(found, "maxMessagesPerTrigger"),
         max_bytes=_count(found, "maxBytesPerTrigger"),
-        tasks=_count(found, "numPartitions") or ReadOptions.tasks,
+        min_messages=_count(found, "minMessagesPerTrigger"),
+        max_trigger_delay_s=_delay(found, "maxTriggerDelay", ReadOptions.max_trigger_delay_s),
+        tasks=_count(found, "numPartitions"),
+        min_tasks=_count(found, "minPartitions") or ReadOptions.min_tasks,
         fail_on_data_loss=_truth(found, "failOnDataLoss", default=True),
         threads=_threads(found),
         partitions=[_number("partitions", word) for word in words(found, "partitions")],
@@ -114,6 +130,15 @@ def _count(found: Mapping[str, str], name: str) -> int | None:
     if not number:
         raise ConfigError(f"option {name} must be positive")
     return number
+
+
+def _delay(found: Mapping[str, str], name: str, default: float) -> float:
+    if name not in found:
+        return default
+    number = re.fullmatch(r"([0-9]+)(ms|s|m|h|d)", found[name].replace(" ", ""))
+    if number is None:
+        raise ConfigError(f"option {name} must be a time like 90s or 15m")
+    return int(number[1]) * _UNITS[number[2]]
 
 
 def _truth(found: Mapping[str, str], name: str, *, default: bool) -> bool:

@@ -8,7 +8,9 @@ Options: `bufstore.spark.source.options`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Iterator, MutableMapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pyarrow
@@ -26,7 +28,7 @@ from bufstore.nats.ranges import LogState
 from bufstore.spark.process_loop import loop
 from bufstore.spark.source import log_scan
 from bufstore.spark.source.log_columns import schema_of
-from bufstore.spark.source.offsets import Offset, Range, begin_at, check, offset_of, split
+from bufstore.spark.source.offsets import Offset, Range, begin_at, check, offset_of, parts_of, split
 from bufstore.spark.source.options import ReadOptions, read_options
 
 
@@ -84,6 +86,9 @@ class _Batch(_Reads, DataSourceReader):
 
 class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
     _target: int | None = None
+    #: Up to where a micro-batch was planned.
+    _reached = 0
+    _waiting: _Waiting | None = None
 
     def initialOffset(self) -> dict[str, Any]:
         options = self.options
@@ -105,15 +110,40 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
             _check(options, log, before)
         begin = _begin(log, before)
         end = max(log.end if self._target is None else self._target, begin)
+        self._reached = begin
+        if self._waits(log, begin, end):
+            return start
         if not isinstance(limit, ReadAllAvailable) and begin < end:
             end = loop().run(log_scan.within(options, log, begin, end))
+        self._reached = end
         if end == begin and log.created == before.created:
             return start
         return Offset(created=log.created, position=end).as_dict()
 
+    def _waits(self, log: LogState, begin: int, end: int) -> bool:
+        """Whether there are not yet as many rows as a micro-batch waits for."""
+        wanted = self.options.min_messages
+        if wanted is None or self._target is not None or begin == end:
+            return False
+        waiting = self._waiting
+        if waiting is None or waiting.begin != begin:
+            first = waiting is None
+            waiting = self._waiting = _Waiting(begin)
+            if first:  # what a query finds when it starts does not wait
+                return False
+        waiting.rows += loop().run(log_scan.rows_between(self.options, log, waiting.counted, end))
+        waiting.counted = end
+        return waiting.rows < wanted and time.monotonic() - waiting.since < self.options.max_trigger_delay_s
+
     def reportLatestOffset(self) -> dict[str, Any]:
-        log = self._look()
-        return Offset(created=log.created, position=log.end).as_dict()
+        log, at = self._look(), self._reached
+        unread = loop().run(log_scan.stored_at_ns(self.options, log, at)) if at < log.end else None
+        return Offset(created=log.created, position=log.end).as_dict() | {
+            "headroom": max(0, at - log.first),
+            "messagesBehind": max(0, log.end - at),
+            "bytesBehind": log.bytes_between(at, log.end),
+            "unreadSince": datetime.fromtimestamp(unread / 1e9, UTC).isoformat() if unread is not None else None,
+        }
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         log, begin = self._look(), offset_of(start)
@@ -125,6 +155,17 @@ class _Stream(_Reads, DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Nothing: the log is not ours to trim, and Spark does not call this after the last batch."""
 
 
+class _Waiting:
+    """A micro-batch that begins here waits for rows."""
+
+    def __init__(self, begin: int) -> None:
+        self.begin = begin
+        self.since = time.monotonic()
+        #: Up to where its rows were counted.
+        self.counted = begin
+        self.rows = 0
+
+
 def _planned(options: ReadOptions, log: LogState, start: Offset, end: int, until: int = 0) -> list[InputPartition]:
     if options.fail_on_data_loss:
         _check(options, log, start)
@@ -132,7 +173,8 @@ def _planned(options: ReadOptions, log: LogState, start: Offset, end: int, until
     since = start.since if start.created == log.created else 0
     whole = Range(start=begin, end=end, created=log.created, since=since, until=until)
     # Of a batch without parts, Spark makes one that we do not know.
-    return [_RangePartition(part) for part in split(whole, options.tasks) or [whole]]
+    parts = parts_of(log.bytes_between(begin, end), exactly=options.tasks, at_least=options.min_tasks)
+    return [_RangePartition(part) for part in split(whole, parts) or [whole]]
 
 
 def _check(options: ReadOptions, log: LogState, start: Offset) -> None:
