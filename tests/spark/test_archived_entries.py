@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pyarrow
 from hypothesis import given
@@ -16,7 +17,9 @@ from bufstore.buffer.places import place
 from bufstore.buffer.subjects import Subjects
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.group_entries import EntryMessage, entries_of
+from bufstore.spark.log_archive import portions as module
 from bufstore.spark.log_archive.archived_entries import _entries, threads_of
+from bufstore.spark.log_archive.portions import portions, size_of
 
 SUBJECTS = Subjects("thread", 4)
 THREADS = [f"t{n}" for n in range(5)]
@@ -88,7 +91,8 @@ def restored(messages: list[dict[str, Any]]) -> dict[str, list[Any]]:
             for number, part in enumerate(named) if named is not None else [(None, None)]:
                 pieces.append(row | {"number": number, "part": part, "part_body": parts.get(part)})
     pieces.sort(key=lambda p: (p["subject"], p["position"], p["number"] or 0))
-    return dict(threads_of(SUBJECTS, iter([pyarrow.RecordBatch.from_pylist(pieces)] if pieces else [])))
+    found = threads_of(SUBJECTS, iter([pyarrow.RecordBatch.from_pylist(pieces)] if pieces else []))
+    return {thread_id: some for thread_id, items in found if (some := list(items))}
 
 
 @given(GROUPS)
@@ -143,3 +147,25 @@ def test_entries_of_a_group_are_taken_by_its_header(groups: list[list[Written]])
 def test_a_group_that_cannot_be_read_is_given_whatever_is_wanted() -> None:
     [(partition, what)] = entries_of(StoredMessage(SUBJECTS.groups, 7, None, b"\xff"), SUBJECTS, lambda *_: False)
     assert (partition, what.seq if isinstance(what, Malformed) else 0) == (-1, place(7, 0))
+
+
+@given(GROUPS, st.integers(1, 5), st.integers(1, 60), st.booleans())
+def test_a_restore_takes_each_entry_once_and_not_too_many_at_a_time(
+    groups: list[list[Written]], entries_max: int, bytes_max: int, whole: bool
+) -> None:
+    _, held = log_of(groups)
+    with patch.multiple(module, ENTRIES_MAX=entries_max, BYTES_MAX=bytes_max):
+        found = list(portions(((t, iter(items)) for t, items in held.items()), whole=whole))
+    together: dict[str, list[Any]] = {}
+    for portion, goes_on in found:
+        assert goes_on == any(thread in together for thread in portion)
+        assert not goes_on or len(portion) == 1
+        assert not goes_on or not whole
+        for thread, items in portion.items():
+            together.setdefault(thread, []).extend(items)
+        if not whole:
+            some = [item for items in portion.values() for item in items]
+            largest = max(size_of(item) for item in some)
+            assert len(some) < 2 * entries_max + 1
+            assert sum(map(size_of, some)) < 2 * (bytes_max + largest)
+    assert together == held

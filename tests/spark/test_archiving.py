@@ -6,21 +6,27 @@ import asyncio
 import json
 import secrets
 from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyspark.sql.types import StructType
 
-from bufstore import StoreUnavailable
+from bufstore import ConfigError, StoreUnavailable
 from bufstore.buffer.places import first_place
+from bufstore.buffer.subjects import Subjects
 from bufstore.nats.ranges import LogReader
 from bufstore.postgres.ledger.ledger import PostgresLedger
 from bufstore.spark import ArchiveOvertaken, archive, drain, restore
-from bufstore.spark.log_archive import archive_job
+from bufstore.spark.log_archive import archive_job, archived_entries, portions, restore_job
+from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of
+from bufstore.spark.source.threadlog_format import ThreadLogSource
 from bufstore.threads.memory_store import MemoryThreadStore
 from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
-from spark.jobs import in_postgres, purge, where, write
+from spark.jobs import in_postgres, purge, read_options, where, write, write_together
 
 
 async def archived(deployment: Deployment) -> int:
@@ -39,6 +45,14 @@ async def come_back(spark: Any, deployment: Deployment, path: Path, threads: lis
     report = await asyncio.to_thread(restore, spark, str(path), where(elsewhere))
     assert report.refused == 0, report.reasons
     return await in_postgres(elsewhere, threads)
+
+
+def jobs_of_a_check(spark: Any, path: str, manifests: list[Manifest]) -> int:
+    """How many jobs of Spark it takes to look whether ranges are what their manifests say."""
+    context, group = spark.sparkContext, secrets.token_hex(4)
+    context.setJobGroup(group, "check")
+    check_ranges(spark, path, manifests)
+    return len(context.statusTracker().getJobIdsForGroup(group))
 
 
 async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faster(
@@ -80,7 +94,70 @@ async def test_ranges_that_overlap_or_hold_each_other_come_back_once(
     await write(deployment, threads, range(5, 6))
     last = await asyncio.to_thread(archive, spark, where(deployment), path)
     assert last.count == 3, "it goes on behind the furthest"
+    manifests = manifests_of(spark, path)
+    assert len(manifests) == 4
+    few, many = [await asyncio.to_thread(jobs_of_a_check, spark, path, some) for some in (manifests[:1], manifests)]
+    assert few == many, "however many ranges there are"
     assert await come_back(spark, deployment, tmp_path / "archive", threads) == {t: list(range(6)) for t in threads}
+
+
+async def test_some_threads_come_back_as_they_were_at_a_time(
+    spark: Any, deployment: Deployment, tmp_path: Path
+) -> None:
+    threads, path = [fresh() for _ in range(4)], str(tmp_path / "archive")
+    await write_together(deployment, threads, range(3))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    until = datetime.now(UTC)
+    await write_together(deployment, threads, range(3, 5))
+    await asyncio.to_thread(archive, spark, where(deployment), path)
+    elsewhere = Deployment(deployment.servers)
+    some = partial(restore, spark, path, where(elsewhere), threads=threads[:2])
+    report = await asyncio.to_thread(some, until=until)
+    assert (report.threads, report.applied, report.refused) == (2, 6, 0)
+    assert await in_postgres(elsewhere, threads[:2]) == {t: [0, 1, 2] for t in threads[:2]}
+    assert await in_postgres(elsewhere, threads[2:]) == dict.fromkeys(threads[2:])
+    report = await asyncio.to_thread(some)
+    assert (report.threads, report.applied, report.present) == (2, 4, 6), "what came later goes on from there"
+    with pytest.raises(ConfigError, match="offset"):
+        await asyncio.to_thread(some, until=until.replace(tzinfo=None))
+
+
+async def messages_of(deployment: Deployment) -> list[dict[str, Any]]:
+    """The messages of the log, as an archive has them."""
+    options = read_options(deployment, form="messages", numPartitions=1)
+
+    def read() -> list[dict[str, Any]]:
+        reader: Any = ThreadLogSource(options).reader(StructType([]))
+        return [row for p in reader.partitions() for batch in reader.read(p) for row in batch.to_pylist()]
+
+    return await asyncio.to_thread(read)
+
+
+@pytest.mark.parametrize("lost", [None, 1, 4])
+async def test_a_thread_that_is_restored_in_portions_is_as_it_was(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, lost: int | None
+) -> None:
+    """Nothing of it is applied behind an entry that is lost, in whatever portion that stands."""
+    monkeypatch.setattr(portions, "ENTRIES_MAX", 3)
+    threads, subjects = sorted([fresh(), fresh()]), Subjects(deployment.log.subject, deployment.log.partitions)
+    await write(deployment, threads, range(8))
+    rows = [row for m in await messages_of(deployment) for row in archived_entries._rows(subjects, m)]
+    of_thread: dict[str, list[Any]] = {
+        t: [row | {"number": None, "part": None} for row in rows if row["subject"] == subjects.of(t)] for t in threads
+    }
+    assert [len(found) for found in of_thread.values()] == [8, 8]
+    if lost is not None:
+        del of_thread[threads[0]][lost]
+    elsewhere = where(Deployment(deployment.servers))
+    stays = 8 if lost is None else lost
+    for dry_run, present in ((True, 0), (False, 0), (False, stays + 8)):
+        items = ((t, archived_entries._items(t, iter(found))) for t, found in of_thread.items())
+        async with restore_job._restoring(elsewhere, "postgres", dry_run=dry_run) as restoring:
+            await restoring.setup(1, None)
+        counts = await restore_job._restore(elsewhere, "postgres", items, dry_run=dry_run)
+        applied = 0 if present else stays + 8
+        refused = 0 if lost is None else 7 - lost
+        assert (counts.threads, counts.applied, counts.present, counts.refused) == (2, applied, present, refused)
 
 
 async def test_what_a_run_that_died_did_not_note_is_noted_by_the_next(

@@ -47,7 +47,7 @@ async def ran(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Ran
         folder,
         ["bufstore.cli", "spark", "archive", path, *master],
         ["bufstore.cli", "spark", "drain", "--tasks", "2", *master],
-        ["bufstore.cli", "spark", "restore", path, "--dry-run", *master],
+        ["bufstore.cli", "spark", "restore", path, "--dry-run", "--until", "2100-01-01", *master],
         [str(_EXAMPLE), servers.nats.url, str(pictures), deployment.log.stream],
     )
     archive, drain, restore, example = ((code, out) for code, out in found.pop("programs"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -21,6 +22,18 @@ _MASTER = click.option(
     help="Spark's master, or sc://… for Connect. With spark-submit: its.",
 )
 _TASKS = click.option("--tasks", type=click.IntRange(min=1), help="Tasks at the same time. Default: Spark's.")
+
+
+class Time(click.ParamType[datetime]):
+    """A time, as text that says it with its offset from UTC; without one, of this machine's zone."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        try:
+            return datetime.fromisoformat(value).astimezone(UTC)
+        except ValueError:
+            self.fail(f"{value!r} is not a time like 2026-01-31T12:00:00+01:00.", param, ctx)
 
 
 @click.group()
@@ -64,9 +77,20 @@ def archive(options: Options, path: str, master: str, tasks: int | None, start: 
 @_MASTER
 @_TASKS
 @click.option("--into", type=click.Choice(["postgres", "log"]), default="postgres", show_default=True)
+@click.option("--thread", "threads", metavar="THREAD", multiple=True, help="Only this thread (repeatable).")
+@click.option("--until", type=Time(), help="Only what was stored before this time.")
 @click.option("--dry-run", is_flag=True, help="Say what would be done.")
 @connects()
-def restore(options: Options, path: str, master: str, tasks: int | None, into: Any, dry_run: bool) -> None:
+def restore(
+    options: Options,
+    path: str,
+    master: str,
+    tasks: int | None,
+    into: Any,
+    threads: tuple[str, ...],
+    until: datetime | None,
+    dry_run: bool,
+) -> None:
     """Bring the archive at PATH back, where it is not there.
 
     Into Postgres, while no flusher runs; or into the log, from where flushers move it on.
@@ -74,7 +98,8 @@ def restore(options: Options, path: str, master: str, tasks: int | None, into: A
     from bufstore.spark.log_archive.restore_job import restore as bring_back
 
     with options.target() as target, _session(master, progress=not options.as_json) as session:
-        report = bring_back(session, path, _deployment(target), into=into, tasks=tasks, dry_run=dry_run)
+        wanted: dict[str, Any] = {"threads": threads or None, "until": until}
+        report = bring_back(session, path, _deployment(target), into=into, tasks=tasks, dry_run=dry_run, **wanted)
     title = "would be restored" if dry_run else "restored"
     options.answer(report, title, code=EXIT_WRONG if report.refused else 0)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _SCHEMA = "subject string, position bigint, header string, body binary, parts array<bigint>"
+_ROWS_AT_ONCE = 64
 #: Of the entries' pieces. `part` is null where the entry is in one piece.
 _COLUMNS = ("subject", "position", "header", "body", "number", "part")
 
@@ -56,9 +57,17 @@ def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iter
         "body": pyarrow.binary(),
         "parts": pyarrow.list_(pyarrow.int64()),
     }
+    schema = pyarrow.schema(types)
+    for messages in _few(batches):
+        rows = [row for message in messages for row in _rows(subjects, message)]
+        yield pyarrow.RecordBatch.from_pylist(rows, schema)
+
+
+def _few(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[list[dict[str, Any]]]:
+    """Rows, few at a time: a batch of Arrow may hold ten thousand large ones, and a copy of them takes its time."""
     for batch in batches:
-        rows = [row for message in batch.to_pylist() for row in _rows(subjects, message)]
-        yield pyarrow.RecordBatch.from_pylist(rows, pyarrow.schema(types))
+        for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
+            yield batch.slice(at, _ROWS_AT_ONCE).to_pylist()
 
 
 def _rows(subjects: Subjects, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -87,23 +96,22 @@ def _parts(reference: bytes) -> list[int] | None:
         return None  # its own checksum will tell
 
 
-def threads_of(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, list[Item]]]:
+def threads_of(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[tuple[str, Iterator[Item]]]:
     """The entries of one thread after the other, of pieces that are sorted by subject, position and number.
 
-    What belongs to no thread is left out.
+    What belongs to no thread is left out. A thread's entries are to be taken before the next thread is.
     """
-    rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+    rows = chain.from_iterable(_few(batches))
     for subject, found in groupby(rows, key=itemgetter("subject")):
         try:
             thread_id = subjects.thread_id(subject)
         except MalformedEntry:
             continue  # garbage: a flush passes it
-        if items := _items(thread_id, found):
-            yield thread_id, items
+        yield thread_id, _items(thread_id, found)
 
 
-def _items(thread_id: str, rows: Iterator[dict[str, Any]]) -> list[Item]:
-    items: list[Item] = []
+def _items(thread_id: str, rows: Iterator[dict[str, Any]]) -> Iterator[Item]:
+    begun = False
     for position, found in groupby(rows, key=itemgetter("position")):
         pieces = list(found)
         message = StoredMessage(pieces[0]["subject"], position, pieces[0]["header"], pieces[0]["body"] or b"")
@@ -117,9 +125,9 @@ def _items(thread_id: str, rows: Iterator[dict[str, Any]]) -> list[Item]:
         except MalformedEntry as e:
             made = Malformed(message.subject, position, (message,), str(e), thread_id)
         # What is left of an entry that began before the archive is none any more.
-        if items or not cut:
-            items.append(made)
-    return items
+        if begun or not cut:
+            begun = True
+            yield made
 
 
 def _payload(reference: bytes, pieces: Sequence[dict[str, Any]]) -> bytes:

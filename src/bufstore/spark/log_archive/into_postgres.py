@@ -26,6 +26,8 @@ class IntoPostgres:
         self._deployment = deployment
         self._dry_run = dry_run
         self._stack = AsyncExitStack()
+        #: Of a dry run: rows as they would be after the last transaction.
+        self._would_be: Mapping[str, Watermark] = {}
 
     async def __aenter__(self) -> IntoPostgres:
         self._store, self._ledger = await self._stack.enter_async_context(self._deployment.database())
@@ -55,8 +57,9 @@ class IntoPostgres:
         def decide(rows: Mapping[str, Watermark]) -> Decision:
             nonlocal counts
             need_all(threads, rows)
-            decision, counts = decided(rows, versions, threads)
+            decision, counts = decided({**rows, **self._would_be}, versions, threads)
             if self._dry_run:
+                self._would_be = decision.watermarks
                 raise _RollBack
             return decision
 

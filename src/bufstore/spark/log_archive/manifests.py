@@ -27,6 +27,9 @@ VERSION = 3
 _SCHEMA = "position bigint, stored_at timestamp, subject string, header string, body binary"
 _COLUMNS = ("position", "stored_at", "subject", "header", "body")
 
+#: Count and checksum of a range without messages.
+_NOTHING = (0, f"{0:032x}")
+
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What is in a range of an archive. New fields are added with defaults."""
@@ -63,7 +66,7 @@ def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
     from pyspark.errors import AnalysisException
 
     try:
-        lines = spark.read.text(f"{path}/manifests/*").collect()
+        lines = spark.read.option("recursiveFileLookup", "true").text(f"{path}/manifests").collect()
     except AnalysisException as e:
         if e.getCondition() == "PATH_NOT_FOUND":
             return []
@@ -134,23 +137,34 @@ def write_manifest(spark: SparkSession, path: str, manifest: Manifest) -> None:
     line.write.mode("error").text(f"{path}/manifests/{manifest.name}")
 
 
-def check_range(spark: SparkSession, path: str, manifest: Manifest) -> DataFrame:
-    """The messages of a range. Raises DataLoss when they are not those of the manifest."""
-    from pyspark.errors import AnalysisException
+def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) -> DataFrame:
+    """The messages of these ranges, in one table. Raises DataLoss when they are not those of the manifests.
 
-    folder = f"{path}/ranges/{manifest.name}"
+    One job reads all ranges, however many they are.
+    """
+    from pyspark.errors import AnalysisException
+    from pyspark.sql import functions as F
+
     try:
-        messages = _messages(spark, folder)
-        found = _totals_of(messages)
-    except AnalysisException:
-        found = None
-    if found != (manifest.count, manifest.checksum):
-        raise DataLoss(f"{folder} does not hold what its manifest says ({manifest.count} messages): it was changed")
+        messages = _messages(spark, *(f"{path}/ranges/{m.name}" for m in manifests))
+        range_ = F.regexp_extract("_metadata.file_path", "/ranges/([^/]+)/", 1).alias("range")
+        totals = messages.groupBy(range_).agg(*_count_and_checksum()).collect()
+    except AnalysisException as e:
+        if e.getCondition() != "PATH_NOT_FOUND":
+            raise
+        raise DataLoss(f"{(e.getMessageParameters() or {}).get('path')} is in a manifest, and is gone") from None
+    found = {row["range"]: _totals(row) for row in totals}
+    for m in manifests:
+        if found.get(m.name, _NOTHING) != (m.count, m.checksum):
+            raise DataLoss(
+                f"{path}/ranges/{m.name} does not hold what its manifest says ({m.count} messages): it was changed"
+            )
     return messages
 
 
-def _messages(spark: SparkSession, folder: str) -> DataFrame:
-    return spark.read.schema(_SCHEMA).parquet(folder).select(*_COLUMNS)
+def _messages(spark: SparkSession, *folders: str) -> DataFrame:
+    # Spark takes several folders with dates below for a mistake, unless it is told not to make columns of folders.
+    return spark.read.schema(_SCHEMA).option("recursiveFileLookup", "true").parquet(*folders).select(*_COLUMNS)
 
 
 def _totals_of(messages: DataFrame) -> tuple[int, str]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial, reduce
+from datetime import datetime
+from functools import partial
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +27,8 @@ from bufstore.spark.log_archive.archive_job import log_of
 from bufstore.spark.log_archive.archived_entries import pieces_of, threads_of
 from bufstore.spark.log_archive.into_log import IntoLog
 from bufstore.spark.log_archive.into_postgres import IntoPostgres
-from bufstore.spark.log_archive.manifests import Manifest, check_range, manifests_of, overlap, whole
+from bufstore.spark.log_archive.manifests import Manifest, check_ranges, manifests_of, overlap, whole
+from bufstore.spark.log_archive.portions import portions
 from bufstore.spark.process_loop import loop
 from bufstore.spark.task import in_task, outcome
 from bufstore.threads.postgres.store import PostgresThreadStore
@@ -34,7 +36,7 @@ from bufstore.threads.protocol import kind_of
 
 if TYPE_CHECKING:
     import pyarrow
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
 
 _OUTCOME = "threads bigint, applied bigint, present bigint, refused bigint, reasons array<string>"
 Into = Literal["postgres", "log"]
@@ -42,8 +44,6 @@ _OTHER_STORE = (
     "A restore into Postgres writes bufstore's own tables. Restore into the log (into='log'): a process that has the "
     "store flushes it from there."
 )
-#: Entries of one transaction.
-_AT_ONCE = 5000
 
 
 class RestoreReport(RestoreCounts, kw_only=True):
@@ -59,6 +59,8 @@ def restore(
     deployment: Deployment,
     *,
     into: Into = "postgres",
+    threads: Sequence[str] | None = None,
+    until: datetime | None = None,
     tasks: int | None = None,
     dry_run: bool = False,
 ) -> RestoreReport:
@@ -66,14 +68,18 @@ def restore(
 
     `into` "postgres": for a Postgres that was lost, or is older than its backups' log; no flusher may run meanwhile.
     "log": behind what the deployment's log or Postgres has of each thread, for its flushers to move on; see
-    `bufstore.spark.log_archive.into_log`. `dry_run`: say what would be done, and do nothing (the tables are made).
+    `bufstore.spark.log_archive.into_log`. `threads`: only these. `until`: only what was stored before this time (with
+    its offset), and so each thread as it was then. `dry_run`: say what would be done, and do nothing (the tables are
+    made).
 
     Raises DataLoss when the archive has a gap or was changed, NoLog when there is no log to write into, ConfigError
     when there is no archive, when Postgres and log do not go together, or when the log has positions that the archive
     has too and the restore is into Postgres, Unavailable errors.
     """
-    from pyspark.sql import DataFrame
+    from pyspark.sql import functions as F
 
+    if until is not None and until.tzinfo is None:
+        raise ConfigError("restore: until needs a time with its offset")
     began = time.perf_counter()
     manifests = manifests_of(spark, path)
     if not manifests:
@@ -85,17 +91,31 @@ def restore(
     # One job for all ranges of one kind of subjects: a thread's entries in order, whatever range they are in.
     for subjects, ranges in groupby(manifests, key=lambda m: Subjects(m.subject, m.partitions)):
         parts = list(ranges)
-        messages = reduce(DataFrame.union, [check_range(spark, path, manifest) for manifest in parts])
+        messages = check_ranges(spark, path, parts)
+        if until is not None:
+            messages = _stored_before(messages, until)
         messages = messages.select("position", "subject", "header", "body")
         if any(overlap(before, after) for before, after in pairwise(parts)):  # two archived at the same time
             messages = messages.dropDuplicates(["position", "subject", "header"])
-        owned = pieces_of(messages, subjects).repartition(tasks, "subject")
+        pieces = pieces_of(messages, subjects)
+        if threads is not None:
+            pieces = pieces.where(F.col("subject").isin([subjects.of(thread_id) for thread_id in threads]))
+        owned = pieces.repartition(tasks, "subject")
         ordered = owned.sortWithinPartitions("subject", "position", "number")
         with described(ordered, f"bufstore: restore {path} into {into}"):
             for found in ordered.mapInArrow(partial(_task, deployment, subjects, into, dry_run), _OUTCOME).collect():
                 report.add(RestoreCounts(*found))
     report.seconds = round(time.perf_counter() - began, 3)
     return report
+
+
+def _stored_before(messages: DataFrame, until: datetime) -> DataFrame:
+    """What stands before the first message of this time or later: without holes, whatever the server's clock did."""
+    from pyspark.sql import functions as F
+
+    row = messages.where(F.col("stored_at") >= F.lit(until)).agg(F.min("position")).first()
+    assert row is not None
+    return messages if row[0] is None else messages.where(F.col("position") < row[0])
 
 
 async def _setup(deployment: Deployment, manifests: Sequence[Manifest], into: Into, *, dry_run: bool) -> None:
@@ -146,18 +166,18 @@ def _task(
 
 
 async def _restore(
-    deployment: Deployment, into: Into, threads: Iterator[tuple[str, list[Item]]], *, dry_run: bool
+    deployment: Deployment, into: Into, threads: Iterator[tuple[str, Iterator[Item]]], *, dry_run: bool
 ) -> RestoreCounts:
     report = RestoreCounts()
+    refused = False
     async with _restoring(deployment, into, dry_run=dry_run) as restoring:
-        part: dict[str, list[Item]] = {}
-        size = 0
-        for thread_id, items in threads:
-            part[thread_id] = items
-            size += len(items)
-            if size >= _AT_ONCE:
-                report.add(await restoring.apply(part))
-                part, size = {}, 0
-        if part:
-            report.add(await restoring.apply(part))
+        # A log takes a thread as a whole: where in the archive it goes on must be found first.
+        for portion, goes_on in portions(threads, whole=into == "log"):
+            if goes_on and refused:  # nothing of a thread behind what could not be applied
+                report.refused += sum(map(len, portion.values()))
+                continue
+            found = await restoring.apply(portion)
+            found.threads -= goes_on
+            report.add(found)
+            refused = found.refused > 0
     return report
