@@ -117,7 +117,7 @@ async def test_only_what_a_manifest_names_counts_and_only_once(
     found = await rows(spark, path, deployment)
     assert len({r.position for r in found}) == len(found) == 12, "with the log"
     assert {r.effect for r in found} == {"applied"}
-    assert sorted(m.index for r in found for m in r.messages) == [n for n in range(4) for _ in several]
+    assert sorted(m.number for r in found for m in r.messages) == [n for n in range(4) for _ in several]
 
 
 @pytest.mark.long  # many jobs

@@ -166,7 +166,7 @@ def test_a_row_is_typed() -> None:
     table = pyarrow.Table.from_pylist([row], SCHEMA)
     (back,) = table.to_pylist()
     assert (back["kind"], back["keep"], back["version"], back["date"]) == ("checkpoint", 2, 6, THEN.date())
-    assert [(m["index"], m["id"], m["role"], m["name"], m["text"]) for m in back["messages"]] == [
+    assert [(m["number"], m["id"], m["role"], m["name"], m["text"]) for m in back["messages"]] == [
         (2, "m1", "user", None, "hello"),
         (3, None, "ai", "x", "a\nb"),
         (4, None, None, None, "plain"),

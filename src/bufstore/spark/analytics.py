@@ -62,7 +62,7 @@ def messages(entries: DataFrame) -> DataFrame:
         "kept_later",
         F.explode("messages").alias("message"),
     )
-    replaced = (F.col("effect") == APPLIED) & (F.col("message.index") >= F.col("kept_later"))
+    replaced = (F.col("effect") == APPLIED) & (F.col("message.number") >= F.col("kept_later"))
     effect = F.when(replaced, "replaced").otherwise(F.col("effect"))
     return said.withColumn("effect", effect).select(*said.columns[:-2], "message.*")
 

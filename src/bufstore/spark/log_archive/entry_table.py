@@ -41,8 +41,8 @@ _RUN = {
     "json": _TEXT,
 }
 _MESSAGE = {
-    #: Its place in the thread.
-    "index": _NUMBER,
+    #: Its place in the thread, from 0. (`index` is a method of Spark's rows.)
+    "number": _NUMBER,
     "id": _TEXT,
     "role": _TEXT,
     "name": _TEXT,
@@ -191,10 +191,10 @@ def _time(seconds: float | None) -> int | None:
     return round(seconds * 1e6)
 
 
-def _message(index: int, message: Any) -> dict[str, Any]:
+def _message(number: int, message: Any) -> dict[str, Any]:
     said = message if isinstance(message, dict) else {"content": message}
     return {
-        "index": index,
+        "number": number,
         "id": _text_of(said.get("id")),
         "role": _text_of(said.get("role") or said.get("type")),
         "name": _text_of(said.get("name")),
