@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from bufstore.spark.log_archive.archived_entries import _entries, threads_of
 from bufstore.spark.log_archive.portions import portions, size_of
 
 SUBJECTS = Subjects("thread", 4)
+THEN = datetime(2026, 11, 22, tzinfo=UTC)
 THREADS = [f"t{n}" for n in range(5)]
 
 
@@ -48,7 +50,9 @@ def log_of(groups: Sequence[Sequence[Written]]) -> tuple[list[dict[str, Any]], d
     held: dict[str, list[StoredEntry]] = {}
 
     def store(subject: str, header: str | None, body: bytes) -> int:
-        messages.append({"position": len(messages) + 1, "subject": subject, "header": header, "body": body})
+        messages.append(
+            {"position": len(messages) + 1, "stored_at": THEN, "subject": subject, "header": header, "body": body}
+        )
         return len(messages)
 
     ids = iter(range(1, 1000))
@@ -77,6 +81,7 @@ def restored(messages: list[dict[str, Any]]) -> dict[str, list[Any]]:
     schema = pyarrow.schema(
         [
             ("position", pyarrow.int64()),
+            ("stored_at", pyarrow.timestamp("us", tz="UTC")),
             ("subject", pyarrow.string()),
             ("header", pyarrow.string()),
             ("body", pyarrow.binary()),
@@ -98,7 +103,7 @@ def restored(messages: list[dict[str, Any]]) -> dict[str, list[Any]]:
 @given(GROUPS)
 def test_each_thread_gets_its_entries_in_order(groups: list[list[Written]]) -> None:
     messages, held = log_of(groups)
-    strange = {"position": 999, "subject": "thread.0.none", "header": None, "body": b"\xff"}
+    strange = {"position": 999, "stored_at": THEN, "subject": "thread.0.none", "header": None, "body": b"\xff"}
     assert restored([*messages, strange]) == held
 
 

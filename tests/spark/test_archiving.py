@@ -151,7 +151,9 @@ async def test_a_thread_that_is_restored_in_portions_is_as_it_was(
     elsewhere = where(Deployment(deployment.servers))
     stays = 8 if lost is None else lost
     for dry_run, present in ((True, 0), (False, 0), (False, stays + 8)):
-        items = ((t, archived_entries._items(t, iter(found))) for t, found in of_thread.items())
+        items = (
+            (t, (item for item, _ in archived_entries.items_of_rows(t, iter(found)))) for t, found in of_thread.items()
+        )
         async with restore_job._restoring(elsewhere, "postgres", dry_run=dry_run) as restoring:
             await restoring.setup(1, None)
         counts = await restore_job._restore(elsewhere, "postgres", items, dry_run=dry_run)

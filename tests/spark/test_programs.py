@@ -30,6 +30,7 @@ class Ran:
     pictures: Path
     #: Exit codes, and what was printed.
     archive: tuple[int, str]
+    table: tuple[int, str]
     drain: tuple[int, str]
     restore: tuple[int, str]
     example: tuple[int, str]
@@ -46,12 +47,13 @@ async def ran(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Ran
         deployment,
         folder,
         ["bufstore.cli", "spark", "archive", path, *master],
+        ["bufstore.cli", "spark", "table", path, "--compact", "--expire", "2000-01-01", *master],
         ["bufstore.cli", "spark", "drain", "--tasks", "2", *master],
         ["bufstore.cli", "spark", "restore", path, "--dry-run", "--until", "2100-01-01", *master],
         [str(_EXAMPLE), servers.nats.url, str(pictures), deployment.log.stream],
     )
-    archive, drain, restore, example = ((code, out) for code, out in found.pop("programs"))
-    return Ran(deployment, threads, pictures, archive, drain, restore, example, java=found)
+    archive, table, drain, restore, example = ((code, out) for code, out in found.pop("programs"))
+    return Ran(deployment, threads, pictures, archive, table, drain, restore, example, java=found)
 
 
 async def _run(deployment: Deployment, folder: Path, *programs: list[str]) -> dict[str, Any]:
@@ -77,10 +79,11 @@ def _tools(folder: Path) -> Path:
 
 
 async def test_archive_drain_and_a_restore_that_finds_all_there(ran: Ran) -> None:
-    reports = [(code, json.loads(out)) for code, out in (ran.archive, ran.drain, ran.restore)]
-    assert [code for code, _ in reports] == [0, 0, 0]
-    archive, drain, restore = (report for _, report in reports)
+    reports = [(code, json.loads(out)) for code, out in (ran.archive, ran.table, ran.drain, ran.restore)]
+    assert [code for code, _ in reports] == [0, 0, 0, 0]
+    archive, table, drain, restore = (report for _, report in reports)
     assert archive["count"] == 12
+    assert (table["rows"], table["parts"]) == (12, 1)
     assert (drain["entries"], drain["parked"]) == (12, 0)
     assert await in_postgres(ran.deployment, ran.threads) == {t: [0, 1, 2] for t in ran.threads}
     assert (restore["applied"], restore["present"]) == (0, 12)

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from bufstore.spark.log_archive.manifests import Manifest as Manifest
     from bufstore.spark.log_archive.restore_job import RestoreReport as RestoreReport
     from bufstore.spark.log_archive.restore_job import restore as restore
+    from bufstore.spark.log_archive.tables_job import TablesReport as TablesReport
+    from bufstore.spark.log_archive.tables_job import compact as compact
+    from bufstore.spark.log_archive.tables_job import expire as expire
+    from bufstore.spark.log_archive.tables_job import tabulate as tabulate
     from bufstore.spark.sink.foreach_batch import CheckpointSink as CheckpointSink
     from bufstore.spark.sink.foreach_batch import checkpoint_sink as checkpoint_sink
     from bufstore.spark.spark_session import session as session
@@ -35,6 +39,7 @@ else:
             "bufstore.spark.log_archive.archive_job": ("ArchiveReport", "archive"),
             "bufstore.spark.log_archive.manifests": ("Manifest",),
             "bufstore.spark.log_archive.restore_job": ("RestoreReport", "restore"),
+            "bufstore.spark.log_archive.tables_job": ("TablesReport", "compact", "expire", "tabulate"),
             "bufstore.spark.sink.foreach_batch": ("CheckpointSink", "checkpoint_sink"),
             "bufstore.spark.spark_session": ("session",),
         },

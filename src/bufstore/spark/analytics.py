@@ -1,8 +1,9 @@
-"""Common questions to a log, as functions of DataFrames.
+"""Common questions to a log and its archive, as functions of DataFrames.
 
-In goes ``spark.read.format("threadlog")``, out comes a small table.
+In goes ``spark.read.format("threadlog")``, or `entries`: what an archive holds, alone or with the log behind it. Out
+comes a small table. `messages`, `runs` and `threads` are views of `entries`.
 
-They need these columns. Name them in the option ``columns``: the source decodes only what is asked for.
+Of the log they need these columns. Name them in the option ``columns``: the source decodes only what is asked for.
 position, stored_at, thread_id, kind, messages, run_id, run, bytes.
 """
 
@@ -10,16 +11,95 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from bufstore.spark.log_archive.entry_table import APPLIED
+from bufstore.spark.log_archive.tables_job import entries
+
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-__all__ = ["CHARACTERS_PER_TOKEN", "COLUMNS", "activity", "by_thread", "coalescing", "hot_threads", "lag"]
+__all__ = [
+    "CHARACTERS_PER_TOKEN",
+    "COLUMNS",
+    "activity",
+    "by_thread",
+    "coalescing",
+    "entries",
+    "hot_threads",
+    "lag",
+    "messages",
+    "runs",
+    "threads",
+]
 
 #: The columns that all of them need together.
 COLUMNS = "position,stored_at,thread_id,kind,messages,run_id,run,bytes"
 
 #: Characters of a token, roughly: for a comparison of threads and hours, not for a bill.
 CHARACTERS_PER_TOKEN = 4
+
+
+def messages(entries: DataFrame) -> DataFrame:
+    """A row for each message that `entries` of an archive wrote, with run and agent, and what became of it.
+
+    `effect`: "applied" (it is in its thread, as far as these entries go), "replaced" (a later entry took it out),
+    "superseded" or "parked" (as its entry).
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F
+
+    # What a later entry that is applied keeps; a removal keeps nothing.
+    kept = F.when(F.col("effect") == APPLIED, F.col("keep"))
+    later = Window.partitionBy("thread_id").orderBy("position").rowsBetween(1, Window.unboundedFollowing)
+    found = entries.withColumn("kept_later", F.min(kept).over(later))
+    said = found.select(
+        "position",
+        "stored_at",
+        "thread_id",
+        "entry_id",
+        F.col("run.run_id").alias("run_id"),
+        F.col("run.agent_id").alias("agent_id"),
+        "effect",
+        "kept_later",
+        F.explode("messages").alias("message"),
+    )
+    replaced = (F.col("effect") == APPLIED) & (F.col("message.number") >= F.col("kept_later"))
+    effect = F.when(replaced, "replaced").otherwise(F.col("effect"))
+    return said.withColumn("effect", effect).select(*said.columns[:-2], "message.*")
+
+
+def runs(entries: DataFrame) -> DataFrame:
+    """The runs that `entries` of an archive wrote, each as it was written last by an entry that is applied."""
+    from pyspark.sql import functions as F
+
+    written = entries.where((F.col("effect") == APPLIED) & F.col("run").isNotNull())
+    last = written.groupBy("thread_id", F.col("run.run_id").alias("run")).agg(
+        F.max_by("run", "position").alias("last"),
+        F.max("position").alias("position"),
+        F.max("stored_at").alias("stored_at"),
+        F.count("*").alias("writes"),
+    )
+    return last.select("thread_id", "position", "stored_at", "writes", "last.*")
+
+
+def threads(entries: DataFrame) -> DataFrame:
+    """The threads that `entries` of an archive wrote: messages, latest run, first and last time, and whether the last
+    entry that is applied removed the thread. `parked`: entries that a flush sets aside."""
+    from pyspark.sql import functions as F
+
+    applied = F.col("effect") == APPLIED
+    at = F.when(applied, F.col("position"))
+    run_at = F.when(applied & (F.col("kind") == "checkpoint"), F.col("position"))
+    found = entries.groupBy("thread_id").agg(
+        F.max_by("version", at).alias("messages"),
+        F.max_by("run", run_at).alias("run"),
+        F.count_if(applied).alias("entries"),
+        F.min("stored_at").alias("first_at"),
+        F.max("stored_at").alias("last_at"),
+        F.max_by(F.col("kind") == "removal", at).alias("removed"),
+        F.count_if(F.col("effect") == "parked").alias("parked"),
+    )
+    latest = [F.col(f"run.{name}").alias(name) for name in ("run_id", "agent_id", "status")]
+    return found.select(*[name for name in found.columns if name != "run"], *latest)
 
 
 def activity(entries: DataFrame) -> DataFrame:
@@ -85,7 +165,7 @@ def lag(entries: DataFrame, flushed: DataFrame, by: LagBy = "partition") -> Data
         F.col("position") > F.coalesce("cursor", F.lit(0))
     )
     if by == "agent_id":
-        behind = behind.withColumn("agent_id", F.get_json_object("run", "$.agent_id"))
+        behind = behind.withColumn("agent_id", _agent(behind))
     elif by == "hour":
         behind = behind.withColumn("hour", F.date_trunc("hour", "stored_at"))
     age = (F.unix_micros(F.current_timestamp()) - F.unix_micros(F.min("stored_at"))) / F.lit(1e6)
@@ -95,7 +175,22 @@ def lag(entries: DataFrame, flushed: DataFrame, by: LagBy = "partition") -> Data
 def _checkpoints(entries: DataFrame) -> DataFrame:
     from pyspark.sql import functions as F
 
-    return entries.where(F.col("kind") == "checkpoint").withColumn("agent_id", F.get_json_object("run", "$.agent_id"))
+    return entries.where(F.col("kind") == "checkpoint").select(
+        "stored_at", "thread_id", "bytes", _agent(entries).alias("agent_id"), _json(entries).alias("messages")
+    )
+
+
+def _agent(entries: DataFrame) -> Column:
+    """Of a run as JSON, or with columns of its own."""
+    from pyspark.sql import functions as F
+
+    return F.get_json_object("run", "$.agent_id") if dict(entries.dtypes)["run"] == "string" else F.col("run.agent_id")
+
+
+def _json(entries: DataFrame) -> Column:
+    from pyspark.sql import functions as F
+
+    return F.col("messages") if dict(entries.dtypes)["messages"] == "array<string>" else F.col("messages.json")
 
 
 def _totals() -> list[Column]:

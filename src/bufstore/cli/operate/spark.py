@@ -39,7 +39,7 @@ class Time(click.ParamType[datetime]):
 
 @click.group()
 def spark() -> None:
-    """Jobs on Spark: drain a backlog, archive the log, restore an archive; and rows that a sink has set aside."""
+    """Jobs on Spark: drain, archive, make a table of the archive, restore; and rows that a sink has set aside."""
 
 
 spark.add_command(quarantine)
@@ -74,6 +74,33 @@ def archive(options: Options, path: str, master: str, tasks: int | None, start: 
     with options.target() as target, _session(master, progress=not options.as_json) as session:
         report = write(session, _deployment(target), path, start=start, tasks=tasks)
     options.answer(report, "archived")
+
+
+@spark.command()
+@click.argument("path")
+@_MASTER
+@click.option("--compact", "merging", is_flag=True, help="Make one part of small neighbours.")
+@click.option("--expire", "before", type=Time(), help="Remove parts all of which was stored before this time.")
+@click.option("--ranges", is_flag=True, help="With --expire: also the ranges all of which was. They are not restored.")
+@connects()
+def table(options: Options, path: str, master: str, merging: bool, before: datetime | None, ranges: bool) -> None:
+    """Add what the table of the archive at PATH lacks of its ranges: what people query.
+
+    Parts of which larger ones were made are removed a day later, by the next run.
+    """
+    from bufstore.spark.log_archive import tables_job
+
+    if ranges and before is None:
+        raise click.UsageError("--ranges goes with --expire.")
+    with _session(master, progress=not options.as_json) as session:
+        report = tables_job.tabulate(session, path)
+        if merging:
+            tables_job.compact(session, path)
+        if not master.startswith("sc://"):
+            tables_job.expire(session, path, before=before, ranges=ranges)
+        elif before is not None:
+            raise Failure("Spark Connect cannot remove files: expire an archive from a session with a driver")
+    options.answer(report, "in the table")
 
 
 @spark.command()

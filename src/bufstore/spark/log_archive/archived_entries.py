@@ -6,6 +6,7 @@ Archives of earlier versions hold entries as messages of their threads; both may
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame
 
-_SCHEMA = "subject string, position bigint, header string, body binary, parts array<bigint>"
+_SCHEMA = "subject string, position bigint, stored_at timestamp, header string, body binary, parts array<bigint>"
 _ROWS_AT_ONCE = 64
 #: Of the entries' pieces. `part` is null where the entry is in one piece.
-_COLUMNS = ("subject", "position", "header", "body", "number", "part")
+COLUMNS = ("subject", "position", "stored_at", "header", "body", "number", "part")
 
 
 def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
-    """The entries in these messages (position, subject, header, body), and each part of the large ones in a row.
+    """The entries in these messages (all columns of an archive), and each part of the large ones in a row.
 
     Parts may be in an earlier range than their group, so this needs all ranges at once.
     """
@@ -40,11 +41,11 @@ def pieces_of(messages: DataFrame, subjects: Subjects) -> DataFrame:
     none = F.lit(None).cast("binary").alias("part_body")
     stored = messages.where(F.col("subject") == subjects.parts)
     if stored.isEmpty():
-        return pieces.select(*_COLUMNS, none)
+        return pieces.select(*COLUMNS, none)
     bodies = stored.select(F.col("position").alias("part"), F.col("body").alias("part_body"))
     # Not all in one join, which would send all that have no part to one task.
-    large = pieces.where("part IS NOT NULL").join(bodies, "part", "left").select(*_COLUMNS, "part_body")
-    return pieces.where("part IS NULL").select(*_COLUMNS, none).union(large)
+    large = pieces.where("part IS NOT NULL").join(bodies, "part", "left").select(*COLUMNS, "part_body")
+    return pieces.where("part IS NULL").select(*COLUMNS, none).union(large)
 
 
 def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
@@ -53,6 +54,7 @@ def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iter
     types = {
         "subject": pyarrow.string(),
         "position": pyarrow.int64(),
+        "stored_at": pyarrow.timestamp("us", tz="UTC"),
         "header": pyarrow.string(),
         "body": pyarrow.binary(),
         "parts": pyarrow.list_(pyarrow.int64()),
@@ -83,6 +85,7 @@ def _rows(subjects: Subjects, message: dict[str, Any]) -> Iterator[dict[str, Any
             yield {
                 "subject": stored.subject,
                 "position": stored.seq,
+                "stored_at": message["stored_at"],
                 "header": stored.header,
                 "body": stored.body,
                 "parts": _parts(stored.body) if what.elsewhere else None,
@@ -101,16 +104,25 @@ def threads_of(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> It
 
     What belongs to no thread is left out. A thread's entries are to be taken before the next thread is.
     """
+    for thread_id, rows in rows_of(subjects, batches):
+        yield thread_id, (item for item, _ in items_of_rows(thread_id, rows))
+
+
+def rows_of(
+    subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]
+) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
+    """The same, as rows of pieces."""
     rows = chain.from_iterable(_few(batches))
     for subject, found in groupby(rows, key=itemgetter("subject")):
         try:
             thread_id = subjects.thread_id(subject)
         except MalformedEntry:
             continue  # garbage: a flush passes it
-        yield thread_id, _items(thread_id, found)
+        yield thread_id, found
 
 
-def _items(thread_id: str, rows: Iterator[dict[str, Any]]) -> Iterator[Item]:
+def items_of_rows(thread_id: str, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Item, datetime]]:
+    """A thread's entries, and when each was stored."""
     begun = False
     for position, found in groupby(rows, key=itemgetter("position")):
         pieces = list(found)
@@ -127,7 +139,7 @@ def _items(thread_id: str, rows: Iterator[dict[str, Any]]) -> Iterator[Item]:
         # What is left of an entry that began before the archive is none any more.
         if begun or not cut:
             begun = True
-            yield made
+            yield made, pieces[0]["stored_at"]
 
 
 def _payload(reference: bytes, pieces: Sequence[dict[str, Any]]) -> bytes:

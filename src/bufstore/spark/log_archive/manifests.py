@@ -50,6 +50,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     checksum: str
     #: The attempt that wrote it; "" in an archive of version 1.
     attempt: str = ""
+    #: When the newest of its messages was stored, in microseconds of Unix time; 0: it is not known, or there is none.
+    newest_us: int = 0
 
     @property
     def name(self) -> str:
@@ -63,16 +65,8 @@ def manifests_of(spark: SparkSession, path: str) -> list[Manifest]:
 
     Raises ConfigError for a manifest that cannot be read or that a newer release wrote.
     """
-    from pyspark.errors import AnalysisException
-
-    try:
-        lines = spark.read.option("recursiveFileLookup", "true").text(f"{path}/manifests").collect()
-    except AnalysisException as e:
-        if e.getCondition() == "PATH_NOT_FOUND":
-            return []
-        raise
     found = []
-    for (line,) in lines:
+    for line in texts_of(spark, f"{path}/manifests"):
         try:
             manifest = msgspec.json.decode(line, type=Manifest)
         except msgspec.MsgspecError as e:
@@ -123,18 +117,37 @@ def write_range(messages: DataFrame, path: str, manifest: Manifest) -> Manifest:
     from pyspark.sql import functions as F
 
     folder, observed = f"{path}/ranges/{manifest.name}", Observation()
-    dated = messages.observe(observed, *_count_and_checksum()).withColumn("date", F.to_date("stored_at"))
+    newest = F.unix_micros(F.max("stored_at")).alias("newest")
+    dated = messages.observe(observed, *_count_and_checksum(), newest).withColumn("date", F.to_date("stored_at"))
     dated.write.mode("error").partitionBy("date").parquet(folder)
     passed_by = _totals(observed.get)
-    if _totals_of(_messages(messages.sparkSession, folder)) != passed_by:
+    if _totals_of(messages_of(messages.sparkSession, folder)) != passed_by:
         raise DataLoss(f"{folder} does not hold what was written to it; nothing was recorded: archive again")
     count, checksum = passed_by
-    return msgspec.structs.replace(manifest, count=count, checksum=checksum)
+    newest_us = int(observed.get["newest"] or 0)
+    return msgspec.structs.replace(manifest, count=count, checksum=checksum, newest_us=newest_us)
 
 
 def write_manifest(spark: SparkSession, path: str, manifest: Manifest) -> None:
-    line = spark.createDataFrame([(msgspec.json.encode(manifest).decode(),)], "value string").coalesce(1)
-    line.write.mode("error").text(f"{path}/manifests/{manifest.name}")
+    write_text(spark, f"{path}/manifests/{manifest.name}", msgspec.json.encode(manifest).decode())
+
+
+def write_text(spark: SparkSession, path: str, line: str) -> None:
+    """Write a line that is there as a whole or not at all. Raises an error of Spark's when the path exists."""
+    spark.createDataFrame([(line,)], "value string").coalesce(1).write.mode("error").text(path)
+
+
+def texts_of(spark: SparkSession, folder: str) -> list[str]:
+    """The lines of all files below a folder; none when it is not there."""
+    from pyspark.errors import AnalysisException
+
+    try:
+        lines = spark.read.option("recursiveFileLookup", "true").text(folder).collect()
+    except AnalysisException as e:
+        if e.getCondition() == "PATH_NOT_FOUND":
+            return []
+        raise
+    return [line for (line,) in lines]
 
 
 def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) -> DataFrame:
@@ -146,7 +159,7 @@ def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) 
     from pyspark.sql import functions as F
 
     try:
-        messages = _messages(spark, *(f"{path}/ranges/{m.name}" for m in manifests))
+        messages = messages_of(spark, *(f"{path}/ranges/{m.name}" for m in manifests))
         range_ = F.regexp_extract("_metadata.file_path", "/ranges/([^/]+)/", 1).alias("range")
         totals = messages.groupBy(range_).agg(*_count_and_checksum()).collect()
     except AnalysisException as e:
@@ -162,7 +175,10 @@ def check_ranges(spark: SparkSession, path: str, manifests: Sequence[Manifest]) 
     return messages
 
 
-def _messages(spark: SparkSession, *folders: str) -> DataFrame:
+def messages_of(spark: SparkSession, *folders: str) -> DataFrame:
+    """The messages in these folders of ranges."""
+    if not folders:
+        return spark.createDataFrame([], _SCHEMA)
     # Spark takes several folders with dates below for a mistake, unless it is told not to make columns of folders.
     return spark.read.schema(_SCHEMA).option("recursiveFileLookup", "true").parquet(*folders).select(*_COLUMNS)
 

@@ -94,7 +94,6 @@ def restore(
         messages = check_ranges(spark, path, parts)
         if until is not None:
             messages = _stored_before(messages, until)
-        messages = messages.select("position", "subject", "header", "body")
         if any(overlap(before, after) for before, after in pairwise(parts)):  # two archived at the same time
             messages = messages.dropDuplicates(["position", "subject", "header"])
         pieces = pieces_of(messages, subjects)

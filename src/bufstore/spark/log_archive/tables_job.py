@@ -1,0 +1,357 @@
+"""The table of an archive that people query: made of its ranges, in parts that are added, merged and expire.
+
+``<path>/tables/entries/part=<start>-<end>-<attempt>/date=…/*.parquet`` hold rows: see
+`bufstore.spark.log_archive.entry_table`. ``<path>/tables/manifests/<start>-<end>-<attempt>`` says what is in a part,
+and is written last: a part without one does not count. No part is ever changed. The ranges stay as they are, so all of
+this can be made again.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from functools import partial, reduce
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from bufstore.buffer.places import first_place
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import ConfigError, DataLoss, NoLog
+from bufstore.spark.config import Deployment
+from bufstore.spark.connection_options import connection_options
+from bufstore.spark.job_description import context_of, cores_of, described
+from bufstore.spark.log_archive.archive_job import log_of
+from bufstore.spark.log_archive.archived_entries import COLUMNS, items_of_rows, pieces_of, rows_of
+from bufstore.spark.log_archive.entry_table import APPLIED, SCHEMA, Known, ddl, thread_rows
+from bufstore.spark.log_archive.manifests import (
+    Manifest,
+    check_ranges,
+    manifests_of,
+    messages_of,
+    overlap,
+    texts_of,
+    whole,
+    write_text,
+)
+from bufstore.spark.log_archive.table_parts import VERSION, Part, cover, replaced, to_merge
+from bufstore.spark.process_loop import loop
+from bufstore.spark.task import in_task
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+#: Archives of before hold no groups of entries.
+_GROUPS_SINCE = 3
+#: Parts of a large entry stand in front of it, by less than this many messages.
+_PARTS_WITHIN = 1 << 20
+#: An entry's predecessor stands in the log when it is written, so it is not much older than the log.
+_LOOK_BACK = timedelta(days=7)
+#: Rows of a part that is not merged with others any more.
+ROWS = 10_000_000
+#: How long a part that was merged stays for who began to read it.
+_GRACE = timedelta(days=1)
+_ROWS_AT_ONCE = 256
+
+
+class TablesReport(msgspec.Struct, kw_only=True):
+    """What was done: messages of the stream up to which there are rows now, rows and parts that were written."""
+
+    end: int = 0
+    rows: int = 0
+    parts: int = 0
+
+
+def tabulate(spark: SparkSession, path: str) -> TablesReport:
+    """Add what the table of the archive at `path` lacks of its ranges.
+
+    It may be repeated, stopped, and run several times at once: only what a manifest says counts, and of parts that
+    overlap each entry counts once. Raises DataLoss when the archive has a gap or was changed.
+    """
+    manifests = manifests_of(spark, path)
+    whole(manifests)
+    parts = _parts_of(spark, path)
+    report = TablesReport(end=max((p.end for p in parts), default=0))
+    for ranges in _generations(manifests):
+        start, end = max(report.end, ranges[0].start), max(m.end for m in ranges)
+        if start >= end:
+            continue
+        rows = _typed(spark, path, ranges, parts, _between(spark, path, ranges, start, end))
+        part = _write(spark, path, rows, start, end)
+        parts.append(part)
+        report = TablesReport(end=end, rows=report.rows + part.count, parts=report.parts + 1)
+    return report
+
+
+def entries(spark: SparkSession, path: str, deployment: Deployment | None = None) -> DataFrame:
+    """The entries that the archive at `path` holds, each once, as typed rows; with those that the log of `deployment`
+    holds behind them.
+
+    With the log, it is all that there is: also what is archived and not in the table yet. Raises DataLoss when the log
+    has lost what is not archived, ConfigError when there is no archive.
+    """
+    from pyspark.sql import DataFrame
+    from pyspark.sql import functions as F
+
+    parts = _parts_of(spark, path)
+    found = _table(spark, path, parts)
+    if deployment is None:
+        return found
+    manifests = manifests_of(spark, path)
+    whole(manifests)
+    at, generations = max((p.end for p in parts), default=0), _generations(manifests)
+    if not generations:
+        raise ConfigError(f"there is no archive at {path}")
+    tails = [found]
+    for ranges in generations:
+        end = max(m.end for m in ranges)
+        messages = _between(spark, path, ranges, at, end)
+        if ranges is generations[-1]:
+            messages = messages.union(_log(spark, deployment, ranges[-1], end))
+        elif at >= end:
+            continue
+        tails.append(_typed(spark, path, ranges, parts, messages).withColumn("part", F.lit(None).cast("string")))
+    return reduce(DataFrame.unionByName, tails)
+
+
+def compact(spark: SparkSession, path: str, *, rows: int = ROWS) -> TablesReport:
+    """Make one part of neighbours that are small, of at most so many rows; who reads notices nothing.
+
+    What they were made of is removed by `expire`.
+    """
+    from pyspark.sql import functions as F
+
+    parts = _parts_of(spark, path)
+    report = TablesReport(end=max((p.end for p in parts), default=0))
+    for start, end in to_merge(parts, rows):
+        found = _table(spark, path, [p for p in parts if p.start < end and start < p.end]).drop("part")
+        within = F.col("position").between(first_place(start), first_place(end) - 1)
+        ordered = found.where(within).repartition("thread_id").sortWithinPartitions("thread_id", "position")
+        merged = _write(spark, path, ordered, start, end)
+        report = TablesReport(end=report.end, rows=report.rows + merged.count, parts=report.parts + 1)
+    return report
+
+
+def expire(
+    spark: SparkSession, path: str, *, before: datetime | None = None, ranges: bool = False, grace: timedelta = _GRACE
+) -> int:
+    """Remove parts of which others were made longer than `grace` ago, and parts all of which was stored `before` this
+    time; with `ranges`, also the ranges all of which was. How many were removed.
+
+    The last part and the last range stay. What is removed from the ranges cannot be restored any more. Raises
+    ConfigError on Spark Connect, which cannot remove files.
+    """
+    context = context_of(spark.range(0))
+    if context is None:
+        raise ConfigError("Spark Connect cannot remove files: expire an archive from a session with a driver")
+    parts = _parts_of(spark, path)
+    gone = replaced(parts, _us(datetime.now(UTC) - grace))
+    if before is not None:
+        last = max((p.end for p in parts), default=0)
+        gone += [p for p in parts if p not in gone and p.end < last and p.newest_us < _us(before)]
+    for part in gone:  # the manifest first: without it the part does not count
+        _remove(context, f"{path}/tables/manifests/{part.name}")
+        _remove(context, f"{path}/tables/entries/part={part.name}")
+    old: list[Manifest] = []
+    if ranges and before is not None:
+        for manifest in manifests_of(spark, path)[:-1]:
+            if not 0 < manifest.newest_us < _us(before):
+                break
+            old.append(manifest)
+    for manifest in old:
+        _remove(context, f"{path}/manifests/{manifest.name}")
+        _remove(context, f"{path}/ranges/{manifest.name}")
+    return len(gone) + len(old)
+
+
+def _remove(context: Any, path: str) -> None:
+    at = context._jvm.org.apache.hadoop.fs.Path(path)
+    at.getFileSystem(context._jsc.hadoopConfiguration()).delete(at, True)
+
+
+def _us(when: datetime) -> int:
+    return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
+
+
+def _parts_of(spark: SparkSession, path: str) -> list[Part]:
+    found = []
+    for line in texts_of(spark, f"{path}/tables/manifests"):
+        part = msgspec.json.decode(line, type=Part)
+        if part.version > VERSION:
+            raise ConfigError(f"{path} was written by a newer release (version {part.version}): upgrade bufstore")
+        found.append(part)
+    return sorted(found, key=lambda p: (p.start, p.end, p.attempt))
+
+
+def _generations(manifests: Sequence[Manifest]) -> list[list[Manifest]]:
+    """The ranges that hold groups, by the stream that they are of."""
+    grouped = [m for m in manifests if m.version >= _GROUPS_SINCE]
+    found = [list(some) for _, some in groupby(grouped, key=lambda m: (m.created, m.subject, m.partitions))]
+    for before, after in pairwise(found):
+        if after[0].start < max(m.end for m in before):
+            raise DataLoss(f"{after[0].name} has numbers that an earlier stream had, too: its entries have no order")
+    return found
+
+
+def _table(spark: SparkSession, path: str, parts: Sequence[Part]) -> DataFrame:
+    """The rows of these parts that count."""
+    from pyspark.sql import functions as F
+
+    root, pieces = f"{path}/tables/entries", cover(parts)
+    schema = f"{ddl()}, part string"
+    if not pieces:
+        return spark.createDataFrame([], schema)
+    folders = [f"{root}/part={piece.part.name}" for piece in pieces]
+    found = spark.read.schema(schema).option("basePath", root).parquet(*folders)
+    for part, start, end in pieces:
+        if (start, end) != (part.start, part.end):
+            within = F.col("position").between(first_place(start), first_place(end) - 1)
+            found = found.where((F.col("part") != part.name) | within)
+    return found
+
+
+def _between(spark: SparkSession, path: str, ranges: Sequence[Manifest], start: int, end: int) -> DataFrame:
+    """The messages of these ranges from sequence `start` to before `end`, each once."""
+    from pyspark.sql import functions as F
+
+    some = [m for m in ranges if m.start < end and start < m.end]
+    if not some:
+        return messages_of(spark)
+    found = check_ranges(spark, path, some).where(F.col("position").between(start, end - 1))
+    if any(overlap(one, other) for n, one in enumerate(some) for other in some[n + 1 :]):
+        found = found.dropDuplicates(["position", "subject", "header"])
+    return found
+
+
+def _log(spark: SparkSession, deployment: Deployment, newest: Manifest, start: int) -> DataFrame:
+    """The messages behind the newest range."""
+    log = loop().run(log_of(deployment))
+    if log is None:
+        raise NoLog(deployment.stream)
+    if log.created != newest.created:
+        raise DataLoss(
+            f"the archive ends with {newest.name} of a stream that no longer exists: archive what there is now"
+        )
+    options: dict[str, Any] = {"stream": deployment.stream, "form": "messages", "startingPosition": start}
+    options |= connection_options(deployment.server)
+    if (cores := cores_of(spark)) is not None:
+        options["minPartitions"] = cores
+    found = spark.read.format("threadlog").options(**{name: str(value) for name, value in options.items()}).load()
+    return found.select(*messages_of(spark).columns)
+
+
+def _typed(
+    spark: SparkSession, path: str, ranges: Sequence[Manifest], parts: Sequence[Part], messages: DataFrame
+) -> DataFrame:
+    """The rows of messages that stand behind these parts of the table, and in (or behind) these ranges."""
+    from pyspark.sql import functions as F
+
+    subjects, at = Subjects(ranges[0].subject, ranges[0].partitions), max((p.end for p in parts), default=0)
+    before = [m for m in ranges if m.start < at and at - _PARTS_WITHIN < m.end]
+    if before:
+        large = messages_of(spark, *(f"{path}/ranges/{m.name}" for m in before))
+        messages = messages.union(large.where((F.col("subject") == subjects.parts) & (F.col("position") < at)))
+    pieces = pieces_of(messages, subjects)
+    if parts:
+        since = datetime.fromtimestamp(max(p.newest_us for p in parts) / 1e6, UTC) - _LOOK_BACK
+        earlier = _table(spark, path, parts).where(F.col("stored_at") >= F.lit(since))
+        of_last = F.when(F.col("effect") == APPLIED, F.col("position"))
+        known = earlier.groupBy("thread_id").agg(
+            F.max("position").alias("position"), F.max_by(F.struct("entry_id", "version"), of_last).alias("applied")
+        )
+        pieces = pieces.union(known.mapInArrow(partial(_known, subjects), pieces.schema))
+    owned = pieces.repartition("subject").sortWithinPartitions("subject", "position", "number")
+    return owned.mapInArrow(partial(_rows, subjects), ddl())
+
+
+def _known(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
+    """What is known of threads, as rows in front of their pieces."""
+    import pyarrow
+
+    columns = (*COLUMNS, "part_body")
+    for batch in batches:
+        found = []
+        for row in batch.to_pylist():
+            last = row["applied"] or {"entry_id": 0, "version": 0}
+            known = Known(row["position"], last["entry_id"], last["version"])
+            made = {"subject": subjects.of(row["thread_id"]), "position": row["position"], "number": -1}
+            found.append(dict.fromkeys(columns) | made | {"body": msgspec.json.encode(known)})
+        types = [
+            pyarrow.string(),
+            pyarrow.int64(),
+            pyarrow.timestamp("us", tz="UTC"),
+            pyarrow.string(),
+            pyarrow.binary(),
+        ]
+        types += [pyarrow.int32(), pyarrow.int64(), pyarrow.binary()]
+        yield pyarrow.RecordBatch.from_pylist(found, pyarrow.schema(list(zip(columns, types, strict=True))))
+
+
+def _rows(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.RecordBatch]:
+    import pyarrow
+
+    with in_task():
+        made: list[dict[str, Any]] = []
+        size = 0
+        for row in _each(subjects, batches):
+            made.append(row)
+            size += row["bytes"] or 0
+            if len(made) >= _ROWS_AT_ONCE or size > 8 << 20:
+                yield pyarrow.RecordBatch.from_pylist(made, SCHEMA)
+                made, size = [], 0
+        yield pyarrow.RecordBatch.from_pylist(made, SCHEMA)
+
+
+def _each(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iterator[dict[str, Any]]:
+    for thread_id, rows in rows_of(subjects, batches):
+        known, pieces = None, rows
+        first = next(rows)
+        if first["number"] == -1:
+            known = msgspec.json.decode(first["body"], type=Known)
+        else:
+            pieces = _behind(first, rows)
+        yield from thread_rows(thread_id, subjects.partition(thread_id), known, items_of_rows(thread_id, pieces))
+
+
+def _behind(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield first
+    yield from rest
+
+
+def _write(spark: SparkSession, path: str, rows: DataFrame, start: int, end: int) -> Part:
+    """Write a part and its manifest. Raises DataLoss when its files do not hold what was written to them."""
+    from pyspark.sql import Observation
+    from pyspark.sql import functions as F
+
+    part = Part(
+        version=VERSION, start=start, end=end, count=0, checksum="", newest_us=0, made_us=time.time_ns() // 1000,
+        attempt=secrets.token_hex(8),
+    )  # fmt: skip
+    folder, observed = f"{path}/tables/entries/part={part.name}", Observation()
+    newest = F.unix_micros(F.max("stored_at")).alias("newest")
+    with described(rows, f"bufstore: table {part.name}"):
+        seen = rows.observe(observed, *_totals(), newest)
+        seen.write.mode("error").partitionBy("date").parquet(folder)
+        written = spark.read.schema(ddl()).parquet(folder).agg(*_totals()).first()
+    count, checksum = int(observed.get["count"]), _hex(observed.get["checksum"])
+    if written is None or (int(written["count"]), _hex(written["checksum"])) != (count, checksum):
+        raise DataLoss(f"{folder} does not hold what was written to it; nothing was recorded: do it again")
+    newest_us = int(observed.get["newest"] or 0)
+    part = msgspec.structs.replace(part, count=count, checksum=checksum, newest_us=newest_us)
+    write_text(spark, f"{path}/tables/manifests/{part.name}", msgspec.json.encode(part).decode())
+    return part
+
+
+def _totals() -> tuple[Column, Column]:
+    from pyspark.sql import functions as F
+
+    hashed = F.xxhash64("position", "thread_id", "entry_id", "effect", "version", "messages", "run")
+    return F.count("*").alias("count"), F.sum(hashed.cast("decimal(38,0)")).alias("checksum")
+
+
+def _hex(total: Any) -> str:
+    return f"{int(total or 0) & ((1 << 128) - 1):032x}"
