@@ -24,7 +24,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import Closed, LogFull, LogUnavailable
 from bufstore.jetstream.group_commit import AppendUnit
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Part, StoredMessage
 from bufstore.memory.log import MemoryListener, MemoryLog, MemoryStream
 from thorough import examples
 from unit.fake_log import run
@@ -396,10 +396,10 @@ class Away(Faulty):
         finally:
             await asyncio.sleep(self.way_s)
 
-    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
         self.reads += 1
         await asyncio.sleep(2 * self.way_s)
-        return await super().read(subject, seq, timeout_s, limit)
+        return await super().part(subject, seq, timeout_s, limit, bytes_max)
 
     async def tell(self, subject: str, words: bytes) -> None:
         tell = super().tell
@@ -743,3 +743,92 @@ def test_what_is_refused_is_told_to_all_of_the_group(error: Exception) -> None:
         await one.sequencer.aclose()
 
     run(main())
+
+
+class Link(Faulty):
+    """A process on a link that carries so many bytes a second."""
+
+    def __init__(self, world: World, bytes_per_s: int) -> None:
+        super().__init__(world, 1 << 20)
+        self.bytes_per_s = bytes_per_s
+
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
+        found, more = await super().part(subject, seq, timeout_s, limit, bytes_max)
+        came, took_s = 0, 0.0
+        while came < len(found) and took_s + len(found[came].body) / self.bytes_per_s < timeout_s:
+            took_s += len(found[came].body) / self.bytes_per_s
+            came += 1
+        await asyncio.sleep(took_s if came == len(found) else timeout_s)
+        if found and not came:
+            raise LogUnavailable("nothing came in time")
+        return Part(found[:came], more + len(found) - came)
+
+
+@pytest.mark.parametrize("way_s", [0.04, 0.15])
+def test_who_reads_more_slowly_than_another_writes_sees_what_was_there_when_it_asked(way_s: float) -> None:
+    async def main() -> None:
+        world, loop = World(random.Random(1)), asyncio.get_running_loop()
+        near, far = Process(world, log=Away(world, 0.0005)), Process(world, log=Away(world, way_s))
+        for process in (near, far):
+            await process.tail.see_all()
+            process.sequencer.start()
+
+        async def writer() -> None:
+            at = 0
+            while loop.time() < 5:
+                unit = near.add("a", at)
+                await unit.done.wait()
+                (end,) = unit.ends
+                assert isinstance(end, int)
+                at = end
+                near.units.clear()
+
+        writing = asyncio.create_task(writer())
+        await asyncio.sleep(2)
+        for _ in range(3):
+            began, end = loop.time(), world.stream.end
+            await far.tail.see_all()
+            assert far.heads.seen >= end
+            assert loop.time() - began < 8 * way_s
+        assert near.sequencer.groups > 1500, "many times what came with one answer"
+        await writing
+        await near.sequencer.aclose()
+        await far.sequencer.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("bytes_per_s", [50 << 10, 2 << 20, 200 << 20])
+def test_what_came_over_a_slow_link_stays(bytes_per_s: int) -> None:
+    """Each time as much was asked for as did not come in time, and all of it was thrown away."""
+
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world, message_bytes_max=1 << 20)
+        for n in range(64):
+            unit = one.add(f"t{n}", 0, size=230 << 10)
+            await unit.done.wait()
+        await one.sequencer.aclose()
+        far = Process(world, log=Link(world, bytes_per_s))
+        began = asyncio.get_running_loop().time()
+        await far.tail.see_all()
+        assert far.heads.seen == one.heads.seen
+        needs_s = (64 * 230 << 10) / bytes_per_s
+        assert asyncio.get_running_loop().time() - began < 1.2 * needs_s + 5
+
+    run(main())
+
+
+def test_what_is_only_heard_and_is_no_group_is_ignored_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    """Anybody may tell anything, also a later release."""
+
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        for header in ("", "G2.0.x", "G1.0.x"):
+            assert one.tail.hear(StoredMessage(SUBJECTS.groups, 7, header, b""), 10) is None
+        assert one.heads.seen == 0
+        await one.sequencer.aclose()
+
+    run(main())
+    assert not caplog.records

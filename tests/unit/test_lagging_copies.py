@@ -12,13 +12,16 @@ from bufstore import ConfigError, LogUnavailable, NatsConfig
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing
-from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.jetstream.messages import Outgoing, Part, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.feed import consumer_config, open_feed
 from bufstore.nats.leftovers import Leftovers
 from bufstore.nats.log import NatsLog
 from bufstore.nats.shared_state import NatsSharedState
 from unit.fake_log import run
+from unit.group_server import SUBJECTS
+from unit.test_flusher import Bench, FeedServer, bench
+from unit.write_world import Instance, World, test
 
 
 class Bucket:
@@ -240,3 +243,80 @@ def test_a_consumer_that_may_not_be_removed_is_left_alone() -> None:
         await left.aclose()
 
     run(main())
+
+
+class Replicated(FeedServer):
+    """A log of which the copy that answers reads has so many messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has: int | None = None
+        self.leader_lags = False
+
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
+        found, more = await super().part(subject, seq, timeout_s, limit, bytes_max)
+        shown = [m for m in found if self.has is None or m.seq <= self.has]
+        return Part(shown, more if len(shown) == len(found) else 0)
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        return None if self.leader_lags and seq > (self.has or seq) else await super().identity(seq)
+
+    async def fresh_end(self, subject: str, timeout_s: float) -> int:
+        return self.stream.last_of(subject)
+
+
+async def _three_entries(world: World, one: Instance, log: Replicated) -> None:
+    """What the process wrote last is not in its memory anymore, and the copy has only the first of it."""
+    for n in range(3):
+        await one.append([n])
+    log.has = 1
+    one.log._tail._kept.clear()  # type: ignore[attr-defined]
+
+
+def test_what_a_copy_does_not_show_is_asked_of_the_leader() -> None:
+    """A thread's tail without its last entries looks like a thread that lost them."""
+    log = Replicated()
+
+    async def main(world: World, one: Instance) -> None:
+        await _three_entries(world, one, log)
+        assert await one.log.seen_after(SUBJECTS.of("t"), 0, 5.0) == log.messages
+
+    test(main, server=log)
+
+
+def test_what_nobody_shows_and_must_be_there_is_not_taken_for_purged() -> None:
+    log = Replicated()
+
+    async def main(world: World, one: Instance) -> None:
+        await _three_entries(world, one, log)
+        log.leader_lags = True
+        with pytest.raises(LogUnavailable, match="group 3 must be in the log"):
+            await one.log.seen_after(SUBJECTS.of("t"), 0, 5.0)
+        log.has = None
+        assert await one.log.seen_after(SUBJECTS.of("t"), 0, 5.0) == log.messages
+        log.expire_below(log.last_seq)
+        one.log._tail._kept.clear()  # type: ignore[attr-defined]
+        assert await one.log.seen_after(SUBJECTS.of("t"), 0, 5.0) == log.messages[-1:], "what is purged is gone"
+
+    test(main, server=log)
+
+
+def test_a_hole_is_not_filled_from_a_copy_that_lacks_what_was_delivered() -> None:
+    """What is not found counts as missing: a healthy entry would be parked."""
+
+    async def main(it: Bench, log: Replicated) -> None:
+        await it.start()
+        await it.writer.append([0])
+        assert await it.flushed("t")
+        log.has = log.stream.end
+        log.hidden.add(2)
+        for n in (1, 2):
+            await it.writer.append([n])
+        await asyncio.sleep(30)
+        assert it.ledger.parked.entries == {}
+        log.has = None
+        assert await it.flushed("t")
+        assert await it.stored() == [0, 1, 2]
+
+    log = Replicated()
+    bench(lambda it: main(it, log), server=log)

@@ -27,6 +27,15 @@ class StoredMessage(msgspec.Struct, frozen=True, gc=False):
     body: bytes
 
 
+class Part(NamedTuple):
+    """Some messages of a subject, as one replica has them."""
+
+    #: In order, without a hole.
+    messages: list[StoredMessage]
+    #: How many stood behind these then, at least.
+    more: int
+
+
 class Held(NamedTuple):
     """What a log holds at one moment, roughly: it may be written to meanwhile."""
 

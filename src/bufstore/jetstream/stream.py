@@ -18,7 +18,7 @@ from bufstore.jetstream.client import ListeningClient
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ApiError, TooManyResults, to_error
 from bufstore.jetstream.headers import added, entry_header, status_of
-from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, BegunBatch, Conflict, Outgoing, Part, StoredMessage
 
 _SUBJECTS_PER_GET = 1000
 _MESSAGES_PER_GET = 1000
@@ -149,6 +149,18 @@ class NatsStream:
         request = {"seq": seq + 1, "next_by_subj": subject, "batch": limit or _MESSAGES_PER_GET}
         return await self._get_all(request, timeout_s, limit)
 
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
+        """The first messages of the subject above `seq`, as any replica has them, which may lag.
+
+        At most `limit`, and no more once they have `bytes_max` bytes; fewer when the time is over before all of them
+        have come. Raises LogUnavailable when none has.
+        """
+        request: dict[str, Any] = {"seq": seq + 1, "next_by_subj": subject, "batch": limit}
+        messages, more, _ = await self._get(
+            request | ({"max_bytes": bytes_max} if bytes_max else {}), timeout_s, partly=True
+        )
+        return Part(messages, more)
+
     async def identity(self, seq: int) -> StoredMessage | None:
         """The message at exactly this sequence, from the leader."""
         return await self._leader_get({"seq": seq}, 5.0)
@@ -222,7 +234,8 @@ class NatsStream:
                 return messages
             request = {**request, "seq": part[-1].seq + 1}
 
-    async def _get(self, request: dict[str, Any], timeout_s: float) -> Shown:
+    async def _get(self, request: dict[str, Any], timeout_s: float, *, partly: bool = False) -> Shown:
+        """One direct get. `partly`: what has come when the time is over is an answer, too."""
         client = self._connection.client()
         token = str(next(self._tokens))
         get = self._gets[token] = _Get()
@@ -233,6 +246,8 @@ class NatsStream:
             async with asyncio.timeout(timeout_s):
                 return await get.done
         except TimeoutError:
+            if partly and (came := get.came()) is not None:
+                return came
             raise LogUnavailable("the log did not answer a read in time") from None
         except (nats.errors.Error, OSError) as e:
             raise LogUnavailable(f"cannot read the log: {type(e).__name__}") from None
@@ -253,6 +268,13 @@ class _Get:
     def __init__(self) -> None:
         self.done: asyncio.Future[Shown] = asyncio.get_running_loop().create_future()
         self._messages: list[StoredMessage] = []
+        #: Of the last message.
+        self._headers = b""
+
+    def came(self) -> Shown | None:
+        """What has come of an answer whose end has not; None for nothing."""
+        left = int(added(self._headers, b"Nats-Num-Pending") or "0")
+        return Shown(self._messages, max(left, 1), 0) if self._messages else None
 
     def add(self, data: bytes, headers: bytes) -> None:
         # A stored message may have a status of its own, because anybody may publish. Only the server adds a sequence.
@@ -260,6 +282,7 @@ class _Get:
         if seq is not None:
             subject = added(headers, b"Nats-Subject") or ""
             self._messages.append(StoredMessage(subject, int(seq), entry_header(headers), data))
+            self._headers = headers
         elif not self.done.done():
             status, description = status_of(headers)
             if status in ("204", "404"):

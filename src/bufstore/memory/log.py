@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 from bufstore.buffer.subjects import Subjects, first_sequence
 from bufstore.buffer.target import Target
@@ -22,6 +23,7 @@ from bufstore.errors import BufstoreError, Closed, ConfigDrift, LogFull, LogRoll
 from bufstore.jetstream.messages import (
     Conflict,
     Outgoing,
+    Part,
     StoredMessage,
 )
 
@@ -234,9 +236,11 @@ class MemoryLog:
         found = list((await self._turn()).after(subject, seq))
         return found[:limit] if limit else found
 
-    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """As `after`: there is one copy."""
-        return await self.after(subject, seq, timeout_s, limit)
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
+        found = await self.after(subject, seq, timeout_s)
+        sizes = accumulate(_size(m.subject, m.header, m.body) for m in found[:limit])
+        count = min(len(found), limit, 1 + sum(size < bytes_max for size in sizes) if bytes_max else limit)
+        return Part(found[:count], len(found) - count)
 
     @property
     def generation_start(self) -> int:

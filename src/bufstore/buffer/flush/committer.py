@@ -221,7 +221,10 @@ class Committer:
 
     async def _fill(self, thread_id: str, after: int, items: Sequence[Item]) -> list[Item]:
         """The thread's `items`, and what else stands in the log above position `after` up to the last of them."""
-        messages = await self._log.after(self._subjects.of(thread_id), after, _FILL_S)
+        subject = self._subjects.of(thread_id)
+        # What is not found counts as missing: so not from a replica that lags behind the one that delivered the items.
+        await self._log.latest(subject, _FILL_S)
+        messages = await self._log.seen_after(subject, after, _FILL_S)
         last = max(item.seq for item in items)
         found = {item.seq: item for item in (*items_of(messages, thread_id), *items) if item.seq <= last}
         return [found[seq] for seq in sorted(found)]

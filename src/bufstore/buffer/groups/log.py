@@ -28,7 +28,7 @@ from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
 from bufstore.errors import LogUnavailable, MalformedEntry
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, Part, StoredMessage
 
 _READ_S = 5.0
 #: A replica has what its leader has stored a moment later.
@@ -84,8 +84,12 @@ class GroupsInStream(Generations, Announcements, Protocol):
         """Where the subject ends, as of a moment after this was asked; 0 where every read is as fresh as that."""
         ...
 
-    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """The subject's messages above `seq`, in order, as any replica has them, which may lag; at most `limit`."""
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
+        """The subject's first messages above `seq`, as any replica has them, which may lag.
+
+        At most `limit`, and no more once they have `bytes_max` bytes; fewer when the time is over before all of them
+        have come. Raises LogUnavailable when none has.
+        """
         ...
 
     async def barrier(self, timeout_s: float) -> int: ...
@@ -368,7 +372,8 @@ class GroupLog:
     async def last_groups(self) -> GroupSizes:
         _, end = await self._stream.bounds()
         sizes = GroupSizes(0, 0, 0)
-        for message in await self._stream.read(self._subjects.groups, max(end - _LAST_GROUPS, 0), _READ_S):
+        above = max(end - _LAST_GROUPS, 0)
+        for message in (await self._stream.part(self._subjects.groups, above, _READ_S, _LAST_GROUPS)).messages:
             if (group := self._tail.decoded(message)) is not None:
                 size = stored_bytes(group, message)
                 sizes = GroupSizes(sizes.groups + 1, sizes.entries + len(group.records), sizes.bytes + size)

@@ -14,13 +14,18 @@ from bufstore.buffer.groups.heads import Gap, Heads
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import group_of
 from bufstore.buffer.shared_call import SharedCall
-from bufstore.errors import MalformedEntry
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.jetstream.messages import Part, StoredMessage
 
 _log = logging.getLogger(__name__)
 
-#: How many groups are asked for at a time.
-_AT_ONCE = 64
+#: How many groups are asked for at a time, and about how many bytes of them: at first, at least, at most.
+_AT_ONCE = 1000
+_BYTES, _BYTES_MIN, _BYTES_MAX = 1 << 20, 128 << 10, 8 << 20
+#: Less is asked for when an answer has taken longer: what has not come after a read's time has come for nothing.
+_ANSWER_S = 1.0
+#: Who wants one group wants its neighbours next.
+_NEIGHBOURS = 32
 #: Of the groups seen last, so many bytes are kept: reads of what is not flushed yet want them.
 _KEPT_BYTES = 32 << 20
 #: What a record takes in memory.
@@ -34,8 +39,12 @@ class Subject(Protocol):
         """See `bufstore.jetstream.messages.Stream`."""
         ...
 
-    async def read(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
         """See `bufstore.buffer.groups.log.GroupsInStream`."""
+        ...
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        """The message at exactly this sequence, from the leader."""
         ...
 
 
@@ -61,6 +70,8 @@ class Tail:
         self._timeout_s = timeout_s
         self._kept: OrderedDict[int, tuple[Group, bytes]] = OrderedDict()
         self._kept_bytes = 0
+        #: So much is asked for at a time.
+        self._bytes = _BYTES
         self._one_read = asyncio.Lock()
         #: Calls that come while one is on its way must not rest on what it read before they came.
         self._see = SharedCall(self._see_all)
@@ -79,7 +90,7 @@ class Tail:
                 return Behind(known.seq, known.id, known.before)
             if known.seq <= seq:
                 break
-        found = await self._log.read(self._subject, seq, self._timeout_s, limit=1)
+        found = (await self._log.part(self._subject, seq, self._timeout_s, 1)).messages
         if not found:
             return None
         group = self.decoded(found[0])
@@ -87,19 +98,26 @@ class Tail:
 
     def hear(self, message: StoredMessage, body_bytes: int) -> int | None:
         """Note a group that was just stored, whose body is not here. Returns its id; None: it is no group."""
-        group = self.decoded(message)
+        try:
+            group = decode_header(message)
+        except MalformedEntry as e:  # anybody may tell anything, also a later release
+            _log.debug("heard of something that is not a group: %s", e, extra={"action": "group_malformed"})
+            return None
         # The next look shows what is not taken from here: what large entries take is told by the body.
-        if group is not None and self._heads.life and not group.parts:
+        if self._heads.life and not group.parts:
             with contextlib.suppress(Gap):
                 self._heads.observe(group, stored_bytes(group, message) + body_bytes)
-        return group.id if group is not None else None
+        return group.id
 
     def note(self, written: Written) -> None:
         """Keep a group that this process wrote."""
         self._keep(written.group, written.message.body)
 
     async def group(self, seq: int) -> tuple[Group, bytes] | None:
-        """The group with this sequence and its body; None if it is not in the log any more, or not a group."""
+        """The group with this sequence and its body; None if it may be gone by now, and is.
+
+        Raises LogUnavailable also if it must be in the log, and nobody shows it.
+        """
         if seq not in self._kept:
             async with self._one_read:  # many threads may have their last entries in one group
                 if seq not in self._kept:
@@ -108,25 +126,59 @@ class Tail:
         return self._kept[seq]
 
     async def _read(self, seq: int) -> tuple[Group, bytes] | None:
-        # Who wants one group wants its neighbours next, those that are not here.
-        first = max(seq - _AT_ONCE // 2, 0)
-        behind = next((known for known in range(seq - 1, first, -1) if known in self._kept), first)
-        found = None
-        for message in await self._log.read(self._subject, behind, self._timeout_s, limit=_AT_ONCE // 2):
-            group = self.decoded(message)
-            if group is not None:
-                self._keep(group, message.body)
-                found = (group, message.body) if message.seq == seq else found
-        return found
+        first = max(seq - _NEIGHBOURS, 0)
+        above = next((known for known in range(seq - 1, first, -1) if known in self._kept), first)
+        while above < seq:
+            messages, more = await self._some(above, seq - above)
+            for message in messages:
+                if (group := self.decoded(message)) is not None:
+                    self._keep(group, message.body)
+                if message.seq == seq:
+                    return (group, message.body) if group is not None else None
+                above = message.seq
+            if not (messages and more):
+                break
+        return await self._sure(seq)
+
+    async def _sure(self, seq: int) -> tuple[Group, bytes] | None:
+        """A group that a replica did not show: it is not there any more, or the replica lags."""
+        found = (await self._log.part(self._subject, seq - 1, self._timeout_s, 1)).messages
+        if not found:
+            message = await self._log.identity(seq)
+            found = [message] if message is not None else []
+        if not found and seq >= group_of(await self._floor()):
+            # Who believes that it leads may lag, too.
+            raise LogUnavailable(f"group {seq} must be in the log, and nobody shows it")
+        # A replica has nothing above what it has not had yet.
+        if not found or found[0].seq > seq or (group := self.decoded(found[0])) is None:
+            return None
+        return group, found[0].body
+
+    async def _some(self, seq: int, limit: int) -> Part:
+        """The first groups above a sequence, as any replica has them: so many as come in a short time."""
+        clock = asyncio.get_running_loop().time
+        began, full = clock(), False
+        try:
+            part = await self._log.part(self._subject, seq, self._timeout_s, limit, self._bytes)
+            full = part.more > 0 and len(part.messages) < limit
+        finally:
+            if clock() - began > _ANSWER_S:
+                self._bytes = max(self._bytes // 2, _BYTES_MIN)
+            elif full:
+                self._bytes = min(self._bytes * 2, _BYTES_MAX)
+        return part
 
     async def _see_all(self) -> None:
         if not self._heads.life:
             await self._begin()
         began_before = 0
+        #: How many of those that were there at the first answer are left. What comes later is for a later call:
+        #: somebody else may write as fast as this process reads.
+        left: int | None = None
         while True:
-            behind = await self._log.read(self._subject, self._heads.seen, self._timeout_s, limit=_AT_ONCE)
+            part = await self._some(self._heads.seen, _AT_ONCE)
             try:
-                self._observe(behind)
+                self._observe(part.messages)
             except Gap as e:
                 if e.group.seq == began_before and e.group.before > group_of(await self._erased()):
                     _log.error("the log has lost groups: %s", e, extra={"action": "log_gap"})
@@ -135,8 +187,10 @@ class Tail:
                     _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
                     began_before = e.group.seq
                     await self._begin()
+                    left = None
                 continue
-            if len(behind) < _AT_ONCE:
+            left = part.more if left is None else left - len(part.messages)
+            if left <= 0 or not (part.messages and part.more):
                 return
 
     async def _begin(self) -> None:
