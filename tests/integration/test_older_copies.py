@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from bufstore import BufferedThreadStore, BufstoreError, Consistency, LogRolledBack
+from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from conftest import Deployment
+from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, query, run_of
 from load import PATIENCE, Load
 
@@ -167,6 +169,62 @@ async def test_a_log_restored_from_an_older_copy_takes_no_writes(own_servers: Se
     with pytest.raises(LogRolledBack, match=" ends at "):
         async with deployment.store(**PATIENCE) as store:
             await store.checkpoint(new, ["b"], run_of(new))
+
+
+async def test_a_log_that_went_back_and_grew_again_is_refused_by_who_has_seen_more(
+    own_servers: Servers, tmp_path: Path
+) -> None:
+    """Another process was faster to write to what was left of it: it is as long as before."""
+    deployment = Deployment(own_servers)
+    deployment.verified = False
+    mine, other = fresh("mine"), fresh("other")
+    server = own_servers.nats
+    async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy:
+        url = server.url.replace(f":{server.port}", f":{proxy.port}")
+        async with deployment.store(nats=url, flusher=False, **PATIENCE) as store:
+            await store.checkpoint(mine, ["a"], run_of(mine))
+            restore = await asyncio.to_thread(_copy_of_nats, own_servers, tmp_path / "copy")
+            await eventually(lambda: _appended(store, mine, "lost"))
+            proxy.refuse = True
+            await asyncio.to_thread(restore)
+            async with deployment.store(flusher=False, **PATIENCE) as faster:
+                end = await store_end(faster)
+                await faster.checkpoint(other, ["b"], run_of(other))
+                proxy.refuse = False
+
+                async def refused() -> bool:
+                    try:
+                        await store.checkpoint_append(mine, ["c"], run_of(mine))
+                    except LogRolledBack as e:
+                        return "went back" in str(e)
+                    except BufstoreError:
+                        return False
+                    raise AssertionError("a log that went back has taken a write")
+
+                await eventually(refused)
+                assert await store_end(faster) == end + 1
+
+
+async def store_end(store: BufferedThreadStore) -> int:
+    return group_of(await store.buffer.log.end(5.0))
+
+
+async def test_writers_go_on_when_the_log_was_purged_by_hand(deployment: Deployment) -> None:
+    deployment.verified = False
+    thread_id = fresh()
+    async with deployment.store(**PATIENCE) as store, deployment.store(flusher=False, **PATIENCE) as app:
+        await store.checkpoint(thread_id, ["a"], run_of(thread_id))
+        await app.checkpoint(thread_id, ["a", "b"], run_of(thread_id))
+        await store.force_flush(thread_id)
+        await store.buffer.session.stream.api(f"STREAM.PURGE.{deployment.log.stream}")
+        for writer in (app, store):
+            other = fresh()
+            await eventually(lambda w=writer, t=other: _appended(w, t, "c"))  # type: ignore[misc]
+            await eventually(lambda w=writer: _appended(w, thread_id, f"{id(w)}"))  # type: ignore[misc]
+            assert await writer.load_messages(other) == ["c"]
+        await store.force_flush(thread_id)
+        found: Any = await store.load_messages(thread_id, consistency=Consistency.EVENTUAL)
+        assert found == ["a", "b", f"{id(app)}", f"{id(store)}"]
 
 
 async def test_log_and_postgres_restored_from_copies_meet_where_the_log_ends(

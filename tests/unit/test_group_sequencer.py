@@ -191,6 +191,8 @@ class Process:
             self.heads,
             self.tail.see_all,
             self.tail.first_behind,
+            lambda: self.tail.last_seen.confirmed,
+            self.tail.confirm,
             self.tail.hear,
             self._stored,
             timeout_s=_TIMEOUT_S,

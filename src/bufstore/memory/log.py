@@ -199,6 +199,8 @@ class MemoryLog:
         self._refused: str | None = None
         self._closed = False
         self.calls = 0
+        #: How often it has connected.
+        self.connections = 1
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         return await self._write([message])

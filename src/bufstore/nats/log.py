@@ -20,7 +20,7 @@ from bufstore.failpoints import Failpoint, reach
 from bufstore.jetstream import frames
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, StreamMissing, StreamTaken
-from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.jetstream.messages import AppendUnknown, Outgoing, Part
 from bufstore.jetstream.stream import NatsStream, Shown
 from bufstore.nats.feed import NatsFeed, consumer_config, open_feed
 from bufstore.nats.fresh_ends import PROOF_S, FreshEnds
@@ -77,6 +77,8 @@ class NatsLog(NatsStream):
         self._generation_start = 1
         self._windows = Windows.of(config.log)
         self._target: Target | None = None
+        #: How often the process has connected.
+        self.connections = 0
         connection.on_connect(self._check_end)
 
     async def epoch(self, *, checked: bool = True) -> int | None:
@@ -190,6 +192,12 @@ class NatsLog(NatsStream):
     def _acked_one(self, seq: int, message: Outgoing) -> int:
         reach(Failpoint.PUBLISH_ACKED)
         return self._same.acked(seq, message)
+
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
+        part = await super().part(subject, seq, timeout_s, limit, bytes_max)
+        if part.messages and self._same.refused is None:
+            self._same.note(part.messages[-1].seq)
+        return part
 
     async def end(self, timeout_s: float) -> int:
         self._same.check()
@@ -348,6 +356,7 @@ class NatsLog(NatsStream):
 
     async def _check_end(self, client: Client) -> None:
         """Before a new connection is used: is this still the log that we wrote to?"""
+        self.connections += 1
         reason = await self._same.look(
             client, f"{self._api}.STREAM.INFO.{self._config.log.stream}", self._subjects.proof
         )

@@ -63,9 +63,9 @@ class SameLog:
 
     def acked(self, seq: int, message: Outgoing) -> int:
         """Note that this entry is in the log, at this position."""
-        if seq > self.highest:
-            self.highest, self._acked = seq, (seq, message.subject, message.header)
-        return seq
+        if self._acked is None or seq > self._acked[0]:
+            self._acked = seq, message.subject, message.header
+        return self.note(seq)
 
     def check(self) -> None:
         """Raise LogRolledBack while the log is refused."""

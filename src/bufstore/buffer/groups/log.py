@@ -53,6 +53,11 @@ class GroupsInStream(Generations, Announcements, Protocol):
         """The server's max_payload: headers and body of one message."""
         ...
 
+    @property
+    def connections(self) -> int:
+        """Changes when the process connects again: then the log may have gone back."""
+        ...
+
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         """Store one message durably. Returns its sequence."""
         ...
@@ -131,6 +136,7 @@ class GroupLog:
         self._tail = Tail(
             stream, self._subjects.groups, self._heads, self._floor, self.erased, self._begins_anew, _READ_S
         )
+        stream.vouched_by(self._tail.last_seen.mismatch)
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._split)
         self._forget_callbacks: list[Callable[[bool], None]] = []
@@ -150,6 +156,8 @@ class GroupLog:
             self._heads,
             self._tail.see_all,
             self._tail.first_behind,
+            lambda: self._tail.last_seen.confirmed,
+            self._tail.confirm,
             self._tail.hear,
             self._stored,
             timeout_s=timeout_s,
@@ -554,7 +562,10 @@ class GroupLog:
         self._stream.refuse(reason)
 
     def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None:
-        self._stream.vouched_by(mismatch)
+        async def either() -> str | None:
+            return await self._tail.last_seen.mismatch() or await mismatch()
+
+        self._stream.vouched_by(either)
 
 
 def _erased_in(message: StoredMessage) -> list[int]:

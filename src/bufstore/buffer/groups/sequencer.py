@@ -160,6 +160,8 @@ class Sequencer:
         heads: Heads,
         see: Callable[[], Awaitable[None]],
         behind: Callable[[int], Awaitable[Behind | None]],
+        confirmed: Callable[[], bool],
+        confirm: Callable[[], Awaitable[None]],
         hear: Callable[[StoredMessage, int], int | None],
         stored: Callable[[Written], None],
         *,
@@ -168,12 +170,14 @@ class Sequencer:
     ) -> None:
         """`see`: sees everything that is in the log by now. `behind`: the same; what stands behind this sequence.
 
+        `confirmed`: whether the log is known to be the one that was seen; `confirm`: makes sure of that.
         `hear`: notes a group that is told of (`Others`). `stored`: told of each group that this process wrote.
         `timeout_s`: the longest wait for one answer. `parts_last_s`: how long parts of large entries certainly stay in
         the log that no group names.
         """
         self._stream, self._subjects, self._heads = stream, subjects, heads
         self._see, self._behind, self._stored = see, behind, stored
+        self._confirmed, self._confirm = confirmed, confirm
         self._timeout_s, self._parts_last_s = timeout_s, parts_last_s
         self._waiting: deque[Queued] = deque()
         self._sending: list[Queued] = []
@@ -471,11 +475,26 @@ class Sequencer:
             stored = StoredMessage(message.subject, seq, header, draft.body)
             return Written(draft.stored(seq, before_id, before, purged), stored)
 
+        def is_gone() -> bool:
+            """Whether what the group is to stand behind is not in the log, as was found meanwhile."""
+            seen = self._heads.seen
+            return seen < before or (seen == before and self._heads.seen_id != before_id)
+
+        def gone() -> Exception:
+            reason = "what the group was to stand behind is not in the log"
+            return AppendUnknown(reason) if unanswered else Conflict(reason)
+
         async def once() -> Written | Exception | None:
             """None: look again."""
             nonlocal unanswered
+            refused = False
             sent_at = asyncio.get_running_loop().time()
             try:
+                if not self._confirmed():
+                    await self._confirm()
+                    if is_gone():
+                        return gone()
+                    sent_at = asyncio.get_running_loop().time()
                 seq = await self._stream.publish(message, self._timeout_s)
                 self._others.took(asyncio.get_running_loop().time() - sent_at)
                 return written(seq)
@@ -483,7 +502,7 @@ class Sequencer:
                 self._others.took(asyncio.get_running_loop().time() - sent_at)
                 if not unanswered and self._heads.seen > before:  # it was heard before the refusal
                     return e
-                # Else it may be the first copy of ours that was faster.
+                refused = True  # else it may be the first copy of ours that was faster
             except AppendUnknown:
                 unanswered = True
             except BufstoreError as e:
@@ -492,9 +511,13 @@ class Sequencer:
             try:
                 await self._others.were_first()
                 found = await self._behind(before)
+                if found is None and refused and not is_gone():
+                    await self._confirm()
             except (BufstoreError, AppendUnknown) as e:
                 _log.info("the outcome of a group stays unknown: %s", e, extra={"action": "append_unknown"})
                 return None
+            if found is None and is_gone():
+                return gone()
             if found is None:
                 return AppendUnknown("its parts may be gone") if self._too_late(parts_at) else None
             if found.id == draft.id:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from bufstore.buffer.groups.group import Group, decode_header, stored_bytes
 from bufstore.buffer.groups.heads import Gap, Heads
+from bufstore.buffer.groups.last_seen import LastSeen, Seen, ShownLog
 from bufstore.buffer.groups.written import Behind, Written
 from bufstore.buffer.places import group_of
 from bufstore.buffer.shared_call import SharedCall
@@ -32,19 +33,11 @@ _KEPT_BYTES = 32 << 20
 _RECORD_BYTES = 256
 
 
-class Subject(Protocol):
+class Subject(ShownLog, Protocol):
     """A subject of the log, as it is read here."""
-
-    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-        """See `bufstore.jetstream.messages.Stream`."""
-        ...
 
     async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
         """See `bufstore.buffer.groups.log.GroupsInStream`."""
-        ...
-
-    async def identity(self, seq: int) -> StoredMessage | None:
-        """The message at exactly this sequence, from the leader."""
         ...
 
 
@@ -72,6 +65,9 @@ class Tail:
         self._kept_bytes = 0
         #: So much is asked for at a time.
         self._bytes = _BYTES
+        self.last_seen = LastSeen(log, subject, heads, timeout_s)
+        #: Whether what was seen last is not in the log, so that all is to begin anew.
+        self._anew = False
         self._one_read = asyncio.Lock()
         #: Calls that come while one is on its way must not rest on what it read before they came.
         self._see = SharedCall(self._see_all)
@@ -79,6 +75,24 @@ class Tail:
     async def see_all(self) -> None:
         """Return once everything has been seen that was in the log when this was called. Raises LogUnavailable."""
         await self._see()
+
+    async def confirm(self) -> None:
+        """Make sure that what was seen last is in the log; begin anew if it was removed, or was never there.
+
+        Raises LogRolledBack when the log went back, LogUnavailable.
+        """
+        if not await self.last_seen.confirm():
+            _log.error("the last group was removed from the log: begins anew", extra={"action": "log_group_removed"})
+            self._anew = True
+        elif self.last_seen.only_heard and not await self.last_seen.is_there():
+            self._misheard()
+            self._anew = True
+        if self._anew:
+            await self.see_all()
+
+    def _misheard(self) -> None:
+        _log.warning("what was told of the log is not in it", extra={"action": "log_misheard"})
+        self.last_seen.misheard()
 
     async def first_behind(self, seq: int) -> Behind | None:
         """What stands behind the group with this sequence; None if nothing does. Sees everything."""
@@ -104,13 +118,17 @@ class Tail:
             _log.debug("heard of something that is not a group: %s", e, extra={"action": "group_malformed"})
             return None
         # The next look shows what is not taken from here: what large entries take is told by the body.
-        if self._heads.life and not group.parts:
+        if self._heads.life and not group.parts and self.last_seen.listens:
             with contextlib.suppress(Gap):
-                self._heads.observe(group, stored_bytes(group, message) + body_bytes)
+                if self._heads.observe(group, stored_bytes(group, message) + body_bytes):
+                    self.last_seen.hear(group)
+                elif not self.last_seen.fits(message):  # one of the two that told of it was wrong
+                    self.last_seen.doubt()
         return group.id
 
     def note(self, written: Written) -> None:
         """Keep a group that this process wrote."""
+        self.last_seen.is_certain(written.group.seq, written.group.id)
         self._keep(written.group, written.message.body)
 
     async def group(self, seq: int) -> tuple[Group, bytes] | None:
@@ -169,23 +187,33 @@ class Tail:
         return part
 
     async def _see_all(self) -> None:
-        if not self._heads.life:
+        if not self._heads.life or self._anew:
             await self._begin()
         began_before = 0
         #: How many of those that were there at the first answer are left. What comes later is for a later call:
         #: somebody else may write as fast as this process reads.
         left: int | None = None
         while True:
-            part = await self._some(self._heads.seen, _AT_ONCE)
+            heard = self.last_seen.only_heard  # then look whether it is there, too
+            part = await self._some(self._heads.seen - heard, _AT_ONCE)
             try:
+                if not await self._is_as_told(part.messages, heard=heard):
+                    self._misheard()
+                    await self._begin()
+                    left = None
+                    continue
                 self._observe(part.messages)
             except Gap as e:
+                if self.last_seen.only_heard:
+                    self.last_seen.misheard()
                 if e.group.seq == began_before and e.group.before > group_of(await self._erased()):
                     _log.error("the log has lost groups: %s", e, extra={"action": "log_gap"})
                     self._heads.observe_behind_gap(e.group)
+                    self.last_seen.is_certain(e.group.seq, e.group.id)
                 else:
                     _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
                     began_before = e.group.seq
+                    self.last_seen.doubt()
                     await self._begin()
                     left = None
                 continue
@@ -193,9 +221,13 @@ class Tail:
             if left <= 0 or not (part.messages and part.more):
                 return
 
+    async def _is_as_told(self, shown: Sequence[StoredMessage], *, heard: bool) -> bool:
+        """Whether what was told agrees with what the log shows. `heard`: the first one shown was to be told of."""
+        return all(map(self.last_seen.fits, shown)) and (bool(shown) or not heard or await self.last_seen.is_there())
+
     async def _begin(self) -> None:
         """Begin behind what lies below the floor."""
-        floor = await self._floor()
+        connection, floor = self._log.connections, await self._floor()
         last = (await self._log.last([self._subject], self._timeout_s)).get(self._subject)
         below = group_of(floor) - 1
         if last is None:
@@ -205,6 +237,9 @@ class Tail:
             self._heads.start(floor, last.seq, group.id if group is not None else 0)
         else:
             self._heads.start(floor, max(below, 0), None)
+        known = last is None or last.seq <= below
+        self.last_seen.begin(Seen(self._heads.seen, self._heads.seen_id) if known else Seen(0, 0), connection)
+        self._anew = False
         self._kept.clear()
         self._kept_bytes = 0
         self._lost()
@@ -214,8 +249,10 @@ class Tail:
             group = self.decoded(message)
             if group is None:
                 self._heads.skip(message.seq)
+                self.last_seen.is_certain(message.seq, 0)
                 continue
             self._heads.observe(group, stored_bytes(group, message))
+            self.last_seen.is_certain(group.seq, group.id)
             self._keep(group, message.body)
 
     def decoded(self, message: StoredMessage) -> Group | None:

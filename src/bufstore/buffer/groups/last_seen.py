@@ -1,0 +1,202 @@
+"""Is the last group that this process has seen in the log still, and was it ever?
+
+What was read, or stored by this process, is certain. When the log holds something else in its place, or ends before it,
+the log went back: acknowledged entries are gone, and positions that were used are used again. Then it is refused. That
+is asked before the first group is sent on each new connection, and when a group is refused and nothing stands behind
+the one before it. What others only told need not be true. It is compared with the log at the next look, and when it is
+not there, all is read anew.
+
+A node that lags, or that leads no more, may answer that there is nothing. So an absence is believed only of a log whose
+leader has proved itself. Retention never takes the last group, so what it took has others behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from bufstore.buffer.groups.group import Group, decode_header
+from bufstore.buffer.groups.heads import Heads
+from bufstore.errors import LogRolledBack, LogUnavailable, MalformedEntry
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
+
+#: Nobody is listened to for so long after something was told that is not so: the log itself is read instead.
+_DEAF_S = 10.0
+
+
+class ShownLog(Protocol):
+    """The log, as it is asked here; see `bufstore.buffer.groups.log.GroupsInStream`."""
+
+    @property
+    def connections(self) -> int: ...
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]: ...
+    async def identity(self, seq: int) -> StoredMessage | None: ...
+    async def end(self, timeout_s: float) -> int: ...
+    async def barrier(self, timeout_s: float) -> int: ...
+    async def fresh_end(self, subject: str, timeout_s: float) -> int: ...
+    def refuse(self, reason: str) -> None: ...
+
+
+class Seen(NamedTuple):
+    """A message of the groups' subject; sequence 0: none."""
+
+    seq: int
+    #: The group's id; 0 for what is not a group.
+    id: int
+
+
+class Standing(enum.Enum):
+    """What became of a message that was seen in the log."""
+
+    THERE = enum.auto()
+    #: Others stand behind it, and it may be purged: they tell what they stand behind.
+    PASSED = enum.auto()
+    #: It was the last one, and somebody took it out.
+    REMOVED = enum.auto()
+    #: The log went back behind it, and may have gone on differently.
+    LOST = enum.auto()
+
+
+async def standing(log: ShownLog, subject: str, seen: Seen, timeout_s: float) -> Standing:
+    """What became of the message that was seen. Raises LogUnavailable while nobody can tell."""
+    if not seen.seq:
+        return Standing.THERE
+    found = await log.identity(seen.seq)
+    if found is None:
+        if await _ends_before(log, seen.seq, timeout_s):
+            return Standing.LOST
+        last = await log.fresh_end(subject, timeout_s)
+        if not last:
+            of_subject = (await log.last([subject], timeout_s)).get(subject)
+            last = of_subject.seq if of_subject is not None else 0
+        if last > seen.seq:
+            return Standing.PASSED
+        found = await log.identity(seen.seq)
+        if found is None and last == seen.seq:
+            raise LogUnavailable("the log is answered for by a node that does not lead it")
+        if found is None:
+            return Standing.REMOVED
+    return Standing.THERE if found.subject == subject and id_of(found) == seen.id else Standing.LOST
+
+
+async def _ends_before(log: ShownLog, seq: int, timeout_s: float) -> bool:
+    """Whether it was never as long as this, or is so no more."""
+    if await log.end(timeout_s) >= seq:
+        return False
+    try:
+        # Everything that was ever acknowledged stands below what is stored now. A single server always knows: 0.
+        return await log.barrier(timeout_s) <= seq
+    except AppendUnknown:
+        raise LogUnavailable("no node proves that it leads the log") from None
+
+
+def id_of(message: StoredMessage) -> int:
+    """The id of the group that a message is; 0 if it is none."""
+    try:
+        return decode_header(message).id
+    except MalformedEntry:
+        return 0
+
+
+class LastSeen:
+    """See the module's text."""
+
+    def __init__(self, log: ShownLog, subject: str, heads: Heads, timeout_s: float) -> None:
+        self._log, self._subject, self._heads, self._timeout_s = log, subject, heads, timeout_s
+        #: The last one that was read, or stored by this process.
+        self._certain = Seen(0, 0)
+        #: The same, as of the last connection on which the log was found to be the same.
+        self._witness = Seen(0, 0)
+        #: That connection.
+        self._confirmed_on = -1
+        #: Behind the last certain one: id by sequence.
+        self._heard: dict[int, int] = {}
+        self._deaf_until = float("-inf")
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether the log was found to be the same since the process has connected, and nothing was in doubt since."""
+        return self._confirmed_on == self._log.connections
+
+    async def confirm(self) -> bool:
+        """Ask whether the last certain group is in the log still. False: it was removed, and nothing stands behind it.
+
+        Raises LogRolledBack when the log went back, and is refused from now on; LogUnavailable.
+        """
+        connection, seen = self._log.connections, self._certain if self.confirmed else self._witness
+        found = await standing(self._log, self._subject, seen, self._timeout_s)
+        if found is Standing.LOST:
+            self._witness, self._confirmed_on = seen, -1
+            self._log.refuse(_reason(seen))
+            raise LogRolledBack(_reason(seen))
+        self._confirmed_on, self._witness = connection, self._certain
+        return found is not Standing.REMOVED or seen != self._certain
+
+    async def mismatch(self) -> str | None:
+        """Why this log is not the one that was seen; None when it is. Raises LogUnavailable."""
+        found = await standing(self._log, self._subject, self._witness, self._timeout_s)
+        return _reason(self._witness) if found is Standing.LOST else None
+
+    def doubt(self) -> None:
+        """Something does not fit what was seen: ask before the next group is sent."""
+        self._confirmed_on = -1
+
+    def begin(self, seen: Seen, connection: int) -> None:
+        """All begins anew behind this message, as it was found on this connection."""
+        self._certain = seen
+        self._heard.clear()
+        if not self._witness.seq:
+            self._confirmed_on = connection
+        self._attest()
+
+    def is_certain(self, seq: int, id_: int) -> None:
+        """This message was read, or stored by this process."""
+        if seq > self._certain.seq:
+            self._certain = Seen(seq, id_)
+            if self._heard:
+                self._heard = {heard: id_ for heard, id_ in self._heard.items() if heard > seq}
+            self._attest()
+
+    def _attest(self) -> None:
+        if self.confirmed:
+            self._witness = self._certain
+
+    # --- what others tell -------------------------------------------------------------------------------------
+
+    @property
+    def listens(self) -> bool:
+        """Whether what others tell is believed until the next look."""
+        return asyncio.get_running_loop().time() >= self._deaf_until
+
+    def hear(self, group: Group) -> None:
+        """This group was told of, and noted as the last one."""
+        self._heard[group.seq] = group.id
+
+    @property
+    def only_heard(self) -> bool:
+        """Whether the last group that is noted was only told of."""
+        return self._heads.seen in self._heard
+
+    def fits(self, message: StoredMessage) -> bool:
+        """Whether what was told agrees with this message."""
+        if not self._certain.seq < message.seq <= self._heads.seen or not self._heard:
+            return True
+        return self._heard.get(message.seq) == id_of(message)
+
+    async def is_there(self) -> bool:
+        """Whether the last group, which was only told of, is in the log. Raises LogUnavailable."""
+        seen = Seen(self._heads.seen, self._heads.seen_id)
+        if await standing(self._log, self._subject, seen, self._timeout_s) is not Standing.THERE:
+            return False
+        self.is_certain(*seen)
+        return True
+
+    def misheard(self) -> None:
+        """What was told is not so."""
+        self._deaf_until = asyncio.get_running_loop().time() + _DEAF_S
+
+
+def _reason(seen: Seen) -> str:
+    return f"the log went back: it does not hold the group {seen.seq} that this process has seen in it"

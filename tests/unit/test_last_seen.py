@@ -1,0 +1,343 @@
+"""What was seen of the log is not in it any more: it was removed, it was never there, or the log went back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.buffer.groups.group import Draft, hash_of
+from bufstore.buffer.groups.last_seen import Seen, Standing, id_of, standing
+from bufstore.buffer.groups.others import _HAS_STORED, _STORED
+from bufstore.buffer.places import place
+from bufstore.buffer.subjects import first_sequence
+from bufstore.errors import LogRolledBack, LogUnavailable
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+from bufstore.memory.log import MemoryStream
+from unit.fake_log import run
+from unit.test_group_sequencer import CONFIG, SUBJECTS, Process, World, check, started
+
+
+async def wrote(process: Process, thread_id: str = "a", expected: int | None = None) -> int | Exception:
+    unit = process.add(thread_id, expected)
+    await asyncio.wait_for(unit.done.wait(), 5)
+    return unit.ends[0]
+
+
+async def goes_on(process: Process, world: World) -> None:
+    """It writes and reads, though what it knew may first have to be looked at anew."""
+    expected = process.heads.head(hash_of("b"))
+    for _ in range(2):
+        if isinstance(at := await wrote(process, "b", expected), int):
+            break
+        assert isinstance(at, Conflict)
+        await asyncio.wait_for(process.tail.see_all(), 5)
+        expected = process.heads.head(hash_of("b"))
+    else:
+        raise AssertionError("it writes no more")
+    assert process.heads.seen == world.stream.last_of(SUBJECTS.groups)
+    assert world.entries()[-1][:2] == (at, "b")
+
+
+def two_writers(main: Callable[[World, Process, Process], Awaitable[None]]) -> None:
+    """Two that have been in each other's way, so that they tell each other of their groups."""
+
+    async def whole() -> None:
+        world = World(random.Random(1))
+        one, two = await started(world, 2)
+        for _ in range(3):
+            for process in (one, two):
+                assert isinstance(await wrote(process), int)
+        await main(world, one, two)
+        for process in (one, two):
+            await process.sequencer.aclose()
+
+    run(whole())
+
+
+async def tell(process: Process, seq: int, before: Seen) -> None:
+    """Somebody tells of a group that the log need not have."""
+    words = Draft(5, []).header(before.id, before.seq, 0).encode()
+    await process.log.tell(SUBJECTS.writers, _STORED.pack(_HAS_STORED, 99, seq, 0) + words)
+
+
+def lose_last(world: World) -> None:
+    """The server comes back without its last message."""
+    world.stream.remove(world.stream.end)
+    world.stream.end -= 1
+
+
+def connect_again(*processes: Process) -> None:
+    for process in processes:
+        process.log.connections += 1
+
+
+def test_writers_go_on_when_the_stream_was_purged_by_hand() -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        world.stream.purge("*.*.*", world.stream.end + 1)
+        for process in (one, two):
+            await goes_on(process, world)
+
+    two_writers(main)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_writers_go_on_when_the_last_message_was_removed(read: bool) -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        if read:
+            for process in (one, two):
+                await process.tail.see_all()
+        world.stream.store([Outgoing(SUBJECTS.parts, b"something behind")])
+        world.stream.remove(world.stream.last_of(SUBJECTS.groups))
+        for process in (one, two):
+            await goes_on(process, world)
+
+    two_writers(main)
+
+
+def test_writers_go_on_in_the_next_generation_of_the_log() -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        world.stream = MemoryStream(CONFIG.log, epoch=1)
+        for process in (one, two):
+            process.log._streams[CONFIG.log.stream] = world.stream
+        for process in (one, two):
+            await goes_on(process, world)
+        assert world.stream.messages[0].seq == first_sequence(1)
+        check(world, [])
+
+    two_writers(main)
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 1000])
+def test_a_group_that_was_told_of_and_is_not_in_the_log_stops_nobody(ahead: int) -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        seen = Seen(two.heads.seen, two.heads.seen_id)
+        await tell(one, seen.seq + ahead, seen)
+        assert two.heads.seen == seen.seq + ahead
+        for process in (one, two):
+            await goes_on(process, world)
+        check(world, [one, two])
+
+    two_writers(main)
+
+
+def test_reads_miss_nothing_because_of_what_was_told() -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        await tell(one, world.stream.end + 1000, Seen(two.heads.seen, two.heads.seen_id))
+        at = place(world.stream.end + 1, 0)
+        draft = Draft(77, [])
+        last = [g for g, _ in world.groups()][-1]
+        world.stream.store([Outgoing(SUBJECTS.groups, draft.body, draft.header(last.id, last.seq, 0))])
+        await two.tail.see_all()
+        assert two.heads.seen == at >> 10
+        assert two.heads.seen_id == 77
+
+    two_writers(main)
+
+
+def test_who_told_something_wrong_is_not_believed_again_at_once() -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        for _ in range(20):
+            await tell(one, two.heads.seen + 1000, Seen(two.heads.seen, two.heads.seen_id))
+            await two.tail.see_all()
+            assert two.heads.seen == world.stream.end
+        assert two.heads.life <= 3
+        await asyncio.sleep(11)
+        assert two.tail.last_seen.listens
+
+    two_writers(main)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_group_that_was_only_told_of_and_lost_is_dropped_and_its_writer_refuses_the_log(elsewhere: bool) -> None:
+    async def main(world: World, one: Process, two: Process) -> None:
+        await two.tail.see_all()
+        assert isinstance(await wrote(one), int)
+        await asyncio.sleep(0.1)  # of virtual time: it is told
+        assert two.tail.last_seen.only_heard
+        lose_last(world)
+        if elsewhere:  # another was faster
+            three = Process(world)
+            three.sequencer.start()
+            assert isinstance(await wrote(three, "c"), int)
+            await three.sequencer.aclose()
+        connect_again(one, two)
+        await goes_on(two, world)
+        assert isinstance(await wrote(one), LogRolledBack)
+        check(world, [])
+
+    two_writers(main)
+
+
+@pytest.mark.parametrize("more", [0, 1, 3])
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_log_that_went_back_and_grew_again_is_refused_before_anything_is_sent(more: int, looked: bool) -> None:
+    """Also when what it holds by now was looked at before."""
+
+    async def main() -> None:
+        world = World(random.Random(1))
+        one, two = await started(world, 2)
+        first = await wrote(one, "a", 0)
+        await two.tail.see_all()
+        second = await wrote(one, "a", first)  # type: ignore[arg-type]
+        lose_last(world)
+        for _ in range(1 + more):
+            assert isinstance(await wrote(two, "b"), int)
+        connect_again(one)
+        if looked:
+            await one.tail.see_all()
+        before = list(world.stream.messages)
+        assert isinstance(await wrote(one, "a", second), (LogRolledBack, Conflict))  # type: ignore[arg-type]
+        assert isinstance(await wrote(one, "c"), LogRolledBack)
+        assert world.stream.messages == before
+        one.log._refused = None
+        assert await one.tail.last_seen.mismatch(), "it is not taken again as it is"
+        for process in (one, two):
+            await process.sequencer.aclose()
+
+    run(main())
+
+
+def test_it_is_asked_once_for_each_connection_and_never_else() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        for _ in range(2):
+            assert isinstance(await wrote(one), int)
+        costs = []
+        for connects in (False, True, False):
+            if connects:
+                connect_again(one)
+            calls = one.log.calls
+            assert isinstance(await wrote(one), int)
+            costs.append(one.log.calls - calls)
+        assert costs == [1, 2, 1]
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_nothing_is_sent_while_nobody_can_tell_and_then_all_goes_on() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        assert isinstance(await wrote(one), int)
+        connect_again(one)
+        world.away_until = asyncio.get_running_loop().time() + 1
+        assert isinstance(await wrote(one), LogUnavailable)
+        assert len(world.groups()) == 1
+        await asyncio.sleep(2)
+        assert isinstance(await wrote(one), int)
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_what_was_purged_or_erased_behind_ones_back_is_no_loss() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        one, two = await started(world, 2)
+        assert isinstance(await wrote(one), int)
+        assert isinstance(await wrote(two), int)
+        world.stream.remove(1)
+        connect_again(one)
+        assert isinstance(await wrote(one), int)
+        assert isinstance(await wrote(two), int)
+        assert isinstance(await wrote(two), int)
+        world.stream.purge("*.*.*", world.stream.end)
+        connect_again(one)
+        assert isinstance(await wrote(one), int)
+        for process in (one, two):
+            await process.sequencer.aclose()
+
+    run(main())
+
+
+class Replicas:
+    """Nodes that may answer for the log: each has a beginning of it. Only the last one stores anything."""
+
+    connections = 1
+
+    def __init__(self, ends: Sequence[int], answers: Callable[[int], int], removed: frozenset[int]) -> None:
+        self.ends, self.answers, self.removed = ends, answers, removed
+        self.proofs = 0
+
+    def _node(self) -> int:
+        return self.ends[self.answers(len(self.ends))]
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        there = [seq for seq in range(1, self._node() + 1) if seq not in self.removed]
+        return {subjects[0]: group_at(there[-1])} if there else {}
+
+    async def identity(self, seq: int) -> StoredMessage | None:
+        return group_at(seq) if seq <= self._node() and seq not in self.removed else None
+
+    async def end(self, timeout_s: float) -> int:
+        return self._node()
+
+    async def barrier(self, timeout_s: float) -> int:
+        if not self.answers(3):
+            raise AppendUnknown("no answer")
+        self.proofs += 1
+        return self.ends[-1] + self.proofs
+
+    async def fresh_end(self, subject: str, timeout_s: float) -> int:
+        return max((seq for seq in range(1, self.ends[-1] + 1) if seq not in self.removed), default=0)
+
+    def refuse(self, reason: str) -> None:
+        raise AssertionError
+
+
+def group_at(seq: int, id_: int = 0) -> StoredMessage:
+    return StoredMessage(SUBJECTS.groups, seq, Draft(id_ or seq, []).header(seq - 1, seq - 1, 0), b"")
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    st.integers(1, 7),
+    st.frozensets(st.integers(1, 7)),
+    st.randoms(use_true_random=False),
+)
+def test_nodes_that_lag_or_lead_no_more_make_nobody_refuse_a_log(
+    ends: list[int], seq: int, removed: frozenset[int], chance: random.Random
+) -> None:
+    async def main() -> None:
+        leader = max(ends)
+        log = Replicas([*ends, leader], chance.randrange, removed)
+        try:
+            found = await standing(log, SUBJECTS.groups, Seen(seq, seq), 5.0)
+        except LogUnavailable:
+            return
+        last = await log.fresh_end("", 5.0)
+        assert (found is Standing.LOST) == (seq > leader)
+        if found is Standing.PASSED:
+            assert last > seq
+        if found is Standing.REMOVED:
+            assert seq in removed
+            assert last < seq
+
+    run(main())
+
+
+def test_another_message_in_its_place_is_not_it() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        world.stream.store([Outgoing(SUBJECTS.groups, b"", group_at(1, 8).header)])
+        world.stream.store([Outgoing(SUBJECTS.proof, b"")])
+        for seen, what in [
+            (Seen(0, 0), Standing.THERE),
+            (Seen(1, 8), Standing.THERE),
+            (Seen(1, 9), Standing.LOST),
+            (Seen(2, 9), Standing.LOST),
+            (Seen(3, 9), Standing.LOST),
+        ]:
+            assert await standing(one.log, SUBJECTS.groups, seen, 5.0) is what
+        assert id_of(world.stream.messages[1]) == 0
+        await one.sequencer.aclose()
+
+    run(main())
