@@ -73,6 +73,19 @@ def test_a_large_entry_is_stored_in_pieces_and_read_whole() -> None:
     test(main, server=GroupServer(message_bytes_max=4096))
 
 
+@pytest.mark.parametrize("bytes_max", [16 << 10, 64 << 10])
+def test_many_small_writes_of_a_thread_go_in_messages_as_small_as_the_server_takes(bytes_max: int) -> None:
+    """Together they did not fit, none of them could go into parts, and the same unit was drafted again."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint([])
+        await asyncio.gather(*(one.append([n], key=f"k{n}") for n in range(300)))
+        assert sorted(await world.messages()) == list(range(300))
+        assert 3 < len(world.log.batches) < 150
+
+    test(main, server=GroupServer(message_bytes_max=bytes_max))
+
+
 def test_a_large_entry_that_is_the_last_of_the_log_is_followed() -> None:
     """Retention stops at the cursor's entry, and its parts stand before it."""
 

@@ -20,15 +20,14 @@ from bufstore.jetstream.messages import Outgoing, StoredMessage
 from bufstore.types import Receipt
 
 #: Ten bytes of payload in a message.
-LIMITS = Limits("thread.0.t", 100)
 UNIT_BYTES = 40
+LIMITS = Limits("thread.0.t", 100, UNIT_BYTES)
 UNIT_ENTRIES = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_units() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "UNIT_BYTES_MAX", UNIT_BYTES)
         patch.setattr(module, "size_of", lambda message: len(message.body))
         patch.setattr(module, "ENTRIES_MAX", UNIT_ENTRIES)
         yield

@@ -326,7 +326,7 @@ class Appender(Generic[S, M]):
                 return lambda: self._finder.of_row(thread_id)
 
     def _limits(self, thread_id: str) -> Limits:
-        return Limits(self._subjects.of(thread_id), self._config.log.max_entry_bytes)
+        return Limits(self._subjects.of(thread_id), self._config.log.max_entry_bytes, self._log.unit_bytes_max)
 
     def _send(self, unit: Unit[M]) -> None:
         unit.drafted_in = self._anew

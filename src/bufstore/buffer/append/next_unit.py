@@ -12,6 +12,7 @@ from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip
 from bufstore.buffer.domain import M
 from bufstore.buffer.entry import Base, Entry, encode
+from bufstore.buffer.groups.group import size_of
 from bufstore.buffer.places import ENTRIES_MAX
 from bufstore.errors import BufstoreError, IdempotencyConflict, Rejected, TooLarge
 from bufstore.jetstream.messages import Outgoing
@@ -19,11 +20,6 @@ from bufstore.types import Receipt
 
 #: Of one thread at a time: larger groups gain nothing (`bufstore.buffer.groups.sequencer`).
 UNIT_BYTES_MAX = 256 << 10
-
-
-def size_of(message: Outgoing) -> int:
-    """What a message takes of a group, about."""
-    return len(message.body) + len(message.subject) + len(message.header or "")
 
 
 class QueuedWrite(Protocol[M]):
@@ -69,6 +65,8 @@ class Limits(NamedTuple):
 
     subject: str
     entry_bytes_max: int
+    #: Of what goes into one message of the log, together.
+    unit_bytes_max: int
 
 
 class Need(Enum):
@@ -132,7 +130,7 @@ def next_unit(
         outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=looked_up)
         if isinstance(outcome, Drafted):
             size += size_of(outcome.message)
-            if count and (size > UNIT_BYTES_MAX or count == ENTRIES_MAX):
+            if count and (size > min(limits.unit_bytes_max, UNIT_BYTES_MAX) or count == ENTRIES_MAX):
                 outcome.draft.undo()
                 break
             count += 1

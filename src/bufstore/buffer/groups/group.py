@@ -25,7 +25,7 @@ import msgspec
 from bufstore.buffer.groups.oversize import first_part, whole_bytes
 from bufstore.buffer.places import ENTRIES_MAX, place
 from bufstore.errors import MalformedEntry
-from bufstore.jetstream.messages import StoredMessage
+from bufstore.jetstream.messages import Outgoing, StoredMessage
 
 VERSION = "G1"
 HASH_BYTES = 16
@@ -47,6 +47,11 @@ HEAD_BYTES_MAX = 256
 def hash_of(thread_id: str) -> bytes:
     """What names the thread in headers. Cryptographic: nobody can make two threads of one hash."""
     return blake2b(thread_id.encode(), digest_size=HASH_BYTES).digest()
+
+
+def size_of(message: Outgoing) -> int:
+    """What an entry takes of a group, at most: its subject is longer than its thread's id."""
+    return len(message.body) + len(message.subject) + len(message.header or "") + ENTRY_BYTES
 
 
 class NewEntry(NamedTuple):

@@ -170,9 +170,8 @@ class GroupLog:
         self._tail.note(written)
 
     @property
-    def message_bytes_max(self) -> int:
-        """Entries of any size go into one message here, or their parts elsewhere."""
-        return 1 << 62
+    def unit_bytes_max(self) -> int:
+        return self._sequencer.room
 
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         if message.subject in self._subjects.beside:

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
-from bufstore.buffer.groups.group import ENTRY_BYTES, HEAD_BYTES_MAX, Draft, NewEntry, hash_of, in_group, stored_bytes
+from bufstore.buffer.groups.group import HEAD_BYTES_MAX, Draft, NewEntry, hash_of, in_group, size_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.others import Announcements, Others, group_id
 from bufstore.buffer.groups.oversize import parts_of, reference, reference_bytes
@@ -118,11 +118,6 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
         else:  # also a unit without entries, which only wants a group to be stored
             chosen.append(queued)
     return Chosen(chosen, moved, entries)
-
-
-def size_of(message: Outgoing) -> int:
-    """What an entry takes of a group, at most: its subject is longer than its thread's id."""
-    return len(message.body) + len(message.subject) + len(message.header or "") + ENTRY_BYTES
 
 
 def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int] | None:
@@ -249,8 +244,8 @@ class Sequencer:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
         size = sum(map(size_of, unit.messages))
-        fits = size <= self._room and len(unit.messages) <= ENTRIES_MAX
-        elsewhere = frozenset[int]() if fits else too_large(unit.messages, self._room)
+        fits = size <= self.room and len(unit.messages) <= ENTRIES_MAX
+        elsewhere = frozenset[int]() if fits else too_large(unit.messages, self.room)
         if elsewhere is None:
             refused = LogUnavailable(f"{len(unit.messages)} entries do not fit into one message of this server")
             asyncio.get_running_loop().call_soon(end_all, [unit], refused)
@@ -296,7 +291,8 @@ class Sequencer:
             self._bytes_max = self._stream.message_bytes_max
 
     @property
-    def _room(self) -> int:
+    def room(self) -> int:
+        """How many bytes of entries fit into one message of this server, as it was last known."""
         return self._bytes_max - HEAD_BYTES_MAX
 
     @property
@@ -365,7 +361,7 @@ class Sequencer:
                 queued.unit.sent()  # what takes longer than a write may goes on: begun anew, it would never end
                 for number in queued.elsewhere:
                     payload = messages[number].body
-                    parts = parts_of(self._subjects.parts, payload, self._room)
+                    parts = parts_of(self._subjects.parts, payload, self.room)
                     seqs = [await self._stream.publish(part, self._timeout_s) for part in parts]
                     messages[number] = msgspec.structs.replace(messages[number], body=reference(payload, seqs))
         except asyncio.CancelledError:

@@ -180,6 +180,11 @@ class Log(Generations, Protocol):
         """The thread's entries above `seq`, as far as this process has seen the log: after a conflict it has."""
         ...
 
+    @property
+    def unit_bytes_max(self) -> int:
+        """How many bytes of entries fit into one message of the log's server, as it was last known."""
+        ...
+
     def writer(self, timeout_s: float) -> Writer:
         """What writes units to this log; there is one in a process. `timeout_s`: the longest wait for an answer."""
         ...
