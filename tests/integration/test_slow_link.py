@@ -65,3 +65,26 @@ async def test_a_large_entry_on_a_slow_link_costs_nobody_the_connection(deployme
             assert all(written.values()), "nothing went in between"
             assert longest < 2 * timeout_s, "a write did not end in its own time"
             assert await store.load_messages(large) == [message]
+
+
+async def test_what_has_come_of_an_answer_when_the_time_is_over_counts(deployment: Deployment) -> None:
+    """A process that is far behind gets on, however slow its link is."""
+    server = deployment.servers.nats
+    async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy:
+        url = server.url.replace(f":{server.port}", f":{proxy.port}")
+        async with deployment.store() as writer, deployment.store(nats=url, flusher=False) as reader:
+            for _ in range(8):
+                thread_id = fresh()
+                await writer.checkpoint(thread_id, ["x" * (200 << 10)], run_of(thread_id))
+            stream, groups = reader.buffer.session.stream, reader.buffer.parts.subjects.groups
+            messages, more = await stream.part(groups, 0, 5.0, 1000)
+            assert not more
+            some, left = await stream.part(groups, 0, 5.0, 1000, 300 << 10)
+            assert some == messages[: len(some)]
+            assert sum(len(m.body) for m in some[:-1]) < 300 << 10 <= sum(len(m.body) for m in some)
+            assert left == len(messages) - len(some)
+            proxy.to_client.bytes_per_s = 400 << 10
+            came, left = await stream.part(groups, 0, 2.0, 1000)
+            assert 0 < len(came) < len(messages)
+            assert (came, left) == (messages[: len(came)], len(messages) - len(came))
+            proxy.to_client.heal()
