@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,6 +43,14 @@ class Oracle:
             self.entries += [(place(seq, n), t) for n, t in enumerate(threads)]
             before, before_id = seq, group.id
 
+    def size(self, seq: int) -> int:
+        """What the group with this sequence takes."""
+        return 100 * seq
+
+    def bytes_of(self, seq: int) -> float:
+        """What each of its entries takes of that."""
+        return self.size(seq) / len(next(g.records for g in self.groups if g.seq == seq))
+
     def head(self, thread_id: str, up_to: int, floor: int = 0) -> int:
         return max((at for at, t in self.entries if t == thread_id and floor <= at < first_place(up_to + 1)), default=0)
 
@@ -70,6 +80,13 @@ def check(heads: Heads, oracle: Oracle) -> None:
         assert heads.end(partition) == oracle.end(partition, heads.seen, heads.floor)
     above = [at for at, _ in oracle.entries if first_place(heads.seen + 1) > at >= first_place(group_of(heads.floor))]
     assert heads.entries == len(above)
+    for position in (0, heads.floor, *above[:3], *above[-2:]):
+        # Partition 0 is asked about from there on, of the others all counts.
+        counted = [at for at in above if at > position or partition_of(dict(oracle.entries)[at])]
+        assert heads.above({0: position}) == (
+            Counter(partition_of(dict(oracle.entries)[at]) for at in counted),
+            round(sum(oracle.bytes_of(group_of(at)) for at in counted)),
+        )
 
 
 def start_at(oracle: Oracle, floor: int, heads: Heads) -> None:
@@ -99,7 +116,7 @@ def test_everybody_knows_the_same_however_he_sees_it(chance: random.Random, coun
                 again = chance.choice([g for g in oracle.groups if g.seq <= max(heads.seen, group.seq)])
                 if again.seq <= heads.seen:
                     assert heads.observe(again) is False
-            assert heads.observe(group) is True
+            assert heads.observe(group, oracle.size(group.seq)) is True
             heads.purged = max(heads.purged, oracle.floors(group.seq))  # of groups before its floor
             check(heads, oracle)
             if chance.random() < 0.4:
@@ -213,6 +230,28 @@ def test_parts_are_needed_as_long_as_groups_that_name_them_stay(chance: random.R
             assert heads.first_needed(asked) is None
         else:
             assert heads.first_needed(asked) == min([asked, *(p for s, p in truth.items() if s >= asked and p)])
+
+
+def test_counting_asks_of_partitions_not_of_entries() -> None:
+    """A statistic must not hold the event loop for as long as a large backlog takes to look through."""
+    heads = Heads()
+    heads.start(0, 0, 0)
+    new = [NewEntry(THREADS[n % 5], partition_of(THREADS[n % 5]), 0, None, b"") for n in range(500)]
+    before_id = 0
+    for seq in range(1, 21):
+        group = Draft(seq, new).stored(seq, before_id, seq - 1, 0)
+        heads.observe(group, 500)
+        before_id = group.id
+    asked = list[int]()
+
+    class Positions(dict[int, int]):
+        def get(self, partition: int, default: Any = None) -> Any:
+            asked.append(partition)
+            return super().get(partition, default)
+
+    count, size = heads.above(Positions({0: place(20, 499)}))
+    assert (count, size) == ({1: 4000, 2: 2000}, 6000)
+    assert sorted(asked) == list(range(PARTITIONS))
 
 
 def test_memory_goes_as_the_floor_rises() -> None:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
+from bufstore.errors import Closed
+
 T = TypeVar("T")
 
 
@@ -16,16 +18,27 @@ class SharedCall(Generic[T]):
         self._call = call
         self._running: asyncio.Task[T] | None = None
         self._next: asyncio.Task[T] | None = None
+        self._closed = False
 
     async def __call__(self) -> T:
-        """The answer of a call that begins after this one; raises what that call raises."""
+        """The answer of a call that begins after this one; raises what that call raises, and Closed."""
+        if self._closed:
+            raise Closed("the store is closed")
         if self._next is None:
             self._next = asyncio.create_task(self._run(self._running), name="bufstore-shared-call")
             self._next.add_done_callback(_looked_at)
-        return await asyncio.shield(self._next)
+        asked = self._next
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if asked.cancelled() and caller is not None and not caller.cancelling():
+                raise Closed("the store was closed before there was an answer") from None
+            raise
 
     async def aclose(self) -> None:
-        """End what runs."""
+        """End what runs; who waits for it is told Closed."""
+        self._closed = True
         tasks = [task for task in (self._running, self._next) if task is not None]
         for task in tasks:
             task.cancel()

@@ -9,14 +9,18 @@ Pure: no I/O, no clock.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 
 from bufstore.buffer.groups.group import Group
 from bufstore.buffer.places import first_place, group_of
 
 #: Heads are forgotten a generation at a time, so that no entry is looked at again for it.
 _GENERATIONS_MAX = 8
+#: Who remembers less than so many entries and heads need not ask how much of it may be forgotten.
+_LITTLE = 1000
 
 
 class Gap(Exception):
@@ -25,6 +29,30 @@ class Gap(Exception):
     def __init__(self, group: Group, seen: int) -> None:
         super().__init__(f"group {group.seq} stands behind {group.before}, and {seen} was seen last")
         self.group = group
+
+
+class _Entries:
+    """Where the entries of one partition stand that were seen above the floor, in order."""
+
+    __slots__ = ("_dropped", "bytes", "places", "sizes")
+
+    def __init__(self) -> None:
+        self.places = array("q")
+        #: About how many bytes were seen in the partition, and how many up to each of these entries.
+        self.bytes = 0.0
+        self.sizes = array("d")
+        self._dropped = 0.0
+
+    def above(self, position: int) -> tuple[int, float]:
+        """How many stand above this position, and about how many bytes they take."""
+        first = bisect_right(self.places, position)
+        return len(self.places) - first, self.bytes - (self.sizes[first - 1] if first else self._dropped)
+
+    def drop(self, below: int) -> None:
+        """Forget those below this place."""
+        if first := bisect_left(self.places, below):
+            self._dropped = self.sizes[first - 1]
+            del self.places[:first], self.sizes[:first]
 
 
 class Heads:
@@ -44,10 +72,10 @@ class Heads:
         #: The newest last.
         self._generations: list[dict[bytes, int]] = [{}]
         self._tops: list[int] = [0]
-        #: By partition, the place of the last entry seen above the floor.
-        self._ends: dict[int, int] = {}
-        #: What was seen above the floor: place of the first entry, the partition of each, and bytes.
-        self._groups: deque[tuple[int, bytes, int]] = deque()
+        #: By partition, what was seen above the floor.
+        self._entries: defaultdict[int, _Entries] = defaultdict(_Entries)
+        #: How many entries that is.
+        self.entries = 0
         #: How many entries were seen at all; those that are seen again after `start` count again.
         self.entries_seen = 0
         #: Everything behind this group was seen.
@@ -65,8 +93,8 @@ class Heads:
         self._anywhere = seen_id is None
         self.life += 1
         self._generations, self._tops = [{}], [0]
-        self._ends.clear()
-        self._groups.clear()
+        self._entries.clear()
+        self.entries = 0
         self._began = seen
         self._named.clear()
 
@@ -79,15 +107,18 @@ class Heads:
             raise Gap(group, self.seen)
         self._passed(group.seq, group.id)
         self.purged = max(self.purged, group.purged)
-        newest = self._generations[-1]
+        newest, entries = self._generations[-1], self._entries
+        each = size / max(1, len(group.records))
         for at, record in group.places():
             newest[record.hash] = at
-            self._ends[record.partition] = at
+            of = entries[record.partition]
+            of.places.append(at)
+            of.bytes = bytes_ = of.bytes + each
+            of.sizes.append(bytes_)
         if group.parts:
             self._named.append((group.seq, group.parts))
         self._tops[-1] = first_place(group.seq + 1)
-        partitions = b"".join([r.partition.to_bytes(2, "big") for r in group.records])
-        self._groups.append((first_place(group.seq), partitions, size))
+        self.entries += len(group.records)
         self.entries_seen += len(group.records)
         return True
 
@@ -119,8 +150,8 @@ class Heads:
 
     def end(self, partition: int) -> int:
         """The place of the partition's last entry; 0 if it has none above the floor."""
-        found = self._ends.get(partition, 0)
-        return found if found >= self.floor else 0
+        places = self._entries[partition].places
+        return places[-1] if places and places[-1] >= self.floor else 0
 
     def admits(self, hash_: bytes, expected: int) -> bool:
         """Whether the thread's last entry stands at `expected`; 0: it has none above the floor.
@@ -136,23 +167,25 @@ class Heads:
             return False
         return expected == remembered if remembered else expected < self.floor
 
-    def above(self, position: Callable[[int], int]) -> tuple[Counter[int], int]:
-        """How many entries of each partition stand above the position that this gives for it; about how many bytes."""
-        count, size = Counter[int](), 0
-        for first, partitions, bytes_ in self._groups:
-            here = 0
-            for number in range(len(partitions) // 2):
-                partition = int.from_bytes(partitions[2 * number : 2 * number + 2])
-                if first + number > position(partition):
-                    count[partition] += 1
-                    here += 1
-            size += bytes_ * here // max(1, len(partitions) // 2)
-        return count, size
+    def above(self, positions: Mapping[int, int]) -> tuple[Counter[int], int]:
+        """How many entries of each partition stand above its position, and about how many bytes these take.
+
+        Of partitions without a position all entries count that were seen above the floor.
+        """
+        count, size = Counter[int](), 0.0
+        for partition, entries in self._entries.items():
+            here, bytes_ = entries.above(positions.get(partition, 0))
+            if here:
+                count[partition] = here
+                size += bytes_
+        return count, round(size)
 
     @property
-    def entries(self) -> int:
-        """How many entries were seen above the floor."""
-        return sum(len(partitions) // 2 for _, partitions, _ in self._groups)
+    def much(self) -> bool:
+        """Whether so much is remembered, not only of the last group, that it is worth asking where the floor is now."""
+        if self.floor >= first_place(self.seen):
+            return False
+        return self.entries + sum(map(len, self._generations)) >= _LITTLE
 
     def first_needed(self, seq: int) -> int | None:
         """The first sequence that the groups from this one on need: its own, or that of a part they name.
@@ -179,5 +212,6 @@ class Heads:
         if self._generations[-1] and len(self._generations) < _GENERATIONS_MAX:
             self._generations.append({})
             self._tops.append(self._tops[-1])
-        while self._groups and group_of(self._groups[0][0]) < group_of(floor):
-            self._groups.popleft()
+        for entries in self._entries.values():
+            entries.drop(first_place(group_of(floor)))
+        self.entries = sum(len(entries.places) for entries in self._entries.values())

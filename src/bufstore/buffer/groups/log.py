@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -27,10 +28,14 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.errors import BufstoreError, LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, Part, StoredMessage
 
+_log = logging.getLogger(__name__)
+
 _READ_S = 5.0
+#: How often a process without a flusher asks what it may forget, while it remembers much.
+_FORGET_EVERY_S = 5.0
 #: A replica has what its leader has stored a moment later.
 _LAG_S = 0.002
 #: How many groups are read at a time where all are read.
@@ -142,9 +147,13 @@ class GroupLog:
         self._forget_callbacks: list[Callable[[bool], None]] = []
         #: How often the stream was followed: each time by a consumer of its own.
         self._followed = 0
-        #: What this process has said that it does not need of partitions; and below which group the log is purged.
-        self._said: dict[int, Floor] = {}
+        #: Below which group the log is purged.
         self._purged = 0
+        #: Asks now and then what may be forgotten, while much is remembered.
+        self._forgetting: asyncio.Task[None] | None = None
+        #: Whether somebody else has just asked.
+        self._asked = False
+        self._closed = False
 
     # --- writing ----------------------------------------------------------------------------------------------
 
@@ -154,7 +163,7 @@ class GroupLog:
             self._stream,
             self._subjects,
             self._heads,
-            self._tail.see_all,
+            self._see_all,
             self._tail.first_behind,
             lambda: self._tail.last_seen.confirmed,
             self._tail.confirm,
@@ -168,6 +177,12 @@ class GroupLog:
 
     def _stored(self, written: Written) -> None:
         self._tail.note(written)
+        self._forget_soon()
+
+    async def _see_all(self) -> None:
+        """Return once everything has been seen that was in the log when this was called. Raises LogUnavailable."""
+        await self._tail.see_all()
+        self._forget_soon()
 
     @property
     def unit_bytes_max(self) -> int:
@@ -183,7 +198,7 @@ class GroupLog:
         try:
             async with asyncio.timeout(timeout_s):
                 if not self._heads.life:
-                    await self._tail.see_all()
+                    await self._see_all()
                 return await self._sequencer.submit(messages)
         except TimeoutError:
             raise AppendUnknown("the group was not stored in time") from None
@@ -193,10 +208,14 @@ class GroupLog:
     async def _floor(self) -> int:
         """From where on everything that is in the log must be known."""
         first, _ = await self._stream.bounds()
-        floors = await self._shared.floors()
-        if len(floors) < self._subjects.partitions:
-            return first_place(first)
-        return max(first_place(first), min(floor.settled for floor in floors.values()))
+        # What was erased was settled, and everything before it, whatever became of what the owners said.
+        erased = group_of(await self.erased())
+        return max(first_place(max(first, erased + 1 if erased else 0)), self._settled(await self._shared.floors()))
+
+    def _settled(self, floors: Mapping[int, Floor]) -> int:
+        """The position below which all partitions are settled; 0 as long as an owner has not said."""
+        partitions = range(self._subjects.partitions)
+        return min(floors[p].settled for p in partitions) if all(p in floors for p in partitions) else 0
 
     def _head(self, subject: str) -> int:
         return self._heads.head(hash_of(self._subjects.thread_id(subject)))
@@ -205,7 +224,7 @@ class GroupLog:
         return "*" not in subject and subject not in self._subjects.beside
 
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-        await self._tail.see_all()
+        await self._see_all()
         found: dict[str, StoredMessage] = {}
         for subject in subjects:
             if not self._is_thread(subject):
@@ -219,7 +238,7 @@ class GroupLog:
         return found
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        await self._tail.see_all()
+        await self._see_all()
         if not self._is_thread(subject):
             messages = []
             async for message in self._all(subject, seq):
@@ -333,7 +352,7 @@ class GroupLog:
             above = messages[-1].seq
 
     async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        await self._tail.see_all()
+        await self._see_all()
         return [self._end_of(filter_) for filter_ in filters]
 
     def _end_of(self, filter_: str) -> int:
@@ -356,10 +375,10 @@ class GroupLog:
         try:
             async with asyncio.timeout(timeout_s):
                 end = await self._stream.fresh_end(self._subjects.groups, timeout_s)
-                await self._tail.see_all()
+                await self._see_all()
                 while self._heads.seen < end:  # the replica that answered lags
                     await asyncio.sleep(_LAG_S)
-                    await self._tail.see_all()
+                    await self._see_all()
         except TimeoutError:
             raise LogUnavailable("the log did not show in time where it ends") from None
 
@@ -371,9 +390,9 @@ class GroupLog:
         return first_place(first), last_place(end)
 
     async def held(self, positions: Mapping[int, int]) -> Held:
-        await self._tail.see_all()
+        await self._see_all()
         used, limit = await self._stream.fill()
-        entries, size = self._heads.above(lambda partition: positions.get(partition, 0))
+        entries, size = self._heads.above(positions)
         return Held(used, limit, entries, min(size, used), self._heads.entries_seen)
 
     async def last_groups(self) -> GroupSizes:
@@ -401,22 +420,23 @@ class GroupLog:
         return await self._stream.follow(name, self._subjects.groups, seq, wake)
 
     async def let_go(self, floors: Mapping[int, Floor]) -> int:
-        known = await self._shared.floors()
+        there = await self._shared.floors()
+        known = dict(there)
         for partition, floor in floors.items():
             before = known.get(partition, Floor(0, 0))
             known[partition] = Floor(max(floor.settled, before.settled), max(floor.purgeable, before.purgeable))
-        said = {p: known[p] for p in floors if self._said.get(p) != known[p]}
-        if said:
+        # Saying it has no answer, and what was said may be lost later: it is said until it can be read.
+        if said := {p: known[p] for p in floors if there.get(p) != known[p]}:
             await self._shared.put_floors(said)
-            self._said |= said
-        if len(known) < self._subjects.partitions:
+        self._asked = True
+        if not all(p in known for p in range(self._subjects.partitions)):
             return 0
-        self._forget(min(floor.settled for floor in known.values()))
+        self._forget(self._settled(known))
         below = group_of(min(floor.purgeable for floor in known.values()))
         if below > self._purged:
             # The last group stays: behind nothing, a late first copy of any group could be stored.
             last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
-            await self._tail.see_all()
+            await self._see_all()
             needed = self._heads.first_needed(below)
             if last is not None:
                 if needed is None:  # some group that it has not seen may name parts that stand far below
@@ -441,6 +461,24 @@ class GroupLog:
         if self._heads.forgets(floor):
             self._before_forgetting(everything=False)
         self._heads.forget(floor)
+
+    def _forget_soon(self) -> None:
+        if self._forgetting is None and self._heads.much and not self._closed:
+            self._forgetting = asyncio.create_task(self._forget_now_and_then(), name="bufstore-forgetting")
+
+    async def _forget_now_and_then(self) -> None:
+        while self._heads.much:
+            self._asked = False
+            await asyncio.sleep(_FORGET_EVERY_S)
+            if self._asked or self._stream.refused is not None:
+                continue
+            try:
+                self._forget(self._settled(await self._shared.floors()))
+            except BufstoreError as e:
+                _log.info("cannot ask what may be forgotten of the log: %s", e, extra={"action": "floors_unavailable"})
+            except Exception:
+                _log.exception("could not forget what is no longer needed", extra={"action": "forget_failed"})
+        self._forgetting = None
 
     def _begins_anew(self) -> None:
         self._before_forgetting(everything=True)
@@ -508,8 +546,13 @@ class GroupLog:
 
     async def aclose(self) -> None:
         """Write and deliver nothing any more."""
+        self._closed = True
+        if self._forgetting is not None:
+            self._forgetting.cancel()
+            await asyncio.wait([self._forgetting])
         await self._feeds.aclose()
         await self._sequencer.aclose()
+        await self._tail.aclose()
 
     # --- the stream itself ------------------------------------------------------------------------------------
 

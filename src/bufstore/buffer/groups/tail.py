@@ -29,6 +29,8 @@ _ANSWER_S = 1.0
 _NEIGHBOURS = 32
 #: Of the groups seen last, so many bytes are kept: reads of what is not flushed yet want them.
 _KEPT_BYTES = 32 << 20
+#: The pause before the same gap is looked at once more.
+_AGAIN_S = 0.1
 #: What a record takes in memory.
 _RECORD_BYTES = 256
 
@@ -93,6 +95,10 @@ class Tail:
     def _misheard(self) -> None:
         _log.warning("what was told of the log is not in it", extra={"action": "log_misheard"})
         self.last_seen.misheard()
+
+    async def aclose(self) -> None:
+        """Look no more: what runs fails with Closed."""
+        await self._see.aclose()
 
     async def first_behind(self, seq: int) -> Behind | None:
         """What stands behind the group with this sequence; None if nothing does. Sees everything."""
@@ -206,11 +212,14 @@ class Tail:
             except Gap as e:
                 if self.last_seen.only_heard:
                     self.last_seen.misheard()
-                if e.group.seq == began_before and e.group.before > group_of(await self._erased()):
+                again = e.group.seq == began_before
+                if again and e.group.before > group_of(await self._erased()):
                     _log.error("the log has lost groups: %s", e, extra={"action": "log_gap"})
                     self._heads.observe_behind_gap(e.group)
                     self.last_seen.is_certain(e.group.seq, e.group.id)
                 else:
+                    if again:  # it was erased since: the floor is above it now
+                        await asyncio.sleep(_AGAIN_S)
                     _log.warning("begins to follow the log anew: %s", e, extra={"action": "log_gap"})
                     began_before = e.group.seq
                     self.last_seen.doubt()

@@ -1,0 +1,225 @@
+"""What a process forgets of the log, and what it goes by: floors that owners say, may be lost, and are said again."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from bufstore import BufferedThreadStore, Consistency, LogConfig, LogUnavailable, MemoryThreadStore
+from bufstore.buffer.groups import heads
+from bufstore.buffer.groups.group import Draft, NewEntry, hash_of
+from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.tail import Tail
+from bufstore.buffer.places import first_place, last_place, place
+from bufstore.buffer.ports.log import Floor
+from bufstore.config import BufferConfig
+from bufstore.errors import Closed
+from bufstore.jetstream.messages import Part, StoredMessage
+from bufstore.memory import MemoryNats
+from helpers import fresh, run_of
+from unit.fake_log import run
+from unit.test_buffered_in_memory import instance
+
+WINDOWS: dict[str, Any] = {"log": LogConfig(failover_window_s=20.0), "retain_after_flush_s": 20.0}
+STAYS: dict[str, Any] = {"log": LogConfig(failover_window_s=20.0), "retain_after_flush_s": 3600.0}
+MANY = 30
+
+
+@pytest.fixture(autouse=True)
+def _little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "_LITTLE", MANY - 5)
+
+
+async def write_many(store: BufferedThreadStore, name: str) -> None:
+    """As many threads that a process would look whether it may forget them."""
+    await asyncio.gather(*(store.checkpoint(t := f"{name}-{n}", [n], run_of(t)) for n in range(MANY)))
+
+
+def known(store: BufferedThreadStore, thread_id: str) -> int:
+    """Where the thread's last entry stands, as far as the process remembers."""
+    return store.buffer.log.known_head(store.buffer.subjects.of(thread_id))
+
+
+def test_a_process_without_a_flusher_forgets_what_is_flushed() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner, **WINDOWS), instance(nats, inner, flusher=False, **WINDOWS) as app:
+            floors, failures = app.buffer.shared.floors, [LogUnavailable("away"), RuntimeError("a bug")]
+
+            async def failing() -> dict[int, Floor]:
+                if failures:
+                    raise failures.pop(0)
+                return await floors()
+
+            await write_many(app, "a")
+            app.buffer.shared.floors = failing  # type: ignore[method-assign]
+            assert known(app, "a-0")
+            for name in "bcd":  # the last group stays, and what was seen before it looked the last time
+                await asyncio.sleep(120)
+                await write_many(app, name)
+            await asyncio.sleep(120)
+            assert not failures
+            assert not known(app, "a-0")
+            await app.checkpoint_append("a-0", [1], run_of("a-0", 1), expected_version=1)
+            assert await app.load_messages("a-0", consistency=Consistency.STRONG) == [0, 1]
+
+    run(main())
+
+
+def test_a_process_asks_nobody_what_it_may_forget_while_it_remembers_little() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner, **WINDOWS), instance(nats, inner, flusher=False, **WINDOWS) as app:
+            await app.checkpoint("t", [1], run_of("t"))
+            shared: Any = app.buffer.shared
+            before = shared.calls
+            await asyncio.sleep(600)
+            assert shared.calls == before
+            await write_many(app, "a")
+            await asyncio.sleep(120)
+            before = shared.calls
+            await asyncio.sleep(600)
+            assert shared.calls == before, "everything of it is forgotten, or nothing has changed since"
+
+    run(main())
+
+
+def test_what_a_process_forgot_that_others_have_written_to_it_builds_on_no_more() -> None:
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with (
+            instance(nats, inner, **WINDOWS) as other,
+            instance(nats, inner, flusher=False, **WINDOWS) as app,
+        ):
+            await app.checkpoint(thread_id, [1], run_of(thread_id))
+            await other.checkpoint_append(thread_id, [2], run_of(thread_id, 1))
+            for name in "abc":
+                await write_many(app, name)
+                await asyncio.sleep(120)
+            assert not known(app, thread_id)
+            await app.checkpoint_append(thread_id, [3], run_of(thread_id, 2))
+            await other.force_flush_all()
+            assert await inner.load_messages(thread_id) == [1, 2, 3]
+            assert await other.quarantined() == 0
+
+    run(main())
+
+
+def lose_floors(nats: MemoryNats) -> Any:
+    """Of the shared state, what owners said; the bucket."""
+    (bucket,) = nats.buckets.values()
+    for partition in bucket.keys("floor"):
+        bucket.remove("floor", partition)
+    return bucket
+
+
+def test_what_owners_said_is_said_again_when_it_was_lost_though_nothing_moves() -> None:
+    async def main() -> None:
+        nats = MemoryNats()
+        async with instance(nats, MemoryThreadStore(), **STAYS) as store:
+            await store.checkpoint("t", [1], run_of("t"))
+            await asyncio.sleep(120)
+            before = await store.buffer.shared.floors()
+            settled = await store.buffer.log.settled()
+            bucket = lose_floors(nats)
+            await asyncio.sleep(20)
+            assert len(bucket.keys("floor")) == store.buffer.subjects.partitions
+            assert await store.buffer.shared.floors() == before
+            assert await store.buffer.log.settled() == settled
+
+    run(main())
+
+
+@pytest.mark.parametrize("flusher", [False, True])
+def test_who_starts_after_an_erasure_goes_on_though_what_owners_said_is_lost(*, flusher: bool) -> None:
+    async def main() -> None:
+        nats, inner, gone, other, last = MemoryNats(), MemoryThreadStore(), fresh(), fresh(), fresh()
+        async with instance(nats, inner, **STAYS) as store:
+            await store.checkpoint(other, ["a"], run_of(other))
+            # One group, which the erasure takes with it.
+            await asyncio.gather(
+                store.checkpoint(gone, ["secret"], run_of(gone)),
+                store.checkpoint_append(other, ["b"], run_of(other, 1)),
+            )
+            await store.checkpoint(last, ["behind"], run_of(last))
+            await store.erase(gone)
+        lose_floors(nats)
+        async with asyncio.timeout(60), instance(nats, inner, flusher=flusher, **STAYS) as app:
+            await app.checkpoint_append(other, ["c"], run_of(other, 2))
+            await app.checkpoint(gone, ["new"], run_of(gone, 1))
+            assert await app.load_messages(other) == ["a", "b", "c"]
+            assert await app.load_messages(gone) == ["new"]
+        async with instance(nats, inner, **STAYS) as last_one:
+            await last_one.force_flush_all()
+            assert await inner.load_messages(other) == ["a", "b", "c"]
+            assert await last_one.quarantined() == 0
+
+    run(main())
+
+
+def test_a_process_that_begins_while_groups_are_erased_looks_again_with_a_pause() -> None:
+    async def main() -> None:
+        drafts = [Draft(100 + n, [NewEntry(f"t{n}", 0, 0, None, b"")]) for n in range(3)]
+        groups, before, before_id = [], 0, 0
+        for seq, draft in enumerate(drafts, 1):
+            group = draft.stored(seq, before_id, before, 0)
+            groups.append(StoredMessage("g", seq, draft.header(before_id, before, 0), draft.body))
+            before, before_id = seq, group.id
+        left = [groups[0], groups[2]]
+        floors = [0, 0, 0, first_place(3)]
+
+        class Log:
+            async def last(self, *_: Any) -> dict[str, StoredMessage]:
+                return {"g": left[-1]}
+
+            connections = 1
+
+            async def part(self, _: str, seq: int, *__: Any) -> Part:
+                return Part([m for m in left if m.seq > seq], 0)
+
+            async def identity(self, seq: int) -> StoredMessage | None:
+                raise AssertionError
+
+        async def floor() -> int:
+            return floors.pop(0)
+
+        async def erased() -> int:
+            return last_place(2)
+
+        seen = Heads()
+        loop = asyncio.get_running_loop()
+        await Tail(Log(), "g", seen, floor, erased, lambda: None, 1.0).see_all()
+        assert not floors
+        assert seen.head(hash_of("t2")) == place(3, 0)
+        assert loop.time() > 0
+
+    run(main())
+
+
+def test_closing_ends_a_look_at_the_log() -> None:
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        settings = BufferConfig(flusher=False, append_timeout_s=1.0)
+        async with instance(nats, inner) as one:
+            store = await BufferedThreadStore.open(inner, nats=nats, config=settings)
+            await one.checkpoint("t", [1], run_of("t"))
+            stream: Any = store.buffer.session.stream  # type: ignore[attr-defined]
+
+            async def never(*_: Any, **__: Any) -> None:
+                await asyncio.Event().wait()
+
+            stream.part = never
+            looks = [asyncio.create_task(store.buffer.log.ends([], 5.0)) for _ in range(2)]
+            await asyncio.sleep(1)
+            looks.append(asyncio.create_task(store.buffer.log.ends([], 5.0)))
+            await asyncio.sleep(0)
+            await store.aclose()
+            for look in looks:
+                with pytest.raises(Closed):
+                    await look
+            with pytest.raises(Closed):
+                await store.buffer.log.ends([], 5.0)
+
+    run(main())
