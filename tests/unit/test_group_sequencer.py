@@ -415,6 +415,33 @@ class Away(Faulty):
         return lambda *what: asyncio.get_running_loop().call_later(self.way_s, tell, *what)
 
 
+@pytest.mark.parametrize("way_s", [0.05, 0.1, 0.15])
+def test_a_writer_that_is_far_away_gets_its_turns_and_leaves_time_to_those_that_are_near(way_s: float) -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        processes = [Process(world, log=Away(world, way)) for way in (0.001, 0.001, 0.001, way_s)]
+        for process in processes:
+            await process.tail.see_all()
+            process.sequencer.start()
+
+        async def writer(process: Process, thread_id: str) -> None:
+            while asyncio.get_running_loop().time() < 15:
+                await process.add(thread_id, None).done.wait()
+
+        callers = [(process, f"{n}-{c}") for n, process in enumerate(processes) for c in range(2)]
+        await asyncio.gather(*(writer(*caller) for caller in callers))
+        check(world, processes)
+        *near, far = [process.sequencer.groups for process in processes]
+        assert far >= 15 / (10 * way_s), far  # one in five of its round trips
+        assert min(near) >= 0.9 * max(near), near
+        # Alone, they write one in 4 ms. A turn of the far one takes four ways.
+        assert sum(near) >= 0.6 * (15 - 4 * way_s * far) / 0.004, near
+        for process in processes:
+            await process.sequencer.aclose()
+
+    run(main())
+
+
 @pytest.mark.parametrize("ways_s", [[0.001] * 8, [0.001] * 7 + [0.01]])
 def test_writers_at_the_same_time_take_turns_and_nobody_asks_what_was_faster(ways_s: Sequence[float]) -> None:
     async def main() -> None:

@@ -14,17 +14,19 @@ import struct
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from bufstore.buffer.groups.turns import Turns, Usual
+from bufstore.buffer.groups.turns import NEEDS_MAX_S, Pace, Turns, Usual
 from bufstore.buffer.subjects import Subjects
 from bufstore.errors import BufstoreError
 from bufstore.jetstream.messages import StoredMessage
 
 #: Who has nobody in his way for so long stops to listen. To begin again costs one refusal.
 _QUIET_S = 1.0
-#: Who tells, and how long it needs for a group, µs: it wants to write. 0: it wants nothing.
-_WISH = struct.Struct(">BII")
-#: Who tells, the sequence of its group, and how long the group's body is. The group's header follows.
-_STORED = struct.Struct(">BIQI")
+#: A clock may show less than this as no time at all.
+_AT_ONCE_S = 1e-6
+#: Who tells, and its pace, µs: it wants to write. Where it needs no time, it wants nothing.
+_WISH = struct.Struct(">BIII")
+#: Who tells, its pace, the sequence of its group, and how long the group's body is. The group's header follows.
+_STORED = struct.Struct(">BIIIQI")
 _WISHES, _HAS_STORED = range(2)
 #: The last this many bits of a group's id tell a writer's groups from each other, those before tell the writers.
 _NUMBER_BITS = 32
@@ -83,6 +85,7 @@ class Others:
         self._announcements, self._subjects, self._me = announcements, subjects, me
         self._hear, self._wanting = hear, wanting
         self._turns = Turns(me)
+        #: How long the server takes to answer.
         self._usual = Usual()
         self._listening: Listening | None = None
         #: Whoever begins or ends to listen.
@@ -97,6 +100,8 @@ class Others:
         self._others_at = self._mine_at = float("-inf")
         #: Who begins to listen waits so long for a place in the order.
         self._new_until = float("-inf")
+        #: Whether its turn came, and no group of its own was stored since.
+        self._tried = False
         #: When it told last that it wants to write.
         self._wished_at = float("-inf")
         #: When it told last that it was refused.
@@ -120,7 +125,7 @@ class Others:
                 await self._end()
             if self._listening is None and not self._closed:
                 self._listening = await self._announcements.listen(self._subjects.writers, self._heard)
-                self._new_until = now + self._usual.at_most_s
+                self._new_until = now + self._pace.needs_s
                 self._look_later()
 
     def _heard_of_refusal(self, words: bytes) -> None:
@@ -135,7 +140,13 @@ class Others:
     async def go_first(self) -> None:
         """Return when it is this process's turn to write."""
         loop = asyncio.get_running_loop()
-        while self._listening is not None and not self._listening.lost and (wait_s := self._wait_s(loop.time())) > 0:
+        if self._tried and self._listening is not None and self._turns.knows(self._me):
+            self._ask()  # who did not wait for it may have heard nothing of it
+        while (
+            self._listening is not None
+            and not self._listening.lost
+            and (wait_s := self._wait_s(loop.time())) > _AT_ONCE_S
+        ):
             self._moved.clear()
             self._look_whose_turn()
             timer = loop.call_later(wait_s, self._moved.set)
@@ -143,15 +154,22 @@ class Others:
                 await self._moved.wait()
             finally:
                 timer.cancel()
+        self._tried = True
 
     def _wait_s(self, now: float) -> float:
-        wait_s = self._turns.wait_s(now, self._usual.at_most_s)
+        wait_s = self._turns.wait_s(now, self._pace.needs_s)
         # All who are refused for the first time at the same moment would try again at the same moment.
         return wait_s if self._turns.knows(self._me) else max(wait_s, self._new_until - now)
 
     def took(self, took_s: float) -> None:
         """A group of this process was stored, or refused, after so long."""
-        self._usual.note(2 * took_s)  # to hear whose turn it is, and to tell of the group, takes as long
+        self._usual.note(took_s)
+
+    @property
+    def _pace(self) -> Pace:
+        # To hear whose turn it is, and to tell of the group, takes as long as to store it. When its turn comes, the
+        # refusal of the last try may still be on its way.
+        return Pace(2 * self._usual.mean_s, min(3 * self._usual.at_most_s, NEEDS_MAX_S))
 
     async def wrote(self, message: StoredMessage) -> None:
         """A group of this process was stored: tell the others, if they are in each other's way."""
@@ -159,10 +177,12 @@ class Others:
             with contextlib.suppress(BufstoreError):  # the next group will do
                 self._refusals = await self._announcements.listen(self._subjects.refused, self._heard_of_refusal)
         self._mine_at = now = asyncio.get_running_loop().time()
+        self._tried = False
         if self._listening is not None:
-            self._turns.wrote(self._me, now)
+            pace = self._pace
+            self._turns.wrote(self._me, pace, now)
             self._look_whose_turn()
-            head = _STORED.pack(_HAS_STORED, self._me, message.seq, len(message.body))
+            head = _STORED.pack(_HAS_STORED, self._me, *_in_us(pace), message.seq, len(message.body))
             await self._announcements.tell(self._subjects.writers, head + (message.header or "").encode())
 
     async def aclose(self) -> None:
@@ -181,22 +201,23 @@ class Others:
     def _heard(self, words: bytes) -> None:
         # Anybody may publish here.
         if len(words) == _WISH.size and words[0] == _WISHES:
-            _, writer, needs_us = _WISH.unpack(words)
-            self._wished(writer, needs_us)
+            _, writer, turn_us, needs_us = _WISH.unpack(words)
+            self._wished(writer, Pace(turn_us / 1e6, needs_us / 1e6))
         elif len(words) > _STORED.size and words[0] == _HAS_STORED:
-            _, writer, seq, size = _STORED.unpack_from(words)
+            _, writer, turn_us, needs_us, seq, size = _STORED.unpack_from(words)
             if writer != self._me:
-                self._stored(seq, words[_STORED.size :].decode("ascii", "replace"), size)
+                pace = Pace(turn_us / 1e6, needs_us / 1e6)
+                self._stored(pace, seq, words[_STORED.size :].decode("ascii", "replace"), size)
 
-    def _stored(self, seq: int, header: str, size: int) -> None:
+    def _stored(self, pace: Pace, seq: int, header: str, size: int) -> None:
         if (id_ := self._hear(seq, header, size)) is not None:
             now = self._others_at = asyncio.get_running_loop().time()
-            self._turns.wrote(writer_of(id_), now)
+            self._turns.wrote(writer_of(id_), pace, now)
             self._look_whose_turn()
 
-    def _wished(self, writer: int, needs_us: int) -> None:
-        if needs_us:
-            self._turns.wants(writer, needs_us / 1e6, asyncio.get_running_loop().time())
+    def _wished(self, writer: int, pace: Pace) -> None:
+        if pace.needs_s:
+            self._turns.wants(writer, pace, asyncio.get_running_loop().time())
             if writer == self._me:
                 self._moved.set()
         else:
@@ -207,21 +228,23 @@ class Others:
         now = asyncio.get_running_loop().time()
         if not self._turns.knows(self._me):
             # It is new here, or was too slow. A wish that is not heard soon is lost.
-            if self._wanting() and now - self._wished_at > self._usual.at_most_s:
-                self._wished_at = now
-                self._spawn(self._wish(math.ceil(1e6 * self._usual.at_most_s) or 1))
+            if self._wanting() and now - self._wished_at > self._pace.needs_s:
+                self._ask()
         elif self._turns.is_first(self._me):
             if self._wanting():
                 self._moved.set()
             else:  # nobody need wait for it
                 self._turns.passes(self._me)
-                self._spawn(self._wish(0))
+                self._spawn(self._wish(0, 0))
 
-    async def _wish(self, needs_us: int) -> None:
-        """Tell the others that this process wants to write, and how long it needs; 0: that it wants nothing."""
-        await self._announcements.tell(
-            self._subjects.writers, _WISH.pack(_WISHES, self._me, min(needs_us, (1 << 32) - 1))
-        )
+    def _ask(self) -> None:
+        """Tell the others that this process wants to write, and how long it needs."""
+        self._wished_at = asyncio.get_running_loop().time()
+        turn_us, needs_us = _in_us(self._pace)
+        self._spawn(self._wish(turn_us, needs_us or 1))
+
+    async def _wish(self, turn_us: int, needs_us: int) -> None:
+        await self._announcements.tell(self._subjects.writers, _WISH.pack(_WISHES, self._me, turn_us, needs_us))
 
     async def _stop(self) -> None:
         async with self._one_at_a_time:
@@ -243,10 +266,14 @@ class Others:
         loop = asyncio.get_running_loop()
         if self._listening is None:
             return
-        if loop.time() - min(self._others_at, self._mine_at) < _QUIET_S:
+        now = loop.time()
+        # Of who is far away nothing may be heard for longer while it has its turn, or waits for it.
+        others = self._turns.others or now - self._others_at < _QUIET_S
+        mine = self._wanting() or now - self._mine_at < _QUIET_S
+        if others and mine:
             self._look_later()
-            return
-        self._spawn(self._stop())
+        else:
+            self._spawn(self._stop())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self._closed:
@@ -255,3 +282,7 @@ class Others:
         task = asyncio.get_running_loop().create_task(work, name="bufstore-writers")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _in_us(pace: Pace) -> tuple[int, int]:
+    return math.ceil(1e6 * min(pace.turn_s, NEEDS_MAX_S)), math.ceil(1e6 * pace.needs_s)
