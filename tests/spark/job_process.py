@@ -80,9 +80,9 @@ def speculating(settings: dict[str, Any]) -> None:
 
     task = foreach_batch._task
 
-    def slow_task(config: SinkConfig, batch_id: int, batches: Any) -> Any:
+    def slow_task(*arguments: Any) -> Any:
         # After its own writes: both attempts have written everything.
-        yield from slowed(task(config, batch_id, batches))
+        yield from slowed(task(*arguments))
 
     foreach_batch._task = slow_task
     write(frame(spark, rows_of(settings["threads"], range(5))), 0)

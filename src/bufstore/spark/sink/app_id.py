@@ -69,6 +69,8 @@ class AppId:
         self._holder: Holder | None = None
         #: Seconds that the present batch waited here.
         self.waited_s = 0.0
+        #: Whether it went on without Postgres: then nothing of it is noted, which would only take time.
+        self._away = False
 
     def begin(self, query: Query, batch_id: int, planned: int, stopped: Callable[[], bool] = lambda: False) -> Holder:
         """Take the app id for a batch. Returns what was known of the batch. `planned`: a sum over its rows.
@@ -77,6 +79,7 @@ class AppId:
         batch any more. Waits for Postgres when only that can tell.
         """
         known = self._known(query, batch_id)
+        self._away = False
 
         async def taking(ledger: SparkLedger) -> Holder:
             timeout_s = _TRY_S if known is None else _SHORT_S
@@ -89,12 +92,13 @@ class AppId:
 
         try:
             holder = self._with_ledger(taking, batch_id, stopped, waits=known is None)
-        except StoreUnavailable:
+        except StoreUnavailable as e:
             if known is None:
                 raise
             check_holder(known, self._config.app_id, query, batch_id)
             check_rows(known, self._config.app_id, planned)
-            holder = known
+            _log.warning("batch %d of %s goes on without Postgres: %s", batch_id, self._config.app_id, e)
+            self._away, holder = True, known
         self._query, self._holder = query, holder
         return holder
 
@@ -107,6 +111,8 @@ class AppId:
 
         if self._holder.planned is None:
             self._holder = self._holder._replace(planned=planned)
+            if self._away:
+                return
             try:
                 self._with_ledger(noting, batch_id, waits=False)
             except StoreUnavailable as e:
@@ -124,6 +130,8 @@ class AppId:
             )  # fmt: skip
 
         self._holder = Holder(self._query.query_id if self._query else "", batch_id, planned, done=True)
+        if self._away:
+            return
         try:
             self._with_ledger(noting, batch_id, waits=False)
         except StoreUnavailable as e:
