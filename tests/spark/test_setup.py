@@ -59,7 +59,7 @@ def test_what_goes_to_the_executors_can_go_there() -> None:
 async def test_no_secret_in_plans_and_errors(spark: Any, deployment: Deployment, config: SinkConfig) -> None:
     await prepared(deployment)
     address = deployment.servers.nats.url.rpartition("@")[2].removeprefix("nats://")
-    options = read_options(deployment, nats=f"nats://me:hush@{address}", columns="position")
+    options = read_options(deployment, natsUrl=f"nats://me:hush@{address}", columns="position")
     df = spark.read.format("threadlog").options(**options).load()
     assert "hush" not in df._jdf.queryExecution().toString()
     with pytest.raises(Exception, match="refused the credentials") as nobody:
