@@ -38,7 +38,7 @@ class Time(click.ParamType[datetime]):
 
 @click.group()
 def spark() -> None:
-    """Jobs on Spark: drain a backlog, archive the log, make a table of the archive, restore it."""
+    """Jobs on Spark: drain a backlog, archive the log, restore an archive."""
 
 
 @spark.command()
