@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from bufstore.jetstream.messages import Outgoing
 from bufstore.memory import MemoryNats
 from bufstore.memory.log import MemoryStream
 from bufstore.spark.log_archive.applicable import applicable
+from bufstore.spark.log_archive.entry_table import APPLIED, Known, thread_rows
 from bufstore.spark.log_archive.into_log import Wanted, _units, wanted
 from bufstore.spark.log_archive.into_postgres import decided
 from bufstore.threads.memory_store import MemoryThreadStore
@@ -28,6 +31,7 @@ from thorough import examples
 from unit.fake_log import run
 
 SUBJECTS = Subjects("thread", 4)
+THEN = datetime(2026, 11, 22, tzinfo=UTC)
 OPERATIONS = st.lists(
     st.tuples(
         st.sampled_from(("append", "whole", "flush", "flush and purge")),
@@ -156,6 +160,32 @@ def test_a_thread_in_parts_and_again_is_as_it_was(
             await world.flush()
             assert await world.inner.load_messages("t") == (shown if items else None)
             assert await store.quarantined() == 0
+
+    run(main())
+
+
+@examples(200)
+@given(operations=OPERATIONS, cuts=st.sets(st.integers(0, 12)))
+def test_the_table_says_what_a_thread_holds(operations: list[tuple[str, int, list[int]]], cuts: set[int]) -> None:
+    """Its messages are those of entries that are applied, without what later ones do not keep; in parts, too."""
+
+    async def main() -> None:
+        found, shown = await history(operations)
+        items = sorted(found, key=lambda item: item.seq)
+        rows: list[dict[str, Any]] = []
+        for start, end in itertools.pairwise(sorted({0, *(c for c in cuts if c < len(items)), len(items)})):
+            applied = [row for row in rows if row["effect"] == APPLIED]
+            last = (applied[-1]["entry_id"], applied[-1]["version"]) if applied else (0, 0)
+            known = Known(rows[-1]["position"], *last) if rows else None
+            rows += thread_rows("t", 0, known, ((item, THEN) for item in items[start:end]))
+        held: list[Any] = []
+        for row in rows:
+            if row["effect"] == APPLIED:
+                assert len(held) >= row["keep"]
+                held[row["keep"] :] = [json.loads(message["json"]) for message in row["messages"]]
+                assert [message["number"] for message in row["messages"]] == list(range(row["keep"], len(held)))
+        assert held == shown
+        assert {row["effect"] for row in rows} <= {APPLIED}, "nobody gave up here"
 
     run(main())
 

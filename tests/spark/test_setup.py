@@ -79,7 +79,7 @@ async def test_whoever_signs_in_as_somebody_else_has_a_connection_of_their_own(
 async def test_no_secret_in_plans_and_errors(spark: Any, deployment: Deployment, config: SinkConfig) -> None:
     await prepared(deployment)
     address = deployment.servers.nats.url.rpartition("@")[2].removeprefix("nats://")
-    options = read_options(deployment, nats=f"nats://me:hush@{address}", columns="position")
+    options = read_options(deployment, natsUrl=f"nats://me:hush@{address}", columns="position")
     df = spark.read.format("threadlog").options(**options).load()
     assert "hush" not in df._jdf.queryExecution().toString()
     with pytest.raises(Exception, match="refused the credentials") as nobody:

@@ -45,7 +45,7 @@ def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
 def connection(found: Mapping[str, str]) -> NatsConfig:
     """How to reach NATS. Raises ConfigError."""
     if ("nats" in found) == ("natsUrl" in found):
-        raise ConfigError("option nats, or natsUrl, is missing (give one of them): the URL of a NATS server")
+        raise ConfigError("give one of the options nats and natsUrl: the URL of a NATS server")
     return NatsConfig(
         servers=tuple(words(found, "nats") or words(found, "natsUrl")),
         credentials=found.get("credentialsFile"),
