@@ -62,7 +62,7 @@ def two_writers(main: Callable[[World, Process, Process], Awaitable[None]]) -> N
 async def tell(process: Process, seq: int, before: Seen) -> None:
     """Somebody tells of a group that the log need not have."""
     words = Draft(5, []).header(before.id, before.seq, 0).encode()
-    await process.log.tell(SUBJECTS.writers, _STORED.pack(_HAS_STORED, 99, seq, 0) + words)
+    await process.log.tell(SUBJECTS.writers, _STORED.pack(_HAS_STORED, 99, 0, 0, seq, 0) + words)
 
 
 def lose_last(world: World) -> None:
