@@ -197,10 +197,17 @@ class MailboxStore:
         step_id = secrets.token_hex(8)
         claiming = Claiming(holder, until, now)
 
+        again = False
+
         async def attempt() -> MailboxThread | None:
+            nonlocal again
             with suppress(InSteps):
                 return await at_once(claiming, step_id)
             thread, head = await find()
+            if again and head is None and thread.step != step_id:
+                # An earlier attempt may have been stored after the thread was read, and before its queue was.
+                thread = await self.backend.thread(thread.thread_id)
+            again = True
             if thread.step == step_id:  # an earlier attempt, whose answer was lost
                 return thread
             if thread.active is not None or head is None or is_stale(head, thread):
