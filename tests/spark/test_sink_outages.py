@@ -30,11 +30,10 @@ async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFi
     caplog.set_level(logging.INFO, "bufstore.spark")
     deployment = deploy(max_bytes=1 << 20, failover_window_s=1.0)
     async with deployment.store(flusher=False, append_timeout_s=0.5) as store:
-        for n in range(200):
-            try:
-                await store.checkpoint("full", [said(n, 20_000)], run_of("full"))
-            except LogFull:
-                break
+        for size in (20_000, 2_000, 100):  # to the last byte
+            with pytest.raises(LogFull):
+                for n in range(200):
+                    await store.checkpoint("full", [said(n, size)], run_of("full"))
     threads = [fresh() for _ in range(3)]
     config, rows = sink(deployment, append_timeout_s=0.5), sorted_rows(threads, range(4))
     with pytest.raises(LogFull) as over:
