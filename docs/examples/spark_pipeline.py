@@ -10,8 +10,14 @@ import json
 import tempfile
 from pathlib import Path
 
-from bufstore import BufferConfig, BufferedThreadStore, Consistency, LogConfig, PostgresThreadStore
-from bufstore.blocking import BlockingBufferedStore
+from bufstore import (
+    BlockingBufferedStore,
+    BufferConfig,
+    BufferedThreadStore,
+    Consistency,
+    LogConfig,
+    PostgresThreadStore,
+)
 from bufstore.embedded import Servers
 from bufstore.spark import Deployment, SinkConfig, archive, checkpoint_sink, session, tabulate
 from bufstore.spark.analytics import entries, messages

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from bufstore.errors import StaleClaim
+from bufstore.errors import LogUnavailable, StaleClaim
 from bufstore.mailbox.memory import MemoryBackend
 from bufstore.mailbox.model import Dispatch, Status
 from bufstore.mailbox.nats import NatsBackend
@@ -27,10 +27,17 @@ _check = registrar(CHECKS)
 
 
 async def _until(check: Callable[[], Awaitable[bool]], stores: Stores, timeout_s: float = 30.0) -> None:
-    """Sweep until it is so."""
+    """Sweep until it is so; on replicas a look may find all copies behind their leader, and is repeated."""
     sweepers = [Sweeper(store) for store in stores]
+
+    async def looks_so() -> bool:
+        try:
+            return await check()
+        except LogUnavailable:
+            return False
+
     async with asyncio.timeout(timeout_s):
-        while not await check():
+        while not await looks_so():
             for sweeper in sweepers:
                 await sweeper.sweep()
             await asyncio.sleep(0.02)
