@@ -54,11 +54,14 @@ _THREADS_AHEAD = 2000
 _OVERHEAD = 512
 
 
-def _while_full() -> AsyncRetrying:
-    """Other instances' groups on their way hold room that is free again a moment later, stored or refused."""
+def _while_full(timeout_s: float) -> AsyncRetrying:
+    """Other instances' groups on their way hold room that is free again a moment later, stored or refused.
+
+    Many steps of one process wait for each other, too: one goes after the other, and each that ends makes room.
+    """
     return AsyncRetrying(
         retry=retry_if_exception_type(LogFull),
-        stop=stop_after_delay(1.0),
+        stop=stop_after_delay(timeout_s),
         wait=wait_random_exponential(multiplier=0.01, max=0.1),
         reraise=True,
     )
@@ -158,7 +161,7 @@ class NatsBackend:
         try:
             seq = await self._writes.submit(messages)
         except LogFull:
-            seq = await _while_full()(self._put_alone, messages)
+            seq = await _while_full(self._config.timeout_s)(self._put_alone, messages)
         self._reads.wrote(messages, seq)
         return seq
 
