@@ -310,6 +310,7 @@ def test_a_partition_that_catches_up_holds_up_no_other() -> None:
         assert [feed.delivered for feed in (one, two)] == [server.expected(p, 0)[-1] for p in (1, 2)]
         assert zero.delivery is one.delivery is two.delivery
         assert server.open_sources == 1
+        assert len(server.sources) < 6
         await server.feeds.aclose()
         assert server.open_sources == 0
 

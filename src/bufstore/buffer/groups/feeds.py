@@ -143,12 +143,6 @@ class Feeds:
             if common is not None and group_of(feed.acked + 1) >= common.next:
                 common.serve(feed)
                 return
-            # One catches up with all that are late: each has so much on its way, and the server bounds that of all.
-            for late in list(self._late):
-                self._late.discard(late)
-                for one in list(late.feeds.values()):
-                    one.delivery = None
-                await late.close()
             feeds = [f for f in self._feeds.values() if f.delivery is None and not (f.ended or f.aside)]
             first = min((group_of(f.acked + 1) for f in feeds), default=0)
             delivery = Delivery(self._split, self._joins)
