@@ -77,6 +77,7 @@ class Server:
             raise self.fails
         self.sources.append(Source(self, seq, wake))
         self.open_sources += 1
+        assert self.open_sources <= 2, "each has so much on its way, and the server bounds that of all"
         return self.sources[-1]
 
     async def split(self, message: StoredMessage) -> list[tuple[int, StoredMessage]]:

@@ -40,9 +40,9 @@ from bufstore.nats.setup import (
     withdrawn,
 )
 
-#: What is asked for at once. A server takes a client for which 64 MiB wait (``max_pending``) for
-#: dead and cuts it off, and while a large window is computed nothing is read.
-_ASKED_BYTES_MAX = 32 << 20
+#: What is asked for at once by a feed, of which there may be two. A server takes a client for which 64 MiB wait
+#: (``max_pending``) for dead and cuts it off, and while a large window is computed nothing is read.
+_ASKED_BYTES_MAX = 16 << 20
 
 #: A node that has not caught up may be chosen to lead a new consumer before it knows of it; it takes the others some
 #: seconds to elect another. To make another consumer is faster; where everything is slow, each has more time.

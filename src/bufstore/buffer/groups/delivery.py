@@ -120,9 +120,7 @@ class Delivery:
             for message in groups.take():
                 await self._give_out(message)
                 if self._done(self):
-                    self._lost, self._groups = "another delivers", None
-                    with contextlib.suppress(BufstoreError, AppendUnknown):
-                        await groups.close()
+                    self._lost = "another delivers"
                     return True
             await self.acknowledge()
             await self._something.wait()

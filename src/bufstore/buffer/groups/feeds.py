@@ -3,9 +3,11 @@
 Each group is delivered once to a process, which gives the entries of each partition to the feed of that partition
 (`bufstore.buffer.groups.delivery`).
 
-A partition that needs groups which the others have had already (it was taken over from another process, or was set
-aside) gets them in a delivery of its own, up to where the common one stands, and then goes on with that: the others
-wait neither for it nor for what it has missed.
+Partitions that need groups which the others have had already (they were taken over from another process, or were set
+aside) get them in a second delivery, up to where the common one stands, and then go on with that: the others wait
+neither for them nor for what they have missed. There are never more than these two, because each has a bounded number
+of bytes on its way, and the server closes the connection of who is owed too many. Who comes too late for the second
+one is served when that has ended.
 """
 
 from __future__ import annotations
@@ -101,8 +103,12 @@ class Feeds:
         self._follow, self._split = follow, split
         self._feeds: dict[int, PartitionFeed] = {}
         self._common: Delivery | None = None
-        #: Those that bring partitions up to where the common one stands.
-        self._late: set[Delivery] = set()
+        #: Brings partitions up to where the common one stands.
+        self._late: Delivery | None = None
+        #: Those that have ended by themselves, or were replaced.
+        self._past: list[Delivery] = []
+        #: Ends what has nothing more to do, and serves who waited for it.
+        self._tidying: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
         self._closed = False
 
@@ -136,50 +142,87 @@ class Feeds:
         async with self._changing:
             if self._closed:
                 raise Closed("the store is closed")
-            if feed.delivery is not None:  # with another that was opened at the same time
-                return
             await self._end_useless()
-            common = self._common
-            if common is not None and group_of(feed.acked + 1) >= common.next:
-                common.serve(feed)
+            if feed.delivery is None:  # else it came with another that was opened at the same time
+                await self._serve(feed)
+
+    async def _serve(self, feed: PartitionFeed) -> None:
+        """Have this one served, and all that wait like it; by and by, where both deliveries are further already."""
+        for delivery in (self._common, self._late):
+            if delivery is not None and group_of(feed.acked + 1) >= delivery.next:
+                delivery.serve(feed)
                 return
-            feeds = [f for f in self._feeds.values() if f.delivery is None and not (f.ended or f.aside)]
-            first = min((group_of(f.acked + 1) for f in feeds), default=0)
-            delivery = Delivery(self._split, self._joins)
-            await delivery.begin(lambda wake: self._follow(first, wake), first)
-            for one in feeds:
-                if self._feeds.get(one.partition) is one and not one.ended:  # nor was it closed meanwhile
-                    delivery.serve(one)
-            if common is None:
-                self._common = delivery
-            else:
-                self._late.add(delivery)
+        if self._late is not None:
+            return  # `_joins` thinks of it
+        feeds = self._unserved()
+        first = min((group_of(f.acked + 1) for f in feeds), default=0)
+        delivery = Delivery(self._split, self._joins)
+        await delivery.begin(lambda wake: self._follow(first, wake), first)
+        for one in feeds:
+            if self._feeds.get(one.partition) is one and not one.ended:  # nor was it closed meanwhile
+                delivery.serve(one)
+        if self._common is None:
+            self._common = delivery
+        else:
+            self._late = delivery
+
+    def _unserved(self) -> list[PartitionFeed]:
+        return [feed for feed in self._feeds.values() if feed.delivery is None and not (feed.ended or feed.aside)]
 
     async def _end_useless(self) -> None:
         """End what delivers no more, or to nobody. Feeds that have not looked yet are served by the next delivery."""
-        common = self._common
+        common, late = self._common, self._late
         if common is not None and (common.lost is not None or not common.feeds):
             for feed in list(common.feeds.values()):
                 if not feed.ended:
                     feed.delivery = None
             self._common = None
-            await common.close()
-        for late in [late for late in self._late if late.lost is not None or not late.feeds]:
-            self._late.discard(late)
-            await late.close()
+            self._past.append(common)
+        if late is not None and (late.lost is not None or not late.feeds):
+            self._late = None
+            self._past.append(late)
+            if self._unserved():
+                self._tidy_soon()
+        while self._past:
+            await self._past[-1].close()
+            self._past.pop()
 
     def _joins(self, delivery: Delivery) -> bool:
         """Whether a delivery has nothing more to do: those that it served have what the others had."""
         common = self._common
-        if delivery is common:
+        if delivery is not self._late or (delivery.feeds and common is not None and delivery.next < common.next):
             return False
-        if delivery.feeds and (common is None or common.lost is not None or delivery.next < common.next):
+        self._late = None
+        self._tidy_soon()
+        if delivery.feeds and (common is None or common.lost is not None):
+            if common is not None:
+                self._past.append(common)
+            self._common = delivery
             return False
         for feed in list(delivery.feeds.values()):
             if common is not None and not feed.ended:
                 common.serve(feed)
         delivery.feeds.clear()
+        self._past.append(delivery)
         return True
+
+    def _tidy_soon(self) -> None:
+        if not self._closed and self._tidying is None:
+            self._tidying = asyncio.create_task(self._tidy(), name="bufstore-feeds-tidy")
+
+    async def _tidy(self) -> None:
+        """End what has nothing more to do; serve who waited for that, or have them lost."""
+        try:
+            async with self._changing:
+                await self._end_useless()
+                while not self._closed and self._late is None and (feeds := self._unserved()):
+                    try:
+                        await self._serve(feeds[0])
+                    except BufstoreError as e:
+                        for feed in feeds:
+                            feed.lose(f"the groups cannot be followed: {e}")
+        finally:
+            self._tidying = None
 
     def _leave(self, feed: PartitionFeed) -> None:
         if feed.delivery is not None and feed.delivery.feeds.get(feed.partition) is feed:
@@ -203,5 +246,8 @@ class Feeds:
             feed.lose("closed")
             self._leave(feed)
         self._feeds.clear()
+        if self._tidying is not None:
+            self._tidying.cancel()
+            await asyncio.gather(self._tidying, return_exceptions=True)
         async with self._changing:
             await self._end_useless()
