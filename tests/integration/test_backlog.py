@@ -1,0 +1,32 @@
+"""A process takes over all that others have left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from bufstore.nats.session import NatsSession
+from helpers import eventually, fresh, run_of
+
+#: More than a server lets a connection be owed (``max_pending``, 64 MiB).
+_ENTRIES, _BYTES = 1000, 100_000
+
+
+async def test_a_large_backlog_costs_nobody_the_connection(deploy: Any) -> None:
+    deployment = deploy(max_bytes=256 << 20)
+    threads = [fresh() for _ in range(50)]
+    async with deployment.store(flusher=False) as writer:
+
+        async def write(thread_id: str) -> None:
+            for n in range(_ENTRIES // len(threads)):
+                await writer.checkpoint_append(thread_id, [f"{n} ".ljust(_BYTES, "x")], run_of(thread_id))
+
+        await asyncio.gather(*map(write, threads))
+    async with deployment.store() as store:
+        session: NatsSession = store.buffer.session
+
+        async def flushed() -> bool:
+            return (await store.statistics()).flusher.entries >= _ENTRIES
+
+        await eventually(flushed, 60)
+        assert session.stream.connections == 1
