@@ -481,3 +481,31 @@ def test_a_flush_of_an_empty_log_waits_for_nobody() -> None:
             store.buffer.ledger.flushed = flushed  # type: ignore[method-assign]
 
     run(main())
+
+
+def test_a_thread_that_is_removed_for_good_while_it_is_verified_is_no_finding() -> None:
+    """Its deletion is flushed; the log purges it, and Postgres forgets the thread, between two reads of `verify`."""
+
+    async def main() -> None:
+        nats, inner, gone, other = MemoryNats(), MemoryThreadStore(), fresh(), fresh()
+        windows: dict[str, Any] = {"log": LogConfig(failover_window_s=20.0), "retain_after_flush_s": 20.0}
+        async with instance(nats, inner, **windows) as store:
+            await store.checkpoint(gone, ["a"], run_of(gone))
+            await store.delete_thread(gone)
+            await store.checkpoint(other, ["b"], run_of(other))
+            await store.force_flush_all()
+            ledger: Any = store.buffer.ledger
+            watermarks = ledger.watermarks
+            assert gone in ledger._rows
+
+            async def later(thread_ids: Any) -> Any:
+                ledger.watermarks = watermarks
+                await asyncio.sleep(200)
+                assert gone not in ledger._rows
+                return await watermarks(thread_ids)
+
+            ledger.watermarks = later
+            report = await store.verify()
+            assert report.ok, report.wrong
+
+    run(main())

@@ -173,6 +173,8 @@ class Verifier:
 
     async def _judge(self, f: ThreadFacts) -> None:
         self._threads += 1
+        if thread_findings(f):
+            f = await self._again(f)
         unflushed = {item.seq for item in (*f.waiting, *f.tail) if item.seq > f.watermark.flushed_seq}
         self._unflushed_threads += bool(unflushed)
         self._unflushed_entries += len(unflushed)
@@ -180,10 +182,14 @@ class Verifier:
             return
 
         async def look() -> list[tuple[str, str]]:
-            again = await self._facts({f.thread_id: f.last})
-            return thread_findings(again[0])
+            return thread_findings(await self._again(f))
 
         self._find(self._subjects.partition(f.thread_id), await _lasting(look), f.thread_id)
+
+    async def _again(self, f: ThreadFacts) -> ThreadFacts:
+        """The same, read anew: the log may have purged meanwhile what was read, and Postgres may know no more of it."""
+        last = f.last if f.last is not None and await self._log.identity(f.last.seq) is not None else None
+        return (await self._facts({f.thread_id: last}))[0]
 
     async def _expect(self, thread_id: str) -> None:
         """The thread's watermark must stand at an entry of the thread, unless that has left the log meanwhile."""
