@@ -128,7 +128,7 @@ class GroupServer(FakeLog):
         for partition in range(SUBJECTS.partitions):
             self.bucket.put("floor", partition, Floor(seq, seq))
         for log in self.opened:
-            log._forget(seq)
+            log._forgetting.forget(seq)
 
 
 def _group(message: StoredMessage) -> Group | None:

@@ -17,9 +17,9 @@ from bufstore.buffer.groups.group import (
     decode_header,
     hash_of,
     in_group,
+    size_of,
 )
 from bufstore.buffer.groups.oversize import joined, parts_of, reference, reference_bytes
-from bufstore.buffer.groups.sequencer import size_of
 from bufstore.buffer.places import ENTRIES_MAX, first_place, group_of, last_place, number_of, place
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import Outgoing, StoredMessage

@@ -186,7 +186,7 @@ def test_what_is_no_group_holds_nothing_and_hides_nothing() -> None:
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
 @examples(200)
 def test_before_others_writing_is_forgotten_it_is_told(chance: random.Random, count: int) -> None:
-    """As `GroupLog._forget` does: who keeps what he remembers by what is told never builds on what was followed."""
+    """As `Forgetting.forget` does: who keeps what he remembers by what is told never builds on what was followed."""
     oracle = Oracle(chance, count)
     heads = Heads()
     heads.start(0, 0, 0)

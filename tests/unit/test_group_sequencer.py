@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bufstore.buffer.groups.choosing import Queued, choose, count_fitting
 from bufstore.buffer.groups.group import Group, decode_entry, decode_header, hash_of, size_of
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined
-from bufstore.buffer.groups.sequencer import Queued, Sequencer, choose, count_fitting
+from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import ENTRIES_MAX, place

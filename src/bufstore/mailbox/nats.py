@@ -17,7 +17,6 @@ from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import ConfigDrift, LogFull, LogUnavailable, MalformedEntry, TooLarge
@@ -34,7 +33,7 @@ from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
 from bufstore.mailbox.nats_keys import Keys, bucket_config
 from bufstore.mailbox.nats_reads import NatsReads
-from bufstore.mailbox.nats_room import Room
+from bufstore.mailbox.nats_room import Room, while_full
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.nats_sweeps import NatsSweeps
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
@@ -52,19 +51,6 @@ _AHEAD_MAX = 512
 _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
 _OVERHEAD = 512
-
-
-def _while_full(timeout_s: float) -> AsyncRetrying:
-    """Other instances' groups on their way hold room that is free again a moment later, stored or refused.
-
-    Many steps of one process wait for each other, too: one goes after the other, and each that ends makes room.
-    """
-    return AsyncRetrying(
-        retry=retry_if_exception_type(LogFull),
-        stop=stop_after_delay(timeout_s),
-        wait=wait_random_exponential(multiplier=0.01, max=0.1),
-        reraise=True,
-    )
 
 
 class NatsBackend:
@@ -161,7 +147,7 @@ class NatsBackend:
         try:
             seq = await self._writes.submit(messages)
         except LogFull:
-            seq = await _while_full(self._config.timeout_s)(self._put_alone, messages)
+            seq = await while_full(self._config.timeout_s)(self._put_alone, messages)
         self._reads.wrote(messages, seq)
         return seq
 

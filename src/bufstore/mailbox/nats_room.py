@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
+
 from bufstore.errors import LogFull
 from bufstore.jetstream.messages import Outgoing
 
@@ -21,6 +23,19 @@ _ON_ITS_WAY = 300
 _LOOKS = 16
 #: How long a bucket that was full is taken for full.
 _FULL_S = 0.2
+
+
+def while_full(timeout_s: float) -> AsyncRetrying:
+    """Other instances' groups on their way hold room that is free again a moment later, stored or refused.
+
+    Many steps of one process wait for each other, too: one goes after the other, and each that ends makes room.
+    """
+    return AsyncRetrying(
+        retry=retry_if_exception_type(LogFull),
+        stop=stop_after_delay(timeout_s),
+        wait=wait_random_exponential(multiplier=0.01, max=0.1),
+        reraise=True,
+    )
 
 
 class Room:

@@ -184,7 +184,7 @@ class MemoryListener:
 
 
 class MemoryLog:
-    """See `bufstore.buffer.groups.log.GroupsInStream`. `streams` is what the server has, by name."""
+    """See `bufstore.buffer.groups.stream.GroupsInStream`. `streams` is what the server has, by name."""
 
     def __init__(
         self, streams: dict[str, MemoryStream], config: BufferConfig, message_bytes_max: int = 1 << 20

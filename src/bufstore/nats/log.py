@@ -60,7 +60,7 @@ _PROOFS_GO_EVERY = 257
 
 
 class NatsLog(NatsStream):
-    """See `bufstore.buffer.groups.log.GroupsInStream`."""
+    """See `bufstore.buffer.groups.stream.GroupsInStream`."""
 
     def __init__(self, connection: Connection, api: str, config: BufferConfig) -> None:
         super().__init__(connection, api, config.log.stream, config.log.replicas)

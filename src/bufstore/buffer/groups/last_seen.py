@@ -27,7 +27,7 @@ _DEAF_S = 10.0
 
 
 class ShownLog(Protocol):
-    """The log, as it is asked here; see `bufstore.buffer.groups.log.GroupsInStream`."""
+    """The log, as it is asked here; see `bufstore.buffer.groups.stream.GroupsInStream`."""
 
     @property
     def connections(self) -> int: ...

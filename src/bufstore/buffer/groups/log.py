@@ -9,125 +9,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 from bufstore.buffer.groups.delivery import StreamFeed
+from bufstore.buffer.groups.erasing import Erasing
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
+from bufstore.buffer.groups.forgetting import Forgetting
 from bufstore.buffer.groups.group import Group, body_of, decode_entry, hash_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
-from bufstore.buffer.groups.others import Announcements
-from bufstore.buffer.groups.oversize import joined, sequences
+from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.groups.sequencer import Sequencer
+from bufstore.buffer.groups.stream import Floors, GroupsInStream
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import first_place, group_of, last_place, number_of, place
-from bufstore.buffer.ports.log import Floor, Generations, GroupSizes, Remains, Writes
+from bufstore.buffer.ports.log import Floor, GroupSizes, Remains, Writes
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import BufstoreError, LogUnavailable, MalformedEntry
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, Part, StoredMessage
-
-_log = logging.getLogger(__name__)
+from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
 
 _READ_S = 5.0
-#: How often a process without a flusher asks what it may forget, while it remembers much.
-_FORGET_EVERY_S = 5.0
 #: A replica has what its leader has stored a moment later.
 _LAG_S = 0.002
 #: How many groups are read at a time where all are read.
 _SCANNED_AT_ONCE = 32
-_ERASED_AT_ONCE = 16
 #: How many sequences of the stream count as the last.
 _LAST_GROUPS = 64
-#: How often an erasure is told anew because others erase at the same time.
-_TELL_TRIES = 10
-
-
-class GroupsInStream(Generations, Announcements, Protocol):
-    """The stream that holds the groups.
-
-    Writes raise Conflict, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
-    """
-
-    @property
-    def message_bytes_max(self) -> int:
-        """The server's max_payload: headers and body of one message."""
-        ...
-
-    @property
-    def connections(self) -> int:
-        """Changes when the process connects again: then the log may have gone back."""
-        ...
-
-    async def publish(self, message: Outgoing, timeout_s: float) -> int:
-        """Store one message durably. Returns its sequence."""
-        ...
-
-    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
-        """The last message of each subject; subjects that have none are left out."""
-        ...
-
-    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
-        """The subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
-        ...
-
-    @property
-    def generation_start(self) -> int:
-        """The first sequence of this generation of the stream."""
-        ...
-
-    @property
-    def windows(self) -> Windows:
-        """See `bufstore.buffer.ports.log.Log`, also for what follows."""
-        ...
-
-    async def set_windows(self, windows: Windows) -> None: ...
-    async def end(self, timeout_s: float) -> int: ...
-    async def identity(self, seq: int) -> StoredMessage | None: ...
-    async def prove_leader(self, timeout_s: float) -> None: ...
-
-    async def fresh_end(self, subject: str, timeout_s: float) -> int:
-        """Where the subject ends, as of a moment after this was asked; 0 where every read is as fresh as that."""
-        ...
-
-    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
-        """The subject's first messages above `seq`, as any replica has them, which may lag.
-
-        At most `limit`, and no more once they have `bytes_max` bytes; fewer when the time is over before all of them
-        have come. Raises LogUnavailable when none has.
-        """
-        ...
-
-    async def barrier(self, timeout_s: float) -> int: ...
-    async def fill(self) -> tuple[int, int]: ...
-
-    @property
-    def refused(self) -> str | None: ...
-    def refuse(self, reason: str) -> None: ...
-    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None: ...
-
-    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> StreamFeed:
-        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
-        ...
-
-    async def purge_below(self, seq: int) -> None:
-        """Remove everything below a sequence."""
-        ...
-
-    async def overwrite(self, seq: int) -> None:
-        """Remove one message, and overwrite it on disk; a no-op if it is gone."""
-        ...
-
-
-class Floors(Protocol):
-    """Where floors are kept for all processes: `bufstore.buffer.ports.shared_state.SharedState`."""
-
-    async def put_floors(self, floors: Mapping[int, Floor]) -> None: ...
-    async def floors(self) -> dict[int, Floor]: ...
 
 
 class GroupLog:
@@ -138,22 +48,19 @@ class GroupLog:
         self._stream, self._shared, self._config, self._name = stream, shared, config, name
         self._subjects = Subjects(config.log.subject, config.log.partitions)
         self._heads = Heads()
-        self._tail = Tail(
-            stream, self._subjects.groups, self._heads, self._floor, self.erased, self._begins_anew, _READ_S
+        self._forgetting = Forgetting(
+            self._heads, lambda: self._sequencer.oldest, self._settled_now, lambda: stream.refused is not None
         )
+        anew = self._forgetting.all_begins_anew
+        self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self.erased, anew, _READ_S)
+        self._erasing = Erasing(stream, self._subjects.erased, self._groups, self._tail.decoded, self._floor)
         stream.vouched_by(self._tail.last_seen.mismatch)
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._split)
-        self._forget_callbacks: list[Callable[[bool], None]] = []
         #: How often the stream was followed: each time by a consumer of its own.
         self._followed = 0
         #: Below which group the log is purged.
         self._purged = 0
-        #: Asks now and then what may be forgotten, while much is remembered.
-        self._forgetting: asyncio.Task[None] | None = None
-        #: Whether somebody else has just asked.
-        self._asked = False
-        self._closed = False
 
     # --- writing ----------------------------------------------------------------------------------------------
 
@@ -177,12 +84,12 @@ class GroupLog:
 
     def _stored(self, written: Written) -> None:
         self._tail.note(written)
-        self._forget_soon()
+        self._forgetting.look_soon()
 
     async def _see_all(self) -> None:
         """Return once everything has been seen that was in the log when this was called. Raises LogUnavailable."""
         await self._tail.see_all()
-        self._forget_soon()
+        self._forgetting.look_soon()
 
     @property
     def unit_bytes_max(self) -> int:
@@ -217,6 +124,9 @@ class GroupLog:
         partitions = range(self._subjects.partitions)
         return min(floors[p].settled for p in partitions) if all(p in floors for p in partitions) else 0
 
+    async def _settled_now(self) -> int:
+        return self._settled(await self._shared.floors())
+
     def _head(self, subject: str) -> int:
         return self._heads.head(hash_of(self._subjects.thread_id(subject)))
 
@@ -234,7 +144,7 @@ class GroupLog:
                 if (message_ := await self._read(head)) is not None:
                     found[subject] = message_
                 else:  # it was purged or erased: then the floor is above it by now, and nobody builds on it any more
-                    self._forget(await self._floor())
+                    self._forgetting.forget(await self._floor())
         return found
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
@@ -428,10 +338,9 @@ class GroupLog:
         # Saying it has no answer, and what was said may be lost later: it is said until it can be read.
         if said := {p: known[p] for p in floors if there.get(p) != known[p]}:
             await self._shared.put_floors(said)
-        self._asked = True
         if not all(p in known for p in range(self._subjects.partitions)):
             return 0
-        self._forget(self._settled(known))
+        self._forgetting.forget(self._settled(known))
         below = group_of(min(floor.purgeable for floor in known.values()))
         if below > self._purged:
             # The last group stays: behind nothing, a late first copy of any group could be stored.
@@ -454,41 +363,8 @@ class GroupLog:
         except (Conflict, TimeoutError):
             raise AppendUnknown("it is not known whether every writer knows what is purged") from None
 
-    def _forget(self, floor: int) -> None:
-        # A unit that waits was drafted on what was known when it came.
-        oldest = self._sequencer.oldest
-        floor = floor if oldest is None else min(floor, first_place(oldest))
-        if self._heads.forgets(floor):
-            self._before_forgetting(everything=False)
-        self._heads.forget(floor)
-
-    def _forget_soon(self) -> None:
-        if self._forgetting is None and self._heads.much and not self._closed:
-            self._forgetting = asyncio.create_task(self._forget_now_and_then(), name="bufstore-forgetting")
-
-    async def _forget_now_and_then(self) -> None:
-        while self._heads.much:
-            self._asked = False
-            await asyncio.sleep(_FORGET_EVERY_S)
-            if self._asked or self._stream.refused is not None:
-                continue
-            try:
-                self._forget(self._settled(await self._shared.floors()))
-            except BufstoreError as e:
-                _log.info("cannot ask what may be forgotten of the log: %s", e, extra={"action": "floors_unavailable"})
-            except Exception:
-                _log.exception("could not forget what is no longer needed", extra={"action": "forget_failed"})
-        self._forgetting = None
-
-    def _begins_anew(self) -> None:
-        self._before_forgetting(everything=True)
-
-    def _before_forgetting(self, *, everything: bool) -> None:
-        for callback in self._forget_callbacks:
-            callback(everything)
-
     def on_forget(self, callback: Callable[[bool], None]) -> None:
-        self._forget_callbacks.append(callback)
+        self._forgetting.on_forget(callback)
 
     def known_head(self, subject: str) -> int:
         return self._heads.remembered(hash_of(self._subjects.thread_id(subject)))
@@ -497,59 +373,17 @@ class GroupLog:
         return await self._floor()
 
     async def remains(self, below: Mapping[str, int]) -> Remains:
-        wanted = {hash_of(thread_id): place_ for thread_id, place_ in below.items()}
-        entries, parts, groups, last = 0, set[int](), list[int](), 0
-        async for message in self._groups(0):
-            last, group = message.seq, self._tail.decoded(message)
-            if group is None:
-                continue
-            found = [at for at, record in group.places() if at < wanted.get(record.hash, 0)]
-            entries += len(found)
-            if found:
-                groups.append(group.seq)
-                parts.update(*(_parts_of(group, number_of(at), message.body) for at in found))
-        if not groups:
-            return Remains(0, (), (), 0, False)
-        return Remains(entries, groups, sorted(parts), first_place(groups[-1] + 1), groups[-1] == last)
+        return await self._erasing.remains(below)
 
     async def erase(self, remains: Remains) -> None:
-        if await self._floor() < remains.settled_from:
-            raise LogUnavailable("what is to be erased may still be needed")
-        # The parts of an entry first: what is left of an interrupted erasure names them.
-        for messages in (remains.parts, remains.groups):
-            for i in range(0, len(messages), _ERASED_AT_ONCE):
-                some = messages[i : i + _ERASED_AT_ONCE]
-                await self._tell_erased(some)
-                await asyncio.gather(*map(self._stream.overwrite, some))
-
-    async def _tell_erased(self, seqs: Sequence[int]) -> None:
-        """Readers take a hole for a loss, unless they are told. Each message also names the highest that ever went."""
-        for _ in range(_TELL_TRIES):
-            before = (await self._stream.last([self._subjects.erased], _READ_S)).get(self._subjects.erased)
-            highest = max(_erased_in(before), default=0) if before is not None else 0
-            numbers = sorted({*seqs, highest} - {0})
-            message = Outgoing(
-                self._subjects.erased, ",".join(map(str, numbers)).encode(), None, before.seq if before else 0
-            )
-            try:
-                await self._stream.publish(message, _READ_S)
-            except Conflict:
-                continue
-            except AppendUnknown as e:
-                raise LogUnavailable(f"the erasure was interrupted and is incomplete; erase again: {e}") from None
-            return
-        raise LogUnavailable("others erase at the same time; erase again")
+        await self._erasing.erase(remains)
 
     async def erased(self) -> int:
-        found = (await self._stream.last([self._subjects.erased], _READ_S)).get(self._subjects.erased)
-        return last_place(max(_erased_in(found))) if found is not None and _erased_in(found) else 0
+        return await self._erasing.erased()
 
     async def aclose(self) -> None:
         """Write and deliver nothing any more."""
-        self._closed = True
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-            await asyncio.wait([self._forgetting])
+        await self._forgetting.aclose()
         await self._feeds.aclose()
         await self._sequencer.aclose()
         await self._tail.aclose()
@@ -608,18 +442,3 @@ class GroupLog:
             return await self._tail.last_seen.mismatch() or await mismatch()
 
         self._stream.vouched_by(either)
-
-
-def _erased_in(message: StoredMessage) -> list[int]:
-    """The sequences that a message names as erased; none in a foreign one."""
-    numbers = message.body.split(b",")
-    return [int(number) for number in numbers] if all(number.isdigit() for number in numbers) else []
-
-
-def _parts_of(group: Group, number: int, body: bytes) -> list[int]:
-    """The sequences of the parts that an entry consists of; none for one that is whole, or damaged."""
-    try:
-        entry = decode_entry(group, number, body)
-        return sequences(entry.payload) if entry.elsewhere else []
-    except MalformedEntry:
-        return []

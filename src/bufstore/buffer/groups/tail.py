@@ -39,7 +39,7 @@ class Subject(ShownLog, Protocol):
     """A subject of the log, as it is read here."""
 
     async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
-        """See `bufstore.buffer.groups.log.GroupsInStream`."""
+        """See `bufstore.buffer.groups.stream.GroupsInStream`."""
         ...
 
 

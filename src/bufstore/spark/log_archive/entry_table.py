@@ -14,10 +14,10 @@ import msgspec
 import pyarrow
 
 from bufstore.buffer.chain import Watermark, plan, superseded
-from bufstore.buffer.entry import Base, Item, Malformed, StoredEntry
-from bufstore.spark.source.log_columns import as_json
+from bufstore.buffer.entry import Base, Item, StoredEntry
+from bufstore.spark.source.log_columns import as_json, payload_of
 from bufstore.threads.model import Run, decode_message, decode_metadata, decode_run
-from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal, decode_payload
+from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal
 
 #: What a flush makes of an entry, as the log alone tells: it is applied; it came too late and does nothing; or it, or
 #: one that it builds on, cannot be applied.
@@ -104,7 +104,7 @@ def thread_rows(
 ) -> Iterator[dict[str, Any]]:
     """A row for each entry, in the order of the log."""
     for item, stored_at in items:
-        payload = _payload(item)
+        payload = payload_of(item)
         effect, cause, known = _effect(known, item, payload)
         row = dict.fromkeys(TABLE) | {
             "position": item.seq,
@@ -119,15 +119,6 @@ def thread_rows(
             e = item.entry
             row |= {"entry_id": e.id, "prev_id": e.prev_id, "version": e.version, "bytes": len(e.payload)}
         yield row | (_columns(payload) if not isinstance(payload, str) else {})
-
-
-def _payload(item: Item) -> AnyPayload | str:
-    if isinstance(item, Malformed):
-        return item.cause
-    try:
-        return decode_payload(item.entry.payload)
-    except ValueError as e:
-        return str(e)
 
 
 def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple[str, str | None, Known]:

@@ -88,7 +88,7 @@ def message_rows(columns: Sequence[str], reads: Sequence[Read]) -> pyarrow.Recor
 def entry_rows(columns: Sequence[str], items: Sequence[LogItem]) -> pyarrow.RecordBatch:
     """Entries, decoded as far as the columns ask for it."""
     decoding = not _UNDECODED.issuperset(columns)
-    payloads = [_payload(item.what) if decoding else None for item in items]
+    payloads = [payload_of(item.what) if decoding else None for item in items]
     rows = list(zip(items, payloads, strict=True))
     return _batch(columns, ENTRY_COLUMNS, {name: [_OF[name](i, p) for i, p in rows] for name in columns})
 
@@ -100,7 +100,7 @@ def _batch(
     return pyarrow.RecordBatch.from_arrays(arrays, names=list(columns))
 
 
-def _payload(what: Item) -> AnyPayload | str:
+def payload_of(what: Item) -> AnyPayload | str:
     """The payload, or why it cannot be decoded."""
     if isinstance(what, Malformed):
         return what.cause

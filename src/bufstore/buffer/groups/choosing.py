@@ -1,0 +1,102 @@
+"""Which of the units that wait make the next group, and which have been overtaken. Pure: no I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from bufstore.buffer.groups.group import HEAD_BYTES_MAX, NewEntry, hash_of, in_group, size_of
+from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.oversize import reference_bytes
+from bufstore.buffer.places import ENTRIES_MAX
+from bufstore.buffer.subjects import Subjects
+from bufstore.jetstream.group_commit import AppendUnit
+from bufstore.jetstream.messages import Outgoing
+
+#: Larger groups gain nothing, and a reader of one entry reads its group.
+BYTES_MAX = 256 << 10
+
+
+class Queued(NamedTuple):
+    """A unit that waits, or is on its way."""
+
+    unit: AppendUnit
+    #: The last group that was seen when it came.
+    seen: int
+    #: What was known of threads when it came (`Heads.life`).
+    life: int
+    #: Its entries as they are written: of a large one only where its parts stand.
+    messages: Sequence[Outgoing]
+    #: What they take of a group, at most.
+    size: int
+    #: Which of them only say that.
+    elsewhere: frozenset[int] = frozenset()
+    #: The time before the first of their parts was stored.
+    parts_at: float = float("inf")
+
+
+class Chosen(NamedTuple):
+    """Which units go out together."""
+
+    units: list[Queued]
+    #: Those that do not stand where they expect to.
+    moved: list[Queued]
+    entries: list[NewEntry]
+
+
+def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
+    """Decide which of these units can follow what was seen of the log, and as what entries."""
+    chosen, moved, entries = list[Queued](), list[Queued](), list[NewEntry]()
+    #: The number in the group of each thread's last entry in it.
+    here: dict[str, int] = {}
+    for queued in units:
+        begin = len(entries)
+        for number, message in enumerate(queued.messages):
+            thread_id = subjects.thread_id(message.subject)
+            before, expected = here.get(thread_id), message.expected
+            if before is not None:
+                prev = in_group(before)
+            elif expected is None:
+                prev = heads.head(hash_of(thread_id))
+            else:
+                prev = expected
+            if expected is not None and not (
+                before is None and queued.life == heads.life and heads.admits(hash_of(thread_id), expected)
+            ):
+                moved.append(queued)
+                if number:  # what stands before it in its unit is not chosen either
+                    del entries[begin:]
+                    here = {entry.thread_id: at for at, entry in enumerate(entries)}
+                break
+            here[thread_id] = len(entries)
+            partition = subjects.partition(thread_id)
+            elsewhere = number in queued.elsewhere
+            entries.append(NewEntry(thread_id, partition, prev, message.header, message.body, elsewhere))
+        else:  # also a unit without entries, which only wants a group to be stored
+            chosen.append(queued)
+    return Chosen(chosen, moved, entries)
+
+
+def too_large(messages: Sequence[Outgoing], room: int) -> frozenset[int] | None:
+    """Which of a unit's entries must go into parts so that the rest fits into one message; None: it cannot."""
+    size = sum(map(size_of, messages))
+    chosen = set[int]()
+    for number in sorted(range(len(messages)), key=lambda n: -len(messages[n].body)):
+        if size <= room:
+            break
+        size -= len(messages[number].body) - reference_bytes(len(messages[number].body), room)
+        chosen.add(number)
+    return frozenset(chosen) if size <= room and len(messages) <= ENTRIES_MAX else None
+
+
+def count_fitting(units: Iterable[Queued], message_bytes_max: int) -> int:
+    """How many of these units, at least one, make a group."""
+    room = min(BYTES_MAX, message_bytes_max - HEAD_BYTES_MAX)
+    count = entries = size = 0
+    for queued in units:
+        entries += len(queued.messages)
+        size += queued.size
+        if count and (entries > ENTRIES_MAX or size > room):
+            break
+        count += 1
+    return count

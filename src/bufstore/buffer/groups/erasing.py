@@ -1,0 +1,99 @@
+"""Erases what the log still holds of threads: whole groups, which readers are told of first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+from bufstore.buffer.groups.group import Group, decode_entry, hash_of
+from bufstore.buffer.groups.oversize import sequences
+from bufstore.buffer.groups.stream import GroupsInStream
+from bufstore.buffer.places import first_place, last_place, number_of
+from bufstore.buffer.ports.log import Remains
+from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
+
+_READ_S = 5.0
+_ERASED_AT_ONCE = 16
+#: How often an erasure is told anew because others erase at the same time.
+_TELL_TRIES = 10
+
+
+class Erasing:
+    """What `bufstore.buffer.groups.log.GroupLog` answers about erasures."""
+
+    def __init__(
+        self,
+        stream: GroupsInStream,
+        subject: str,
+        groups: Callable[[int], AsyncIterator[StoredMessage]],
+        decoded: Callable[[StoredMessage], Group | None],
+        floor: Callable[[], Awaitable[int]],
+    ) -> None:
+        """`subject`: where erasures are told. `groups`: the messages of all groups above a sequence."""
+        self._stream, self._subject = stream, subject
+        self._groups, self._decoded, self._floor = groups, decoded, floor
+
+    async def remains(self, below: Mapping[str, int]) -> Remains:
+        """See `bufstore.buffer.ports.log.Log`."""
+        wanted = {hash_of(thread_id): place_ for thread_id, place_ in below.items()}
+        entries, parts, groups, last = 0, set[int](), list[int](), 0
+        async for message in self._groups(0):
+            last, group = message.seq, self._decoded(message)
+            if group is None:
+                continue
+            found = [at for at, record in group.places() if at < wanted.get(record.hash, 0)]
+            entries += len(found)
+            if found:
+                groups.append(group.seq)
+                parts.update(*(_parts_of(group, number_of(at), message.body) for at in found))
+        if not groups:
+            return Remains(0, (), (), 0, False)
+        return Remains(entries, groups, sorted(parts), first_place(groups[-1] + 1), groups[-1] == last)
+
+    async def erase(self, remains: Remains) -> None:
+        """See `bufstore.buffer.ports.log.Log`."""
+        if await self._floor() < remains.settled_from:
+            raise LogUnavailable("what is to be erased may still be needed")
+        # The parts of an entry first: what is left of an interrupted erasure names them.
+        for messages in (remains.parts, remains.groups):
+            for i in range(0, len(messages), _ERASED_AT_ONCE):
+                some = messages[i : i + _ERASED_AT_ONCE]
+                await self._tell(some)
+                await asyncio.gather(*map(self._stream.overwrite, some))
+
+    async def _tell(self, seqs: Sequence[int]) -> None:
+        """Readers take a hole for a loss, unless they are told. Each message also names the highest that ever went."""
+        for _ in range(_TELL_TRIES):
+            before = (await self._stream.last([self._subject], _READ_S)).get(self._subject)
+            highest = max(_erased_in(before), default=0) if before is not None else 0
+            numbers = sorted({*seqs, highest} - {0})
+            message = Outgoing(self._subject, ",".join(map(str, numbers)).encode(), None, before.seq if before else 0)
+            try:
+                await self._stream.publish(message, _READ_S)
+            except Conflict:
+                continue
+            except AppendUnknown as e:
+                raise LogUnavailable(f"the erasure was interrupted and is incomplete; erase again: {e}") from None
+            return
+        raise LogUnavailable("others erase at the same time; erase again")
+
+    async def erased(self) -> int:
+        """Up to which place groups may be erased; 0: none was."""
+        found = (await self._stream.last([self._subject], _READ_S)).get(self._subject)
+        return last_place(max(_erased_in(found))) if found is not None and _erased_in(found) else 0
+
+
+def _erased_in(message: StoredMessage) -> list[int]:
+    """The sequences that a message names as erased; none in a foreign one."""
+    numbers = message.body.split(b",")
+    return [int(number) for number in numbers] if all(number.isdigit() for number in numbers) else []
+
+
+def _parts_of(group: Group, number: int, body: bytes) -> list[int]:
+    """The sequences of the parts that an entry consists of; none for one that is whole, or damaged."""
+    try:
+        entry = decode_entry(group, number, body)
+        return sequences(entry.payload) if entry.elsewhere else []
+    except MalformedEntry:
+        return []

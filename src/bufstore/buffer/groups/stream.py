@@ -1,0 +1,95 @@
+"""What the log of groups needs of the stream that holds them, and of the shared state."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from bufstore.buffer.groups.delivery import StreamFeed
+from bufstore.buffer.groups.others import Announcements
+from bufstore.buffer.ports.log import Floor, Generations
+from bufstore.buffer.windows import Windows
+from bufstore.jetstream.messages import Outgoing, Part, StoredMessage
+
+
+class GroupsInStream(Generations, Announcements, Protocol):
+    """The stream that holds the groups.
+
+    Writes raise Conflict, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
+    """
+
+    @property
+    def message_bytes_max(self) -> int:
+        """The server's max_payload: headers and body of one message."""
+        ...
+
+    @property
+    def connections(self) -> int:
+        """Changes when the process connects again: then the log may have gone back."""
+        ...
+
+    async def publish(self, message: Outgoing, timeout_s: float) -> int:
+        """Store one message durably. Returns its sequence."""
+        ...
+
+    async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+        """The last message of each subject; subjects that have none are left out."""
+        ...
+
+    async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
+        """The subject's messages above `seq`, in order; at most `limit` of them if it is not 0."""
+        ...
+
+    @property
+    def generation_start(self) -> int:
+        """The first sequence of this generation of the stream."""
+        ...
+
+    @property
+    def windows(self) -> Windows:
+        """See `bufstore.buffer.ports.log.Log`, also for what follows."""
+        ...
+
+    async def set_windows(self, windows: Windows) -> None: ...
+    async def end(self, timeout_s: float) -> int: ...
+    async def identity(self, seq: int) -> StoredMessage | None: ...
+    async def prove_leader(self, timeout_s: float) -> None: ...
+
+    async def fresh_end(self, subject: str, timeout_s: float) -> int:
+        """Where the subject ends, as of a moment after this was asked; 0 where every read is as fresh as that."""
+        ...
+
+    async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
+        """The subject's first messages above `seq`, as any replica has them, which may lag.
+
+        At most `limit`, and no more once they have `bytes_max` bytes; fewer when the time is over before all of them
+        have come. Raises LogUnavailable when none has.
+        """
+        ...
+
+    async def barrier(self, timeout_s: float) -> int: ...
+    async def fill(self) -> tuple[int, int]: ...
+
+    @property
+    def refused(self) -> str | None: ...
+    def refuse(self, reason: str) -> None: ...
+    def vouched_by(self, mismatch: Callable[[], Awaitable[str | None]]) -> None: ...
+
+    async def follow(self, name: str, subject: str, start: int, wake: Callable[[], None]) -> StreamFeed:
+        """Deliver the messages of a subject from sequence `start` on; `name` is this follower's alone."""
+        ...
+
+    async def purge_below(self, seq: int) -> None:
+        """Remove everything below a sequence."""
+        ...
+
+    async def overwrite(self, seq: int) -> None:
+        """Remove one message, and overwrite it on disk; a no-op if it is gone."""
+        ...
+
+
+class Floors(Protocol):
+    """Where floors are kept for all processes: `bufstore.buffer.ports.shared_state.SharedState`."""
+
+    async def put_floors(self, floors: Mapping[int, Floor]) -> None: ...
+    async def floors(self) -> dict[int, Floor]: ...
