@@ -221,6 +221,33 @@ def test_a_thread_whose_entries_were_purged_can_be_written(how: str, cold: bool)
     test(main)
 
 
+def test_an_answer_that_reached_a_stopped_process_late_tells_of_the_log_as_it_was_then() -> None:
+    """It was taken for where the log ends now: what was written and purged meanwhile superseded the next write."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"], "another")
+        other, send = Instance(world), world.log.publish
+
+        async def answered_late(message: Outgoing, timeout_s: float) -> int:
+            seq = await send(message, timeout_s)
+            world.log.publish = send  # type: ignore[method-assign]
+            await other.checkpoint(["first"])
+            await world.flush("another")
+            await world.flush_and_purge()
+            await asyncio.sleep(2 * world.config.log.failover_window_s)
+            return seq
+
+        world.log.publish = answered_late  # type: ignore[method-assign]
+        with pytest.raises(OutcomeUnknown):
+            await one.append(["b"], "another")
+        await asyncio.sleep(2 * world.config.log.failover_window_s)
+        await one.checkpoint(["second"])
+        await world.flush()
+        assert await world.messages() == ["second"]
+
+    test(main)
+
+
 def test_copies_that_land_after_a_purge_rewind_nothing() -> None:
     """What expects nothing in the log can land there again once it is purged; so nothing else may come with it."""
 

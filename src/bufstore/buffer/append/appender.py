@@ -329,7 +329,7 @@ class Appender(Generic[S, M]):
         return Limits(self._subjects.of(thread_id), self._config.log.max_entry_bytes, self._log.unit_bytes_max)
 
     def _send(self, unit: Unit[M]) -> None:
-        unit.drafted_in = self._anew
+        unit.drafted_at, unit.drafted_in = self._loop.time(), self._anew
         self._group.add(unit)
 
     def _on_end(self, unit: Unit[M], outcome: int | Exception) -> None:
@@ -343,7 +343,8 @@ class Appender(Generic[S, M]):
         reach(Failpoint.RECEIPT_BEFORE)
         unit.after.seq = seq
         lane.conflicts = 0
-        self._finder.saw(seq, self._loop.time())
+        # Not by now: the answer may have waited for this process, which was stopped.
+        self._finder.saw(seq, unit.drafted_at)
         # The expectation of "nothing there" may have been met because entries were purged meanwhile.
         late = not unit.before.seq and elapsed.now_s() - unit.before.asked_at > self._log.windows.rely_s / 2
         if lane.stale or late:

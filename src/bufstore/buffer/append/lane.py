@@ -48,11 +48,9 @@ class Unit(group_commit.AppendUnit, Generic[M]):
 
     __slots__ = (
         "_on_end",
-        "_sent_at",
-        "_sent_at",
-        "_try_s",
         "after",
         "before",
+        "drafted_at",
         "drafted_in",
         "drafts",
         "lane",
@@ -65,8 +63,8 @@ class Unit(group_commit.AppendUnit, Generic[M]):
         self.writes: list[Write[M]] = []
         self.drafts: list[Draft[M]] = []
         self.before = before
-        #: How often the log had begun anew by then.
-        self.drafted_in = 0
+        #: The loop's time when it went out, and how often the log had begun anew by then.
+        self.drafted_at, self.drafted_in = 0.0, 0
         #: The tip once it is stored.
         self.after = before
         self._on_end = on_end

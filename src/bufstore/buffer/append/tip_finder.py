@@ -55,10 +55,10 @@ class TipFinder(Generic[S, M]):
         """Within this many seconds, a seen end of the log is above everything purged since."""
         return self._log.windows.rely_s / 4
 
-    def saw(self, seq: int, now: float) -> None:
-        """Note that the log has got as far as `seq` by now."""
+    def saw(self, seq: int, at: float) -> None:
+        """Note that nothing in the log stood above `seq` at this time of the loop."""
         if seq > self._seen[0]:
-            self._seen = seq, now
+            self._seen = seq, at
 
     async def learn_new(
         self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
