@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 
 import nats
+from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy
 from psycopg import AsyncConnection
 
@@ -82,17 +83,18 @@ async def _work_queue(url: str, keys: int) -> dict[str, float]:
         for i in range(0, keys, _CONCURRENCY):
             await asyncio.gather(*(stream.publish(f"{name}.{n}") for n in range(i, min(i + _CONCURRENCY, keys))))
         submitted = keys / (time.perf_counter() - began)
-        pull = await stream.pull_subscribe(f"{name}.*", "workers")
+        # Each worker has its own: of one shared by all, a worker takes what another has asked for, who then waits.
+        subscriptions = [await stream.pull_subscribe(f"{name}.*", "workers") for _ in range(_CONCURRENCY)]
         left = keys
 
-        async def worker() -> None:
+        async def worker(pull: JetStreamContext.PullSubscription) -> None:
             nonlocal left
             while left > 0:
                 left -= 1
                 await (await pull.fetch(1, timeout=60))[0].ack_sync()
 
         began = time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(_CONCURRENCY)))
+        await asyncio.gather(*(worker(pull) for pull in subscriptions))
         return {"submitted": submitted, "worked": keys / (time.perf_counter() - began)}
     finally:
         await client.close()
