@@ -23,11 +23,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncGenerator
 from typing import Literal, Self
 
 from fault_proxy.replies import replies_of
 
 _CHUNK = 64 << 10
+#: Pieces that may be on their way at once.
+_ON_THE_WAY_MAX = 1000
 #: A narrow link is fed in pieces that take about this long.
 _PIECE_S = 0.05
 
@@ -36,7 +39,7 @@ class Flow:
     """One direction of all connections of a proxy."""
 
     def __init__(self) -> None:
-        #: Each piece arrives so much later (what comes meanwhile waits with it, and then up to twice as long).
+        #: Everything arrives so much later.
         self.delay_s = 0.0
         #: So many bytes pass in a second, on each connection; None: as many as come.
         self.bytes_per_s: float | None = None
@@ -58,11 +61,38 @@ class Flow:
         self.delay_s, self.bytes_per_s, self.swallow = 0.0, None, False
         self.release()
 
-    async def pass_time(self) -> None:
-        """Wait as long as the next piece has to."""
-        if self.delay_s:
-            await asyncio.sleep(self.delay_s)
+    async def opened(self) -> None:
+        """Wait while nothing is let through."""
         await self._open.wait()
+
+    async def arrivals(self, reader: asyncio.StreamReader) -> AsyncGenerator[bytes]:
+        """What comes, when it has been on its way for its time. Raises OSError."""
+        clock = asyncio.get_running_loop().time
+        on_the_way = asyncio.Queue[tuple[float, bytes]](_ON_THE_WAY_MAX)
+
+        async def read() -> None:
+            try:
+                while data := await reader.read(_CHUNK):
+                    await on_the_way.put((clock() + self.delay_s, data))
+                    if not self.delay_s:
+                        await on_the_way.join()  # as on any connection, who sends is held up by who does not take
+            finally:
+                await on_the_way.put((clock() + self.delay_s, b""))
+
+        reading = asyncio.create_task(read())
+        try:
+            data = b"more"
+            while data:
+                due, data = await on_the_way.get()
+                await asyncio.sleep(due - clock())
+                await self._open.wait()
+                if data:
+                    yield data
+                on_the_way.task_done()
+            await reading
+        finally:
+            reading.cancel()
+            await asyncio.wait([reading])
 
 
 class FaultProxy:
@@ -152,25 +182,26 @@ class FaultProxy:
             link.abort()
 
     async def _pass_requests(self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(_CHUNK):
-            await self._pass(link, self.to_server, data, writer)
-        await self._end(self.to_server, writer)
+        async with contextlib.aclosing(self.to_server.arrivals(reader)) as arrivals:
+            async for data in arrivals:
+                await self._pass(link, self.to_server, data, writer)
+        self._end(writer)
 
     async def _pass_replies(self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         replies = replies_of(self._protocol)
-        while data := await reader.read(_CHUNK):
-            before = replies.dropped
-            data = replies.feed(data, drop=self.drop_replies)
-            self.replies_dropped += replies.dropped - before
-            if data:
-                await self._pass(link, self.to_client, data, writer)
-            if replies.over:
-                await writer.drain()
-                raise ConnectionResetError("in place of a reply")
-        await self._end(self.to_client, writer)
+        async with contextlib.aclosing(self.to_client.arrivals(reader)) as arrivals:
+            async for arrived in arrivals:
+                before = replies.dropped
+                data = replies.feed(arrived, drop=self.drop_replies)
+                self.replies_dropped += replies.dropped - before
+                if data:
+                    await self._pass(link, self.to_client, data, writer)
+                if replies.over:
+                    await writer.drain()
+                    raise ConnectionResetError("in place of a reply")
+        self._end(writer)
 
     async def _pass(self, link: _Link, flow: Flow, data: bytes, writer: asyncio.StreamWriter) -> None:
-        await flow.pass_time()
         if flow.swallow:
             link.torn = True
             return
@@ -182,14 +213,14 @@ class FaultProxy:
             writer.write(data[at : at + size])
             at += size
             await asyncio.sleep(_PIECE_S)
-            await flow.pass_time()
+            await flow.opened()
         if at < len(data):
             writer.write(data[at:])
         await writer.drain()
 
-    async def _end(self, flow: Flow, writer: asyncio.StreamWriter) -> None:
+    @staticmethod
+    def _end(writer: asyncio.StreamWriter) -> None:
         """Pass on that one side has said all it had to say."""
-        await flow.pass_time()
         with contextlib.suppress(OSError):
             writer.write_eof()
 

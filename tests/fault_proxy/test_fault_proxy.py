@@ -164,6 +164,18 @@ async def test_delays_and_narrow_links_take_their_time(echo: FaultProxy) -> None
         assert time.monotonic() - began >= 0.25
 
 
+async def test_what_is_delayed_does_not_hold_up_what_comes_behind_it(echo: FaultProxy) -> None:
+    async with client_of(echo) as client:
+        echo.to_client.delay_s = 0.5
+        for _ in range(10):
+            await client.say(b"a")
+            await asyncio.sleep(0.02)
+        heard = [await client.reader.read(10)]
+        while sum(map(len, heard)) < 10:
+            heard.append(await client.reader.read(10))
+        assert len(heard) > 3, "what was held up would come at once"
+
+
 async def test_a_server_that_is_not_there_is_a_closed_connection() -> None:
     async with FaultProxy("127.0.0.1", 1) as proxy, client_of(proxy) as client:
         assert await client.ended()

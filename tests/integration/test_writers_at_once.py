@@ -10,21 +10,24 @@ from bufstore import Run
 from bufstore.nats.log import NatsLog
 from bufstore.nats.session import NatsSession
 from conftest import Deployment
+from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, said
 
 _STORES = 4
 _CALLERS = 4
 _FIRST = 10
 _EACH = 60
+#: Writes of the one that is far away.
+_FAR = 8
 
 
 async def test_writers_take_turns_and_hear_what_was_faster(deployment: Deployment, monkeypatch: Any) -> None:
     reads: list[int] = []
-    read = NatsLog.read
+    part = NatsLog.part
 
-    async def counted(log: NatsLog, subject: str, seq: int, timeout_s: float, limit: int = 0) -> Any:
+    async def counted(log: NatsLog, subject: str, seq: int, *how: Any) -> Any:
         reads.append(seq)
-        return await read(log, subject, seq, timeout_s, limit)
+        return await part(log, subject, seq, *how)
 
     async with AsyncExitStack() as stack:
         stores = [await stack.enter_async_context(deployment.store(flusher=False)) for _ in range(_STORES)]
@@ -38,7 +41,7 @@ async def test_writers_take_turns_and_hear_what_was_faster(deployment: Deploymen
         await asyncio.gather(*(write(*caller, range(_FIRST)) for caller in callers))
         assert any(map(listening, stores))
         before = [writes(store) for store in stores]
-        monkeypatch.setattr(NatsLog, "read", counted)
+        monkeypatch.setattr(NatsLog, "part", counted)
         await asyncio.gather(*(write(*caller, range(_FIRST, _FIRST + _EACH)) for caller in callers))
         after = [writes(store) for store in stores]
         groups = sum(a.groups - b.groups for a, b in zip(after, before, strict=True))
@@ -55,6 +58,32 @@ async def test_writers_take_turns_and_hear_what_was_faster(deployment: Deploymen
             return not any(map(listening, stores))
 
         await eventually(silent)
+
+
+async def test_a_writer_that_is_far_away_gets_its_turns(deployment: Deployment) -> None:
+    server = deployment.servers.nats
+    async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy, AsyncExitStack() as stack:
+        url = server.url.replace(f":{server.port}", f":{proxy.port}")
+        far = await stack.enter_async_context(deployment.store(nats=url, flusher=False))
+        near = [await stack.enter_async_context(deployment.store(flusher=False)) for _ in range(3)]
+        proxy.to_client.delay_s = proxy.to_server.delay_s = 0.1
+        done = asyncio.Event()
+
+        async def write(store: Any) -> int:
+            thread_id, count = fresh(), 0
+            while not done.is_set():
+                await store.checkpoint_append(thread_id, [said(count)], Run(run_id=thread_id, thread_id=thread_id))
+                count += 1
+            return count
+
+        others = [asyncio.create_task(write(store)) for store in near]
+        thread_id = fresh()
+        for number in range(_FAR):
+            await far.checkpoint_append(thread_id, [said(number)], Run(run_id=thread_id, thread_id=thread_id))
+        done.set()
+        counts = await asyncio.gather(*others)
+        assert min(counts) > _FAR, counts
+        proxy.heal()
 
 
 def writes(store: Any) -> Any:

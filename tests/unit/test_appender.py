@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bufstore.buffer.entry import StoredEntry
+from bufstore.buffer.groups import tail
 from bufstore.config import LogConfig
 from bufstore.errors import (
     AlreadyExists,
@@ -28,7 +30,7 @@ from bufstore.errors import (
     Unavailable,
     VersionConflict,
 )
-from bufstore.jetstream.messages import Conflict, Outgoing
+from bufstore.jetstream.messages import Conflict, Outgoing, Part
 from bufstore.threads.model import Run
 from bufstore.types import Receipt
 from thorough import examples
@@ -431,6 +433,32 @@ def test_while_postgres_is_down_an_append_that_needs_it_does_not_hold_up_a_check
         found = await asyncio.gather(one.append(["b"]), one.checkpoint(["a"]), return_exceptions=True)
         assert isinstance(found[0], StoreUnavailable)
         assert isinstance(found[1], Receipt)
+
+    test(main)
+
+
+def test_the_last_entries_of_idle_threads_cost_their_groups_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each brought the thirty groups before it along."""
+    monkeypatch.setattr(tail, "_KEPT_BYTES", 0)
+
+    async def main(world: World, one: Instance) -> None:
+        for n in range(100):
+            await one.checkpoint([n], f"t{n}")
+        other, part, shown = Instance(world), world.log.part, 0
+
+        async def counted(*asked: Any) -> Part:
+            nonlocal shown
+            found = await part(*asked)
+            shown += len(found.messages)
+            return found
+
+        subjects = [SUBJECTS.of(f"t{n}") for n in range(0, 90, 3)]
+        assert await other.log.last([SUBJECTS.of("nobody")], 5) == {}
+        world.log.part = counted  # type: ignore[method-assign]
+        found = await other.log.last(subjects, 5)
+        assert sorted(found) == sorted(subjects)
+        assert all(message.subject == subject for subject, message in found.items())
+        assert shown == len(subjects)
 
     test(main)
 

@@ -273,6 +273,29 @@ def test_a_partition_that_passes_nothing_stops_no_other_and_misses_nothing() -> 
     run(main())
 
 
+def test_partitions_that_were_committed_together_are_not_late_for_each_other() -> None:
+    """The first that was acknowledged saw the others behind: they were set aside, and got everything once more."""
+
+    async def main() -> None:
+        server = Server(["0123"] * 200, ahead=8)
+        feeds = [await server.open(p) for p in range(4)]
+        got: list[list[int]] = [[], [], [], []]
+        for _ in range(40):
+            await settled()
+            for p, feed in enumerate(feeds):
+                got[p] += taken(feed)
+                if got[p]:
+                    feed.passed(got[p][-1])
+            for p, feed in enumerate(feeds):
+                if got[p]:
+                    await feed.ack(got[p][-1])
+        assert got == [server.expected(p, 0) for p in range(4)]
+        assert len(server.sources) == 1
+        await server.feeds.aclose()
+
+    run(main())
+
+
 def test_a_partition_that_catches_up_holds_up_no_other() -> None:
     """Neither one that was set aside, nor one that is taken over with all that its owner has left behind."""
 

@@ -172,6 +172,8 @@ class Committer:
                 await self._shared.tell_parked(thread_id)
         reach(Failpoint.FLUSH_REPORTED)
         for owned in committed.owned_partitions:
+            owned.feed.passed(owned.cursor.seq)
+        for owned in committed.owned_partitions:
             await owned.feed.ack(owned.cursor.seq)
         reach(Failpoint.FLUSH_ACKED)
 

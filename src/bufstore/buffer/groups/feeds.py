@@ -65,10 +65,13 @@ class PartitionFeed:
     def crowded(self) -> bool:
         return self.aside or (self.delivery is not None and self.delivery.crowded)
 
-    async def ack(self, seq: int) -> None:
+    def passed(self, seq: int) -> None:
         # The cursor of an idle partition goes to an entry of another: there is nothing to deliver up to there.
         self.acked = max(self.acked, seq)
         self.delivered = max(self.delivered, seq)
+
+    async def ack(self, seq: int) -> None:
+        self.passed(seq)
         if self.aside and self.acked >= self.delivered:
             await self._source.resume(self)
         elif self.delivery is not None:

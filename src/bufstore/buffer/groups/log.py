@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
 from bufstore.buffer.groups.delivery import StreamFeed
@@ -20,7 +21,7 @@ from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.stream import Floors, GroupsInStream
-from bufstore.buffer.groups.tail import Tail
+from bufstore.buffer.groups.tail import NEIGHBOURS, Tail
 from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import first_place, group_of, last_place, number_of, place
 from bufstore.buffer.ports.log import Floor, GroupSizes, Remains, Writes
@@ -36,6 +37,8 @@ _READ_S = 5.0
 _LAG_S = 0.002
 #: How many groups are read at a time where all are read.
 _SCANNED_AT_ONCE = 32
+#: How many groups are on their way to a process that looks for the last entries of many threads.
+_LOOKED_AT_ONCE = 8
 #: How many sequences of the stream count as the last.
 _LAST_GROUPS = 64
 
@@ -136,16 +139,43 @@ class GroupLog:
     async def last(self, subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
         await self._see_all()
         found: dict[str, StoredMessage] = {}
+        heads: dict[int, list[tuple[str, int]]] = {}
         for subject in subjects:
             if not self._is_thread(subject):
                 async for message in self._all(subject, 0):
                     found[message.subject] = message
             elif head := self._head(subject):
-                if (message_ := await self._read(head)) is not None:
-                    found[subject] = message_
-                else:  # it was purged or erased: then the floor is above it by now, and nobody builds on it any more
-                    self._forgetting.forget(await self._floor())
+                heads.setdefault(group_of(head), []).append((subject, head))
+        waiting = sorted(heads, reverse=True)
+
+        async def look() -> None:
+            try:
+                while waiting:
+                    seq = waiting.pop()
+                    found.update(await self._found(await self._tail.only(seq), heads[seq]))
+            except BaseException:
+                waiting.clear()  # the others need not go on
+                raise
+
+        looks = (look() for _ in range(min(len(heads), _LOOKED_AT_ONCE)))
+        for outcome in await asyncio.gather(*looks, return_exceptions=True):
+            if outcome is not None:
+                raise outcome
         return found
+
+    async def _found(
+        self, found: tuple[Group, bytes] | None, heads: Sequence[tuple[str, int]]
+    ) -> dict[str, StoredMessage]:
+        """The entries that stand there, by subject."""
+        if found is None:  # it was purged or erased: the floor is above it by now, and nobody builds on it any more
+            self._forgetting.forget(await self._floor())
+            return {}
+        group, body = found
+        return {
+            subject: await self._entry(group, number_of(head), body)
+            for subject, head in heads
+            if number_of(head) < len(group.records)
+        }
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
         await self._see_all()
@@ -162,17 +192,18 @@ class GroupLog:
         return await self._thread_after(subject, seq)
 
     async def _thread_after(self, subject: str, seq: int, limit: int = 0) -> list[StoredMessage]:
-        places: list[int] = []
-        at = self._head(subject)
+        found = deque[StoredMessage](maxlen=limit or None)
+        at, group = self._head(subject), None
         while at > seq:
-            places.append(at)
-            found = await self._tail.group(group_of(at))
-            if found is None:
-                break
-            at = found[0].records[number_of(at)].prev
-        places.reverse()
-        read = [await self._read(at) for at in (places[:limit] if limit else places)]
-        return [message for message in read if message is not None]
+            if group is None or group[0].seq != group_of(at):
+                # Its last entry may stand anywhere. Only what was written often stands in neighbours of that.
+                near = group is not None and group[0].seq - group_of(at) <= NEIGHBOURS
+                group = await (self._tail.group if near else self._tail.only)(group_of(at))
+                if group is None:
+                    break
+            found.appendleft(await self._entry(group[0], number_of(at), group[1]))
+            at = group[0].records[number_of(at)].prev
+        return list(found)
 
     async def identity(self, seq: int) -> StoredMessage | None:
         # From the log itself: this process may remember what is purged, or what the log lost when it went back.
@@ -184,13 +215,6 @@ class GroupLog:
         ):
             return None
         return await self._entry(group, number_of(seq), message.body) if number_of(seq) < len(group.records) else None
-
-    async def _read(self, seq: int) -> StoredMessage | None:
-        found = await self._tail.group(group_of(seq))
-        if found is None:
-            return None
-        group, body = found
-        return await self._entry(group, number_of(seq), body) if number_of(seq) < len(group.records) else None
 
     async def _entry(self, group: Group, number: int, body: bytes) -> StoredMessage:
         at = place(group.seq, number)

@@ -25,8 +25,8 @@ _AT_ONCE = 1000
 _BYTES, _BYTES_MIN, _BYTES_MAX = 1 << 20, 128 << 10, 8 << 20
 #: Less is asked for when an answer has taken longer: what has not come after a read's time has come for nothing.
 _ANSWER_S = 1.0
-#: Who wants one group wants its neighbours next.
-_NEIGHBOURS = 32
+#: Who walks along a thread that is written often wants the neighbours of its groups next.
+NEIGHBOURS = 32
 #: Of the groups seen last, so many bytes are kept: reads of what is not flushed yet want them.
 _KEPT_BYTES = 32 << 20
 #: The pause before the same gap is looked at once more.
@@ -149,8 +149,15 @@ class Tail:
         self._kept.move_to_end(seq)
         return self._kept[seq]
 
+    async def only(self, seq: int) -> tuple[Group, bytes] | None:
+        """As `group`, but none beside it is read: who looks for the last entries of idle threads wants groups anywhere.
+
+        Nor is it kept, in place of those that were seen last.
+        """
+        return self._kept[seq] if seq in self._kept else await self._sure(seq)
+
     async def _read(self, seq: int) -> tuple[Group, bytes] | None:
-        first = max(seq - _NEIGHBOURS, 0)
+        first = max(seq - NEIGHBOURS, 0)
         above = next((known for known in range(seq - 1, first, -1) if known in self._kept), first)
         while above < seq:
             messages, more = await self._some(above, seq - above)

@@ -75,8 +75,15 @@ class Feed(Protocol):
         """Whether half of the messages that may be unacknowledged are: it may soon deliver no more."""
         ...
 
+    def passed(self, seq: int) -> None:
+        """Note that everything up to the message with this sequence is done.
+
+        Of partitions that were committed together it is noted before the first `ack`: the others would seem to be late.
+        """
+        ...
+
     async def ack(self, seq: int) -> None:
-        """Tell the server that everything up to the message with this sequence is done."""
+        """The same, and tell the server."""
         ...
 
     async def close(self) -> None:
