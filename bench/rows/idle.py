@@ -64,6 +64,8 @@ def append_idle(stage: Stage) -> Iterator[Benchmark]:
     kinds: Any = {"known": (Sleepers, {"cached_threads": 2 * threads}), "evicted": Sleepers}
     with stage.workers(**kinds) as workers:
         workers["known"].call("fill", threads=threads, each=_EACH, at_once=min(512, threads))
+        # A process that begins reads where each thread ends: that is measured elsewhere.
+        workers["evicted"].call("append_each", threads=["first"], callers=1)
         stage.say(f"{threads} threads, a log of {workers['known'].call('log_bytes') / 1e6:.0f} MB")
 
         def idle(name: str) -> dict[str, float]:

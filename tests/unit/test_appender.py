@@ -485,6 +485,30 @@ def test_one_fault_is_overcome(fault: str, warm: bool, large: bool) -> None:
     test(main, server=GroupServer(message_bytes_max=4096))
 
 
+def test_a_refusal_does_not_rest_on_what_a_conflict_showed_before_the_call() -> None:
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["a"])
+        one.log._tail.last_seen._deaf_until = float("inf")  # it hears nothing of the other, and sees what it reads
+        catch_up, calls = one.appender._finder.catch_up, []
+
+        async def overtaken_again(*asked: Any) -> Any:
+            one.appender._finder.catch_up = catch_up  # type: ignore[method-assign]
+            await two.append(["c"])
+            calls.append(asyncio.ensure_future(one.append(["d"], expected=3)))
+            await asyncio.sleep(0)
+            return await catch_up(*asked)
+
+        one.appender._finder.catch_up = overtaken_again  # type: ignore[method-assign]
+        await two.append(["b"])
+        with pytest.raises(VersionConflict, match="version 3, expected 1"):
+            await one.append(["x"], expected=1)
+        assert (await calls[0]).version == 4
+        assert await world.messages() == ["a", "b", "c", "d"]
+
+    test(main)
+
+
 def test_ones_own_success_is_not_taken_for_a_conflict() -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])

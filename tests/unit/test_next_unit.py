@@ -118,7 +118,7 @@ def queues(draw: st.DrawFn) -> list[Waits]:
 
 
 def decide(queue: list[Waits], tip: Tip[Content], looked_up: bool) -> Taken[Content]:
-    return next_unit("t", queue, tip, LIMITS, looked_up=looked_up)
+    return next_unit("t", queue, tip, LIMITS, looked_up=len(queue) if looked_up else 0)
 
 
 def unit_of(queue: list[Waits], taken: Taken[Content]) -> list[tuple[Waits, Drafted[Content]]]:

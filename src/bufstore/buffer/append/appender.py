@@ -290,14 +290,18 @@ class Appender(Generic[S, M]):
 
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------
 
-    def _advance(self, lane: Lane[M], tip: Tip[M] | None = None) -> None:
-        """Send what is queued if the tip is known; otherwise look it up first. `tip`: one just looked up."""
+    def _advance(self, lane: Lane[M], tip: Tip[M] | None = None, *, looked_up: int = 0) -> None:
+        """Send what is queued if the tip is known; otherwise look it up first.
+
+        `looked_up`: so many that are queued had come when this tip was read: a refusal of theirs may rest on it.
+        """
         while lane.queue and lane.queue[0].done.done():
             lane.queue.popleft()
+            looked_up -= 1
         if not lane.queue:
             self._lanes.pop(lane.thread_id, None)
             return
-        looked_up, tip = tip is not None, tip or self._tips.get(lane.thread_id)
+        tip = tip or self._tips.get(lane.thread_id)
         if tip is None:
             self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
@@ -369,14 +373,17 @@ class Appender(Generic[S, M]):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _find(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False) -> None:
+    async def _find(
+        self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]], *, for_head: bool = False, now: bool = True
+    ) -> None:
         """Find a tip, trying again while the log is away and somebody still waits; then go on.
 
         `for_head`: only the first write in the queue needs what is looked for, and alone fails without it.
+        `now`: the tip is that of now; without, that of a conflict, before which some who wait may not have come.
         """
         try:
             while True:
-                life = self._life
+                life, waiting = self._life, len(lane.queue)
                 try:
                     tip = await find()
                 except (LogUnavailable, AppendUnknown):
@@ -393,7 +400,7 @@ class Appender(Generic[S, M]):
                 lane, LogUnavailable(f"cannot look up the thread ({type(e).__name__}); nothing was stored"), for_head
             )
         else:
-            self._advance(lane, tip)
+            self._advance(lane, tip, looked_up=waiting if now else 0)
 
     async def _find_again(self, lane: Lane[M], find: Callable[[], Awaitable[Tip[M]]]) -> Tip[M]:
         async for attempt in AsyncRetrying(
@@ -461,7 +468,7 @@ class Appender(Generic[S, M]):
                 await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
             lane.queue.extendleft(reversed(unit.writes))
             if isinstance(error, Conflict) and before.seq and before.memory is not None:
-                await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before))
+                await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before), now=False)
             elif isinstance(error, LogUnavailable):
                 await asyncio.sleep(0.05)
                 await self._find(lane, lambda: self._finder.look_up(lane.thread_id))

@@ -104,18 +104,18 @@ class Taken(NamedTuple, Generic[M]):
 
 
 def next_unit(
-    thread_id: str, queue: Iterable[QueuedWrite[M]], before: Tip[M], limits: Limits, *, looked_up: bool
+    thread_id: str, queue: Iterable[QueuedWrite[M]], before: Tip[M], limits: Limits, *, looked_up: int
 ) -> Taken[M]:
     """Decide which of the queue's first writes go out behind the tip `before`, and which end without.
 
-    `looked_up`: the tip was read just now. The drafts of what goes out have changed the tip's memory; a caller that
-    does not send them undoes them, the last first.
+    `looked_up`: so many at the front of the queue had come when the tip was read. The drafts of what goes out have
+    changed the tip's memory; a caller that does not send them undoes them, the last first.
     """
     outcomes: list[Drafted[M] | Receipt | Exception | None] = []
     refused: list[QueuedWrite[M]] = []
     tip = before
     size = count = 0
-    for write in queue:
+    for number, write in enumerate(queue):
         if write.ended:
             outcomes.append(None)
             continue
@@ -127,7 +127,7 @@ def next_unit(
         # of its base (`chain.superseded`) gives it away; entries behind it have no such note.
         if count and not before.seq:
             break
-        outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=looked_up)
+        outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=number < looked_up)
         if isinstance(outcome, Drafted):
             size += size_of(outcome.message)
             if count and (size > min(limits.unit_bytes_max, UNIT_BYTES_MAX) or count == ENTRIES_MAX):

@@ -2,7 +2,7 @@
 
 A consumer is led by one node of the cluster and delivers what that node has. A node that was cut off may lead consumers
 again long before it has caught up with the log: until then it sends heartbeats and no messages, which looks as if the
-partition were idle. So when somebody asks for a flush that does not come, we ask the log's leader where the partition
+partition were idle. So when somebody asks for a flush that does not come, we ask the log where the partition
 ends; for feeds that have been still we also ask now and then on our own. When nothing arrives for a while although the
 partition goes on, it is taken again, with a new consumer that another node may lead.
 """

@@ -21,7 +21,7 @@ from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.stream import Floors, GroupsInStream
-from bufstore.buffer.groups.tail import NEIGHBOURS, Tail
+from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
 from bufstore.buffer.places import first_place, group_of, last_place, number_of, place
 from bufstore.buffer.ports.log import Floor, GroupSizes, Remains, Writes
@@ -37,6 +37,8 @@ _READ_S = 5.0
 _LAG_S = 0.002
 #: How many groups are read at a time where all are read.
 _SCANNED_AT_ONCE = 32
+#: So many groups are read ahead, at most, of who walks along a thread.
+_AHEAD_MAX = 32
 #: How many groups are on their way to a process that looks for the last entries of many threads.
 _LOOKED_AT_ONCE = 8
 #: How many sequences of the stream count as the last.
@@ -152,7 +154,7 @@ class GroupLog:
             try:
                 while waiting:
                     seq = waiting.pop()
-                    found.update(await self._found(await self._tail.only(seq), heads[seq]))
+                    found.update(await self._found(seq, heads[seq]))
             except BaseException:
                 waiting.clear()  # the others need not go on
                 raise
@@ -163,12 +165,10 @@ class GroupLog:
                 raise outcome
         return found
 
-    async def _found(
-        self, found: tuple[Group, bytes] | None, heads: Sequence[tuple[str, int]]
-    ) -> dict[str, StoredMessage]:
-        """The entries that stand there, by subject."""
-        if found is None:  # it was purged or erased: the floor is above it by now, and nobody builds on it any more
-            self._forgetting.forget(await self._floor())
+    async def _found(self, seq: int, heads: Sequence[tuple[str, int]]) -> dict[str, StoredMessage]:
+        """The entries that stand in the group with this sequence, by subject."""
+        if (found := await self._tail.group(seq)) is None:
+            await self._forget_purged()
             return {}
         group, body = found
         return {
@@ -176,6 +176,10 @@ class GroupLog:
             for subject, head in heads
             if number_of(head) < len(group.records)
         }
+
+    async def _forget_purged(self) -> None:
+        """A thread's last entry was purged or erased: the floor is above it by now, nobody builds on it any more."""
+        self._forgetting.forget(await self._floor())
 
     async def after(self, subject: str, seq: int, timeout_s: float, limit: int = 0) -> list[StoredMessage]:
         await self._see_all()
@@ -193,13 +197,16 @@ class GroupLog:
 
     async def _thread_after(self, subject: str, seq: int, limit: int = 0) -> list[StoredMessage]:
         found = deque[StoredMessage](maxlen=limit or None)
-        at, group = self._head(subject), None
+        at, group, ahead = self._head(subject), None, 0
         while at > seq:
             if group is None or group[0].seq != group_of(at):
-                # Its last entry may stand anywhere. Only what was written often stands in neighbours of that.
-                near = group is not None and group[0].seq - group_of(at) <= NEIGHBOURS
-                group = await (self._tail.group if near else self._tail.only)(group_of(at))
+                if group is not None:
+                    # The last entry may stand anywhere. Who walks on along a busy thread walks on for longer.
+                    ahead = min(2 * ahead, _AHEAD_MAX) or 1 if group[0].seq - group_of(at) <= _AHEAD_MAX else 0
+                group = await self._tail.group(group_of(at), ahead)
                 if group is None:
+                    if not found:
+                        await self._forget_purged()
                     break
             found.appendleft(await self._entry(group[0], number_of(at), group[1]))
             at = group[0].records[number_of(at)].prev

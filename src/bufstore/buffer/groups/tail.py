@@ -25,8 +25,6 @@ _AT_ONCE = 1000
 _BYTES, _BYTES_MIN, _BYTES_MAX = 1 << 20, 128 << 10, 8 << 20
 #: Less is asked for when an answer has taken longer: what has not come after a read's time has come for nothing.
 _ANSWER_S = 1.0
-#: Who walks along a thread that is written often wants the neighbours of its groups next.
-NEIGHBOURS = 32
 #: Of the groups seen last, so many bytes are kept: reads of what is not flushed yet want them.
 _KEPT_BYTES = 32 << 20
 #: The pause before the same gap is looked at once more.
@@ -137,27 +135,24 @@ class Tail:
         self.last_seen.is_certain(written.group.seq, written.group.id)
         self._keep(written.group, written.message.body)
 
-    async def group(self, seq: int) -> tuple[Group, bytes] | None:
+    async def group(self, seq: int, ahead: int = 0) -> tuple[Group, bytes] | None:
         """The group with this sequence and its body; None if it may be gone by now, and is.
 
+        `ahead`: how many groups before it are wanted next, and are read and kept, too. Who looks for the last entries
+        of idle threads wants groups anywhere, and none in place of those that were seen last.
         Raises LogUnavailable also if it must be in the log, and nobody shows it.
         """
         if seq not in self._kept:
-            async with self._one_read:  # many threads may have their last entries in one group
+            if not ahead:
+                return await self._sure(seq)
+            async with self._one_read:  # many threads may want the same
                 if seq not in self._kept:
-                    return await self._read(seq)
+                    return await self._read(seq, ahead)
         self._kept.move_to_end(seq)
         return self._kept[seq]
 
-    async def only(self, seq: int) -> tuple[Group, bytes] | None:
-        """As `group`, but none beside it is read: who looks for the last entries of idle threads wants groups anywhere.
-
-        Nor is it kept, in place of those that were seen last.
-        """
-        return self._kept[seq] if seq in self._kept else await self._sure(seq)
-
-    async def _read(self, seq: int) -> tuple[Group, bytes] | None:
-        first = max(seq - NEIGHBOURS, 0)
+    async def _read(self, seq: int, ahead: int) -> tuple[Group, bytes] | None:
+        first = max(seq - ahead - 1, 0)
         above = next((known for known in range(seq - 1, first, -1) if known in self._kept), first)
         while above < seq:
             messages, more = await self._some(above, seq - above)
@@ -172,7 +167,7 @@ class Tail:
         return await self._sure(seq)
 
     async def _sure(self, seq: int) -> tuple[Group, bytes] | None:
-        """A group that a replica did not show: it is not there any more, or the replica lags."""
+        """A group, from any replica or the leader: which of them does not show it lags, or it is not there any more."""
         found = (await self._log.part(self._subject, seq - 1, self._timeout_s, 1)).messages
         if not found:
             message = await self._log.identity(seq)

@@ -218,7 +218,10 @@ class Log(Generations, Protocol):
         ...
 
     async def ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
-        """The last sequence that matches each filter (wildcards allowed), from the leader; 0 for none."""
+        """The last position that matches each filter (wildcards allowed), as any node shows it; 0 for none.
+
+        Of what stands below the log's floor it may tell nothing. `latest_ends` asks the leader.
+        """
         ...
 
     async def feed(self, partition: int, term: int, start: int, wake: Callable[[], None]) -> Feed:

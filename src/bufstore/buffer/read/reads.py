@@ -231,5 +231,4 @@ class Reads(Generic[S]):
     async def _last(self, subject: str, proven: bool) -> int:
         if proven:
             return await self._log.latest(subject, self._config.read_timeout_s)
-        found = (await self._log.last([subject], self._config.read_timeout_s)).get(subject)
-        return found.seq if found is not None else 0
+        return (await self._log.ends([subject], self._config.read_timeout_s))[0]
