@@ -269,7 +269,7 @@ def _behind_weather(name: str) -> Any:
     return read
 
 
-for _name in ("load_checkpoint", "load_run", "query_messages", "query_runs", "query_threads", "load_message"):
+for _name in ("load_checkpoint", "load_run", "query_messages", "query_runs", "query_threads", "load_message", "_held"):
     setattr(StoreView, _name, _behind_weather(_name))
 
 

@@ -72,7 +72,8 @@ class Instance:
     async def _make(self, world: World, member: str) -> BufferedThreadStore | None:
         session, ledger = world.nats.session(CONFIG), LedgerView(world.postgres)
         view = StoreView(world.postgres)
-        backing = Backing(kind_of(view), ComparingReader(view, ledger))  # type: ignore[arg-type]
+        reader = ComparingReader(view, ledger)  # type: ignore[arg-type]
+        backing = Backing(kind_of(view), reader, held=view._held)
         buffer = Buffer(DOMAIN, session, ledger, backing, CONFIG, member=member)  # type: ignore[arg-type]
         try:
             await buffer.open()

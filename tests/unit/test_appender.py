@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -101,6 +101,59 @@ def test_a_large_entry_that_is_the_last_of_the_log_is_followed() -> None:
         assert await world.messages() == ["a", "x" * 10_000, "b"]
 
     test(main, server=GroupServer(message_bytes_max=4096))
+
+
+def test_many_threads_that_are_written_first_at_once_ask_postgres_together() -> None:
+    async def main(world: World, one: Instance) -> None:
+        for n in range(3):
+            await one.checkpoint(["a"], f"t{n}")
+            await world.flush(f"t{n}")
+        world.log.intrude(SUBJECTS.of("elsewhere"))
+        world.log.expire_below(world.log.last_seq)
+        two, asked = Instance(world), list[list[str]]()
+
+        async def known(thread_ids: Sequence[str]) -> Collection[str]:
+            asked.append(sorted(thread_ids))
+            return (await world.ledger.watermarks(thread_ids)).keys()
+
+        two.appender._finder._known = known
+        joined, read = two.reads.joined, list[str]()
+
+        async def counted(thread_id: str) -> Any:
+            read.append(thread_id)
+            return await joined(thread_id)
+
+        two.reads.joined = counted  # type: ignore[assignment, method-assign]
+        ids = [f"t{n}" for n in range(20)]
+        receipts = await asyncio.gather(*(two.append(["b"], thread_id) for thread_id in ids))
+        assert [r.version for r in receipts] == [2] * 3 + [1] * 17
+        assert asked == [sorted(ids)]
+        assert sorted(read) == ids[:3]
+        for thread_id in ids:
+            await world.flush(thread_id)
+            assert await world.messages(thread_id) == ["a", "b"][thread_id not in ids[:3] :]
+
+    test(main)
+
+
+def test_when_postgres_cannot_say_which_threads_are_new_each_is_asked_for() -> None:
+    async def main(world: World, one: Instance) -> None:
+        asked = 0
+
+        async def known(_: Sequence[str]) -> Collection[str]:
+            nonlocal asked
+            asked += 1
+            raise StoreUnavailable("too busy")
+
+        one.appender._finder._known = known
+        for part in range(3):
+            await asyncio.gather(*(one.append(["a"], f"t{part}-{n}") for n in range(10)))
+        assert asked == 1, "not again and again"
+        await asyncio.sleep(60)
+        await asyncio.gather(*(one.append(["a"], f"later {n}") for n in range(10)))
+        assert asked == 2
+
+    test(main)
 
 
 def test_what_is_too_large_is_rejected_and_its_neighbours_are_not() -> None:
@@ -248,6 +301,29 @@ def test_an_answer_that_reached_a_stopped_process_late_tells_of_the_log_as_it_wa
         assert await world.messages() == ["second"]
 
     test(main)
+
+
+@pytest.mark.parametrize("how", ["append", "keyed", "checkpoint", "read"])
+def test_a_large_entry_that_was_purged_since_it_was_seen_puts_no_thread_into_quarantine(how: str) -> None:
+    """Its group was at hand still, its parts were gone: it was taken for damaged."""
+
+    async def main(world: World, one: Instance) -> None:
+        two, big = Instance(world), "x" * 10_000
+        await one.checkpoint([big])
+        assert (await two.reads.joined("t"))[1] == world.log.last_seq
+        world.log.opened.remove(two.log)  # it was stopped meanwhile, and heard of nothing
+        await world.flush_and_purge()
+        if how == "read":
+            assert (await two.reads.joined("t"))[0].watermark.broken_since is None
+        elif how == "append":
+            await two.append(["b"])
+        else:
+            await two.checkpoint([big, "b"], key="k" if how == "keyed" else None)
+        await world.flush()
+        assert await world.messages() == [big, "b"][: 1 + (how != "read")]
+        assert world.ledger.parked.entries == {}
+
+    test(main, server=GroupServer(message_bytes_max=4096))
 
 
 def test_copies_that_land_after_a_purge_rewind_nothing() -> None:

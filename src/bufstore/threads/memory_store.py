@@ -89,7 +89,10 @@ class MemoryThreadStore(EditedStore):
         if postgres is not None:
             return None
         ledger = self.ledger(config.quarantine_max)
-        return ledger, Backing(kind_of(self), ComparingReader(self, ledger))
+        return ledger, Backing(kind_of(self), ComparingReader(self, ledger), held=self._held)
+
+    async def _held(self, thread_ids: Sequence[str]) -> list[str]:
+        return [thread_id for thread_id in thread_ids if thread_id in self._threads]
 
     async def checkpoint(
         self, thread_id: str, messages: Sequence[Message], run: Run, *, idempotency_key: str | None = None

@@ -27,7 +27,7 @@ from bufstore.buffer.append.lane import Lane, Unit, Write
 from bufstore.buffer.append.lost_answer import Torn, resolve
 from bufstore.buffer.append.next_unit import Limits, Need, next_unit, other_content
 from bufstore.buffer.append.tip import Prepare, Tip, TipCache
-from bufstore.buffer.append.tip_finder import Stored, TipFinder
+from bufstore.buffer.append.tip_finder import Known, Stored, TipFinder
 from bufstore.buffer.append.unresolved import Unresolved
 from bufstore.buffer.domain import M, S
 from bufstore.buffer.parts import Parts
@@ -59,8 +59,12 @@ class Appender(Generic[S, M]):
         parts: Parts[Any, S, M],
         stored: Stored[S],
         explain: Callable[[LogFull], Awaitable[LogFull]] | None = None,
+        known: Known | None = None,
     ) -> None:
-        """`stored`: what the store holds of threads. `explain`: says more of a full log than the server does."""
+        """`stored`: what the store holds of threads. `explain`: says more of a full log than the server does.
+
+        `known`: see `TipFinder`.
+        """
         log, config = parts.log, parts.config
         self._log, self._subjects, self._config = log, parts.subjects, config
         # Twice within a caller's time: then a lost answer is still resolved before the call ends.
@@ -68,7 +72,7 @@ class Appender(Generic[S, M]):
         self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
         self._unresolved = Unresolved(log, parts.subjects, stored.watermark)
-        self._finder = TipFinder(parts, stored, self._tips)
+        self._finder = TipFinder(parts, stored, self._tips, known)
         self._tasks: set[asyncio.Task[None]] = set()
         #: In order of arrival, so that the first is the first to give up.
         self._outstanding: dict[Write[M], None] = {}
@@ -128,9 +132,7 @@ class Appender(Generic[S, M]):
             if everything or (head and head != tip.seq):
                 self._tips.drop(thread_id)
 
-    async def learn_new(
-        self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
-    ) -> None:
+    async def learn_new(self, thread_ids: Collection[str], held: Known) -> None:
         """See `TipFinder.learn_new`."""
         await self._finder.learn_new(thread_ids, held)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Generic, Protocol
 
@@ -14,9 +15,16 @@ from bufstore.buffer.domain import M, S, S_co
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, items_of
 from bufstore.buffer.parts import Parts
 
+_log = logging.getLogger(__name__)
+
 #: Purged entries were flushed a failover window ago, which is longer: a thread that existed nowhere, and was written
 #: since, still shows in the log.
 _NEW_FOR_S = 5.0
+#: How long Postgres may take to say which threads it knows, and how long it is not asked again when it did not.
+_KNOWN_S, _KNOWN_AGAIN_S = 1.0, 5.0
+
+#: Which of these threads Postgres knows anything of.
+Known = Callable[[Sequence[str]], Awaitable[Collection[str]]]
 
 
 class Stored(Protocol[S_co]):
@@ -37,12 +45,17 @@ class Stored(Protocol[S_co]):
 class TipFinder(Generic[S, M]):
     """Finds tips and remembers them in `tips`. Raises LogUnavailable; StoreUnavailable where Postgres is asked."""
 
-    def __init__(self, parts: Parts[Any, S, M], stored: Stored[S], tips: TipCache[M]) -> None:
+    def __init__(
+        self, parts: Parts[Any, S, M], stored: Stored[S], tips: TipCache[M], known: Known | None = None
+    ) -> None:
+        """`known`: which of these threads Postgres knows anything of, if that can be asked."""
         self._log, self._subjects, self._domain = parts.log, parts.subjects, parts.domain
         self._timeout_s = parts.config.append_timeout_s
         self._stored = stored
         self._tips = tips
-        self._lookups = Lookups(parts.log, parts.config.append_timeout_s)
+        self._last = Lookups(lambda subjects: self._log.last(subjects, self._timeout_s))
+        self._nowhere = Lookups(self._found_nowhere)
+        self._known, self._known_again_at = known, float("-inf")
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
         #: How long the machine had been suspended at the last look: `saw` does not ask again.
@@ -55,14 +68,16 @@ class TipFinder(Generic[S, M]):
         """Within this many seconds, a seen end of the log is above everything purged since."""
         return self._log.windows.rely_s / 4
 
+    @property
+    def _new_for_s(self) -> float:
+        return min(_NEW_FOR_S, self._seen_for_s)
+
     def saw(self, seq: int, at: float) -> None:
         """Note that nothing in the log stood above `seq` at this time of the loop."""
         if seq > self._seen[0]:
             self._seen = seq, at
 
-    async def learn_new(
-        self, thread_ids: Collection[str], held: Callable[[Sequence[str]], Awaitable[Collection[str]]]
-    ) -> None:
+    async def learn_new(self, thread_ids: Collection[str], held: Known) -> None:
         """Find out which of many threads exist nowhere, in a few requests. `held`: the ones that Postgres knows."""
         at, seen = elapsed.now_s(), await self._seen_lately()
         subjects = {self._subjects.of(t): t for t in thread_ids if self._tips.get(t) is None}
@@ -75,16 +90,32 @@ class TipFinder(Generic[S, M]):
     def _as_new(self, thread_id: str) -> Tip[M] | None:
         """The tip of a thread that was found nowhere, too short ago for anything to be written and purged."""
         at, seen = self._new.pop(thread_id, (float("-inf"), 0))
-        if elapsed.now_s() - at > min(_NEW_FOR_S, self._seen_for_s):
+        if elapsed.now_s() - at > self._new_for_s:
             return None
         return tip_of_row(Watermark(), seen, at, self._domain.nothing())
+
+    async def _found_nowhere(self, thread_ids: list[str]) -> dict[str, bool]:
+        """Which of many threads neither log nor Postgres knows. Of one, what Postgres has of it is asked at once."""
+        if self._known is None or len(thread_ids) == 1 or self._loop.time() < self._known_again_at:
+            return {}
+        ends = await self._log.ends([self._subjects.of(t) for t in thread_ids], self._timeout_s)
+        absent = [t for t, end in zip(thread_ids, ends, strict=True) if not end]
+        try:
+            async with asyncio.timeout(_KNOWN_S):
+                # In this order: what has left the log is in Postgres.
+                known = await self._known(absent) if absent else ()
+        except Exception as e:  # an app's own store may raise anything; then each of them is asked for
+            _log.debug("cannot ask which threads are new: %s", type(e).__name__, extra={"action": "known_unavailable"})
+            self._known_again_at = self._loop.time() + _KNOWN_AGAIN_S
+            return {}
+        return {thread_id: True for thread_id in absent if thread_id not in known}
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""
         if (new := self._as_new(thread_id)) is not None:
             return new
         at, seen = elapsed.now_s(), await self._seen_lately()
-        last = await self._lookups.last(self._subjects.of(thread_id))
+        last = await self._last.of(self._subjects.of(thread_id))
         if last is None:
             return tip_unknown(seen, at)
         tip: Tip[M] = tip_of_message(last)
@@ -96,6 +127,8 @@ class TipFinder(Generic[S, M]):
         if (new := self._as_new(thread_id)) is not None:
             return new
         at, seen = elapsed.now_s(), await self._seen_lately()
+        if await self._nowhere.of(thread_id) and elapsed.now_s() - at <= self._new_for_s:
+            return tip_of_row(Watermark(), seen, at, self._domain.nothing())
         state, seq = await self._stored.joined(thread_id)
         watermark, memory, whole = state.watermark, self._domain.remember(state), state.whole
         if not seq:
@@ -158,7 +191,7 @@ class TipFinder(Generic[S, M]):
         self._tips.drop(thread_id)
         if known.broken:
             return await self.of_content(thread_id)  # a replay heals a chain without an entry
-        last = await self._lookups.last(self._subjects.of(thread_id))
+        last = await self._last.of(self._subjects.of(thread_id))
         if last is not None and last.seq == known.seq:
             self._tips.put(thread_id, known)
             return known

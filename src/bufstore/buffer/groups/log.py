@@ -45,6 +45,10 @@ _LOOKED_AT_ONCE = 8
 _LAST_GROUPS = 64
 
 
+class _Purged(LogUnavailable):
+    """What was read is not in the log any more, nor anything before it."""
+
+
 class GroupLog:
     """See `bufstore.buffer.ports.log.Log`. Positions are places (`bufstore.buffer.places`)."""
 
@@ -167,15 +171,16 @@ class GroupLog:
 
     async def _found(self, seq: int, heads: Sequence[tuple[str, int]]) -> dict[str, StoredMessage]:
         """The entries that stand in the group with this sequence, by subject."""
-        if (found := await self._tail.group(seq)) is None:
-            await self._forget_purged()
-            return {}
-        group, body = found
-        return {
-            subject: await self._entry(group, number_of(head), body)
-            for subject, head in heads
-            if number_of(head) < len(group.records)
-        }
+        with contextlib.suppress(_Purged):
+            if (found := await self._tail.group(seq)) is not None:
+                group, body = found
+                return {
+                    subject: await self._entry(group, number_of(head), body)
+                    for subject, head in heads
+                    if number_of(head) < len(group.records)
+                }
+        await self._forget_purged()
+        return {}
 
     async def _forget_purged(self) -> None:
         """A thread's last entry was purged or erased: the floor is above it by now, nobody builds on it any more."""
@@ -198,18 +203,19 @@ class GroupLog:
     async def _thread_after(self, subject: str, seq: int, limit: int = 0) -> list[StoredMessage]:
         found = deque[StoredMessage](maxlen=limit or None)
         at, group, ahead = self._head(subject), None, 0
-        while at > seq:
-            if group is None or group[0].seq != group_of(at):
-                if group is not None:
-                    # The last entry may stand anywhere. Who walks on along a busy thread walks on for longer.
-                    ahead = min(2 * ahead, _AHEAD_MAX) or 1 if group[0].seq - group_of(at) <= _AHEAD_MAX else 0
-                group = await self._tail.group(group_of(at), ahead)
-                if group is None:
-                    if not found:
-                        await self._forget_purged()
-                    break
-            found.appendleft(await self._entry(group[0], number_of(at), group[1]))
-            at = group[0].records[number_of(at)].prev
+        with contextlib.suppress(_Purged):
+            while at > seq:
+                if group is None or group[0].seq != group_of(at):
+                    if group is not None:
+                        # The last entry may stand anywhere. Who walks on along a busy thread walks on for longer.
+                        ahead = min(2 * ahead, _AHEAD_MAX) or 1 if group[0].seq - group_of(at) <= _AHEAD_MAX else 0
+                    group = await self._tail.group(group_of(at), ahead)
+                    if group is None:
+                        break
+                found.appendleft(await self._entry(group[0], number_of(at), group[1]))
+                at = group[0].records[number_of(at)].prev
+        if at > seq and not found:
+            await self._forget_purged()
         return list(found)
 
     async def identity(self, seq: int) -> StoredMessage | None:
@@ -221,7 +227,10 @@ class GroupLog:
             or (group := self._tail.decoded(message)) is None
         ):
             return None
-        return await self._entry(group, number_of(seq), message.body) if number_of(seq) < len(group.records) else None
+        with contextlib.suppress(_Purged):
+            if number_of(seq) < len(group.records):
+                return await self._entry(group, number_of(seq), message.body)
+        return None
 
     async def _entry(self, group: Group, number: int, body: bytes) -> StoredMessage:
         at = place(group.seq, number)
@@ -233,8 +242,11 @@ class GroupLog:
             return StoredMessage(subject, at, None, body_of(group, number, body))
         subject, payload = self._subjects.of(entry.thread_id), entry.payload
         if entry.elsewhere:
-            with contextlib.suppress(MalformedEntry):  # its checksum does not fit what is left of it
+            try:
                 payload = await joined(payload, self._stream.identity)
+            except MalformedEntry:  # its checksum does not fit what is left of it
+                if await self._stream.identity(group.seq) is None:
+                    raise _Purged("a large entry was purged while it was read") from None
         return StoredMessage(subject, at, entry.header, payload)
 
     def _foreign(self, message: StoredMessage) -> StoredMessage:
@@ -283,7 +295,8 @@ class GroupLog:
                     and (partitions is None or record.partition in partitions)
                     and (last_up_to is None or not at < self._heads.head(record.hash) <= last_up_to)
                 ):
-                    yield record.partition, await self._entry(group, number_of(at), message.body)
+                    with contextlib.suppress(_Purged):
+                        yield record.partition, await self._entry(group, number_of(at), message.body)
 
     async def _groups(self, above: int) -> AsyncIterator[StoredMessage]:
         """The messages of the groups' subject above a sequence, so many at a time."""
