@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,7 +92,8 @@ def _measured(
     stage: Stage, kind: type[Contestant], options: dict[str, Any], prefix: str, call: dict[str, Any]
 ) -> dict[str, int]:
     dsn = stage.servers.dsn
-    place = stage.place()
+    # Each round has a log of its own, which stays until the row has ended, and the server reserves what it may grow to.
+    place = replace(stage.place(), log_bytes=256 << 20)
     with stage.workers(place, it=(kind, options)) as workers:
         worker: Worker = workers["it"]
         if kind is Paced:
