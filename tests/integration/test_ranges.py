@@ -13,6 +13,7 @@ from nats.aio.client import Client
 from bufstore.config import as_nats_config
 from bufstore.nats.ranges import LogReader
 from conftest import Deployment
+from fault_proxy.proxy import FaultProxy
 from helpers import fresh, run_of, said
 
 
@@ -72,3 +73,32 @@ async def test_a_read_goes_on_after_its_consumer_has_gone(deployment: Deployment
                         gone += 1
         assert gone == 3
         assert sequences == list(range(log.first, log.end))
+
+
+async def test_a_read_goes_on_after_its_connection_was_replaced(deployment: Deployment) -> None:
+    """It waited for the heartbeats of a consumer that knew nothing of the new connection, and failed."""
+    server = deployment.servers.nats
+    async with written(deployment, 30) as (there, _), FaultProxy("127.0.0.1", server.port) as proxy:
+        url = server.url.replace(f":{server.port}", f":{proxy.port}")
+        reader = LogReader(as_nats_config(url), deployment.log.stream)
+        await reader.open()
+        try:
+            log = await there.look()
+            sequences = []
+            async with (
+                asyncio.timeout(30),
+                aclosing(reader.read(log.first, log.end, log.subjects.stored, at_once=4)) as found,
+            ):
+                async for part in found:
+                    if not sequences:
+                        proxy.to_client.hold()  # it waits, and then for nothing
+                        asyncio.get_running_loop().call_later(0.5, heal, proxy)
+                    sequences += [read.message.seq for read in part]
+            assert sequences == list(range(log.first, log.end))
+        finally:
+            await reader.aclose()
+
+
+def heal(proxy: FaultProxy) -> None:
+    proxy.cut()
+    proxy.heal()

@@ -33,7 +33,9 @@ _PULL = 4096
 _PULL_BYTES = 8 << 20
 _EXPIRES_S = 30
 _HEARTBEAT_S = 1.5
-#: Without a heartbeat for this long the connection counts as dead.
+#: Without a heartbeat for this long the consumer is asked no more: after a reconnect it knows nothing of who asked.
+_DEAF_S = 3 * _HEARTBEAT_S
+#: When nothing has come for this long, from no consumer, the log cannot be read.
 _SILENCE_S = 10.0
 #: Before a read that was interrupted goes on.
 _AGAIN_S = 0.1
@@ -221,8 +223,8 @@ class LogReader:
         try:
             while not inbox.done:
                 # The next batch is requested before the last is worked on, so at most two are in memory.
-                if inbox.wanted <= at_once // 4:
-                    room = min(at_once, end - inbox.position(start))
+                room = min(at_once, end - inbox.position(start))
+                if inbox.wanted <= room // 4:
                     inbox.wanted += room
                     await client.publish(verb, json.dumps(pull | {"batch": room}).encode(), reply=reply)
                 if part := await inbox.take(lambda: client.is_connected):
@@ -305,7 +307,7 @@ class _Inbox:
         self._something.clear()
         if not self._arrived and not self.done and self._trouble is None:
             try:
-                async with asyncio.timeout(_SILENCE_S):
+                async with asyncio.timeout(_DEAF_S):
                     await self._something.wait()
             except TimeoutError:
                 self._trouble = "no heartbeat"
