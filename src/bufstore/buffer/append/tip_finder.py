@@ -80,12 +80,16 @@ class TipFinder(Generic[S, M]):
     async def learn_new(self, thread_ids: Collection[str], held: Known) -> None:
         """Find out which of many threads exist nowhere, in a few requests. `held`: the ones that Postgres knows."""
         at, seen = elapsed.now_s(), await self._seen_lately()
-        subjects = {self._subjects.of(t): t for t in thread_ids if self._tips.get(t) is None}
-        in_log = await self._log.last(list(subjects), self._timeout_s)
-        absent = [thread_id for subject, thread_id in subjects.items() if subject not in in_log]
+        unknown = [t for t in thread_ids if self._tips.get(t) is None]
+        self._new = dict.fromkeys(await self._absent(unknown, held), (at, seen))
+
+    async def _absent(self, thread_ids: Sequence[str], known: Known) -> list[str]:
+        """Which of these threads neither log nor Postgres knows."""
+        ends = await self._log.ends([self._subjects.of(t) for t in thread_ids], self._timeout_s)
+        absent = [t for t, end in zip(thread_ids, ends, strict=True) if not end]
         # In this order: what has left the log is in Postgres.
-        present = await held(absent) if absent else ()
-        self._new = {t: (at, seen) for t in absent if t not in present}
+        present = await known(absent) if absent else ()
+        return [t for t in absent if t not in present]
 
     def _as_new(self, thread_id: str) -> Tip[M] | None:
         """The tip of a thread that was found nowhere, too short ago for anything to be written and purged."""
@@ -98,17 +102,13 @@ class TipFinder(Generic[S, M]):
         """Which of many threads neither log nor Postgres knows. Of one, what Postgres has of it is asked at once."""
         if self._known is None or len(thread_ids) == 1 or self._loop.time() < self._known_again_at:
             return {}
-        ends = await self._log.ends([self._subjects.of(t) for t in thread_ids], self._timeout_s)
-        absent = [t for t, end in zip(thread_ids, ends, strict=True) if not end]
         try:
             async with asyncio.timeout(_KNOWN_S):
-                # In this order: what has left the log is in Postgres.
-                known = await self._known(absent) if absent else ()
-        except Exception as e:  # an app's own store may raise anything; then each of them is asked for
+                return dict.fromkeys(await self._absent(thread_ids, self._known), True)
+        except Exception as e:  # whatever it is, each of them is asked for then, and says it
             _log.debug("cannot ask which threads are new: %s", type(e).__name__, extra={"action": "known_unavailable"})
             self._known_again_at = self._loop.time() + _KNOWN_AGAIN_S
             return {}
-        return {thread_id: True for thread_id in absent if thread_id not in known}
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""
