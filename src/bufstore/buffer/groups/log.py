@@ -208,7 +208,8 @@ class GroupLog:
                 if group is None or group[0].seq != group_of(at):
                     if group is not None:
                         # The last entry may stand anywhere. Who walks on along a busy thread walks on for longer.
-                        ahead = min(2 * ahead, _AHEAD_MAX) or 1 if group[0].seq - group_of(at) <= _AHEAD_MAX else 0
+                        near = group[0].seq - group_of(at) <= _AHEAD_MAX
+                        ahead = min(max(2 * ahead, 1), _AHEAD_MAX) if near else 0
                     group = await self._tail.group(group_of(at), ahead)
                     if group is None:
                         break
