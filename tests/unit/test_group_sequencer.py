@@ -200,6 +200,7 @@ class Process:
             parts_last_s=lambda: _PARTS_LAST_S,
         )
         self.units: list[Unit] = []
+        self.payloads = 0
         self.written: list[Written] = []
 
     async def _nothing(self) -> int:
@@ -210,8 +211,8 @@ class Process:
         self.tail.note(written)
 
     def unit(self, thread_id: str, expected: int | None, count: int = 1, size: int = 10) -> Unit:
-        number = sum(map(len, (u.payloads for u in self.units)))
-        payloads = [f"{id(self)}.{number + n}.".encode().ljust(size, b"x") for n in range(count)]
+        payloads = [f"{id(self)}.{self.payloads + n}.".encode().ljust(size, b"x") for n in range(count)]
+        self.payloads += count
         subject = SUBJECTS.of(thread_id)
         messages = [Outgoing(subject, p, "1.h", expected if not n else None) for n, p in enumerate(payloads)]
         unit = Unit(messages, payloads)
