@@ -81,9 +81,10 @@ cluster: $(READY) ## Kill, wipe and cut off nodes of a three-node NATS cluster f
 powercut: $(READY) ## Cut the power of the servers' disks (needs root and loop mounts)
 	$(LONG) sweep.powercut $(ARGS)
 
+DOMAIN ?= threads
 .PHONY: chaos
-chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says, and check that nothing was lost, doubled or stale
-	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED)
+chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says; nothing may be lost, doubled or stale (DOMAIN=checkpoints: LangGraph)
+	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED) --on $(DOMAIN)
 
 ITEMS ?= 10000
 .PHONY: tokens

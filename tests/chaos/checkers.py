@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from chaos.history import EDITED, Final, History, Op, ThreadHistory
+from chaos.history import EDITED, FORKED, Final, History, Op, ThreadHistory
 
 FRESH = ("read-your-writes", "strong")
 #: What a call may raise in a chaos run.
 DOCUMENTED = {
     "OutcomeUnknown", "LogUnavailable", "StoreUnavailable", "StoreMisconfigured", "LogFull", "ReadNotFresh",
-    "FlushTimeout", "ThreadQuarantined", "Closed",
+    "FlushTimeout", "ThreadQuarantined", "Closed", "ConcurrentWriter",
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ class Violation:
 
 
 def _growing(history: History) -> Iterator[tuple[str, ThreadHistory]]:
-    return ((t, h) for t, h in history.threads.items() if not t.startswith(EDITED))
+    return ((t, h) for t, h in history.threads.items() if not t.startswith((EDITED, FORKED)))
 
 
 def lost(history: History, final: Final) -> list[Violation]:

@@ -123,7 +123,8 @@ for _role in ("writer", "flusher", "reader", "all"):
 
 @_kind("clock steps", "clock")
 async def _clock(site: Site, chance: random.Random) -> AsyncIterator[str]:
-    chosen = [p for p in site.processes if chance.random() < 0.7]
+    # One that has just begun has no handler yet, and the signal would end it.
+    chosen = [p for p in site.processes if chance.random() < 0.7 and site.started(p) is not None]
     for process in chosen:
         process.send(signal.SIGUSR1)
     yield " ".join(p.name for p in chosen)

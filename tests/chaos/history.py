@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 #: The first word of a thread's id says what is done with it.
-SHARED, OWN, WHOLE, EDITED = "shared", "own", "whole", "edited"
+SHARED, OWN, WHOLE, EDITED, FORKED = "shared", "own", "whole", "edited", "forked"
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -55,6 +55,8 @@ class End(_Event, tag="end"):
     op: int
     outcome: str
     seq: int = 0
+    #: An earlier try of the same may have taken effect, too.
+    tried: bool = False
 
 
 class Read(_Event, tag="read"):
@@ -67,6 +69,55 @@ class Read(_Event, tag="read"):
     began: float
     ended: float
     names: tuple[str, ...] | None
+
+
+class Saving(_Event, tag="saving"):
+    """What a write saves of a graph, told before it begins: a checkpoint, or what a task has written on top of one."""
+
+    process: str
+    op: int
+    ns: str
+    id: str
+    #: Of a checkpoint.
+    parent: str | None = None
+    content: str = ""
+    #: Of a task's writes; they have one name, on all of these channels.
+    task: str = ""
+    channels: tuple[str, ...] = ()
+
+
+class Saved(msgspec.Struct, frozen=True, array_like=True):
+    """A checkpoint as it is read."""
+
+    parent: str | None
+    content: str
+    #: What tasks have written: task, channel, name.
+    writes: tuple[tuple[str, str, str], ...]
+
+
+class Shown(_Event, tag="shown"):
+    """A read of a checkpoint: of the newest of its namespace, or of the one that was asked for."""
+
+    process: str
+    thread: str
+    level: str
+    began: float
+    ended: float
+    ns: str
+    asked: str | None
+    #: None: there is none.
+    id: str | None = None
+    saved: Saved | None = None
+
+
+class Listed(_Event, tag="listed"):
+    """A list of a thread's checkpoints: namespaces and ids."""
+
+    process: str
+    thread: str
+    began: float
+    ended: float
+    keys: tuple[tuple[str, str], ...]
 
 
 class Failed(_Event, tag="failed"):
@@ -124,7 +175,7 @@ class Recovery(_Event, tag="recovery"):
     caught_up_s: float | None
 
 
-Event = Started | Begin | End | Read | Failed | Fault | Poison | Sample | Recovery
+Event = Started | Begin | End | Read | Saving | Shown | Listed | Failed | Fault | Poison | Sample | Recovery
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
@@ -171,6 +222,9 @@ class Op:
     ended: float = math.inf
     outcome: str = "unknown"
     seq: int = 0
+    tried: bool = False
+    #: Of a graph's thread.
+    saving: Saving | None = None
 
     @property
     def ok(self) -> bool:
@@ -184,6 +238,8 @@ class ThreadHistory:
 
     ops: list[Op] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
+    shown: list[Shown] = field(default_factory=list)
+    listed: list[Listed] = field(default_factory=list)
 
 
 @dataclass
@@ -203,6 +259,7 @@ class History:
         """The history of these events; those of one process in their order."""
         self = cls()
         open_: dict[tuple[str, int], Op] = {}
+        saving: dict[tuple[str, int], Saving] = {}
         plain: dict[type, list[Any]] = {
             Sample: self.samples,
             Poison: self.poisons,
@@ -214,13 +271,20 @@ class History:
         for event in events:
             if isinstance(event, Begin):
                 op = Op(event.process, event.thread, event.kind, event.names, event.t, event.op)
+                op.saving = saving.pop((event.process, event.op), None)
                 open_[event.process, event.op] = op
                 self.threads.setdefault(event.thread, ThreadHistory()).ops.append(op)
             elif isinstance(event, End):
                 op = open_.pop((event.process, event.op))
-                op.ended, op.outcome, op.seq = event.t, event.outcome, event.seq
+                op.ended, op.outcome, op.seq, op.tried = event.t, event.outcome, event.seq, event.tried
             elif isinstance(event, Read):
                 self.threads.setdefault(event.thread, ThreadHistory()).reads.append(event)
+            elif isinstance(event, Saving):
+                saving[event.process, event.op] = event
+            elif isinstance(event, Shown):
+                self.threads.setdefault(event.thread, ThreadHistory()).shown.append(event)
+            elif isinstance(event, Listed):
+                self.threads.setdefault(event.thread, ThreadHistory()).listed.append(event)
             else:
                 plain[type(event)].append(event)
         for thread in self.threads.values():
@@ -247,3 +311,5 @@ class Final:
 
     messages: dict[str, list[str]]
     quarantined: dict[int, ParkedEntry] = field(default_factory=dict)
+    #: Of graphs: by thread, namespace and id.
+    checkpoints: dict[tuple[str, str, str], Saved] = field(default_factory=dict)

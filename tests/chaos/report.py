@@ -116,7 +116,7 @@ def judge(
 ) -> Report:
     """Load the history, ask all checkers."""
     history = load(sorted(site.folder.glob("*.jsonl")))
-    found = [v for check in checkers.CHECKERS for v in check(history, final)]
+    found = [v for check in site.domain.checkers for v in check(history, final)]
     found += checkers.slow_recovery(history, final, limit_s=recovery_s)
     found += checkers.unbounded(history, final, log_bytes=int(LOG["max_bytes"]), rss_bytes=_RSS_BYTES)  # type: ignore[call-overload]
     found += checkers.dishonest(history, final, deadline_s=_DEADLINE_S)

@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from bufstore import BufstoreError, Consistency, Verification, decode_message
+from bufstore import BufstoreError, Verification
 from bufstore.buffer.entry import Malformed
+from chaos.domain import NAMES, domain
 from chaos.faults import KINDS, Kind
-from chaos.history import Final, ParkedEntry, Read, Recovery, load
+from chaos.history import Final, ParkedEntry, Recovery, load
 from chaos.report import Report, judge
-from chaos.site import SCHEMA, Site
+from chaos.site import Site
 from helpers import eventually
 
 _SAMPLE_S = 0.3
@@ -37,7 +38,6 @@ _POLL_S = 0.1
 #: How long flushing is waited for after a heal.
 _RECOVERY_WAIT_S = 30.0
 _STOP_S = 60.0
-_COMPARED = 100
 
 
 @dataclass(frozen=True)
@@ -168,41 +168,25 @@ class Supervisor:
                     self.crashes.append(f"{p.name} did not end when told to ({p.exit_code})")
         try:
             async with site.store(flusher=True) as store:
-                await store.force_flush_all(timeout_s=60)
+                await store.buffer.force_flush_all(timeout_s=60)
                 history = load(sorted(site.folder.glob("*.jsonl")))
-                for thread in random.Random(site.seed).sample(
-                    sorted(history.threads), min(_COMPARED, len(history.threads))
-                ):
-                    for level in Consistency:
-                        began = time.monotonic()
-                        found = await store.load_messages(thread, consistency=level, quarantined="known")
-                        names = None if found is None else tuple(_name(m) for m in found)
-                        site.recorder.write(Read("s", thread, level.value, 0, began, time.monotonic(), names))
-                return await store.verify()
+                await site.domain.read_back(store, history, random.Random(site.seed), site.recorder)
+                return await store.buffer.verify()
         except BufstoreError as e:
             return e
 
     async def final(self) -> Final:
         """What Postgres holds."""
-        messages: dict[str, list[str]] = {}
-        for thread, payload in await self.site.sql(
-            f"SELECT thread_id, payload FROM {SCHEMA}.messages ORDER BY thread_id, seq"
-        ):
-            messages.setdefault(thread, []).append(_name(decode_message(payload)))
         parked: dict[int, ParkedEntry] = {}
         async with self.site.store(flusher=False) as store:
-            while page := await store.quarantine.page(after=max(parked, default=0)):
+            while page := await store.buffer.quarantine.page(after=max(parked, default=0)):
                 for line in page:
-                    item = (await store.quarantine.show(line.seq)).item
+                    item = (await store.buffer.quarantine.show(line.seq)).item
                     body = (
                         b"".join(m.body for m in item.messages) if isinstance(item, Malformed) else item.entry.payload
                     )
                     parked[line.seq] = ParkedEntry(line.thread_id, body)
-        return Final(messages, parked)
-
-
-def _name(message: object) -> str:
-    return message if isinstance(message, str) else message["id"]  # type: ignore[index]
+        return await self.site.domain.final(self.site.servers.postgres.dsn, parked)
 
 
 async def run(
@@ -213,9 +197,10 @@ async def run(
     *,
     phases: int = 10**9,
     recovery_s: float = 10.0,
+    on: str = "threads",
 ) -> Report:
-    """One seed, from start to verdict; `recovery_s`: how long flushing may stay away after a heal."""
-    async with _small_disk(folder, seconds) as disk, Site(folder, seed, disk) as site:
+    """One seed, from start to verdict; `recovery_s`: how long flushing may stay away after a heal; `on`: a domain."""
+    async with _small_disk(folder, seconds) as disk, Site(folder, seed, disk, domain(on)) as site:
         unknown = [name for name in kinds if name not in KINDS]
         if unknown:
             raise SystemExit(f"no such kind of fault: {', '.join(unknown)}; there are {', '.join(sorted(KINDS))}")
@@ -258,19 +243,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="chaos", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--on", default=NAMES[0], choices=NAMES, help="what is written: a domain")
     parser.add_argument("--kinds", default="", help="only these kinds of fault, separated by commas")
     parser.add_argument("--keep", action="store_true", help="keep the history also when nothing is wrong")
     arguments = parser.parse_args()
     folder = new_folder(arguments.seed)
     kinds = [k for k in arguments.kinds.split(",") if k]
-    report = asyncio.run(run(arguments.seed, arguments.seconds, folder, kinds))
+    report = asyncio.run(run(arguments.seed, arguments.seconds, folder, kinds, on=arguments.on))
     sys.stdout.write(report.text())
     if report.ok and not arguments.keep:
         shutil.rmtree(folder)
     else:
         (folder / "report.txt").write_text(report.text())
         sys.stdout.write(f"history: {folder}\n")
-        sys.stdout.write(f"again:   make chaos SEED={arguments.seed} SECONDS={arguments.seconds:g}\n")
+        again = f"SEED={arguments.seed} SECONDS={arguments.seconds:g} DOMAIN={arguments.on}"
+        sys.stdout.write(f"again:   make chaos {again}\n")
     return 0 if report.ok else 1
 
 

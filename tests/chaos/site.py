@@ -21,7 +21,7 @@ import psutil
 import psycopg
 from nats.aio.client import Client
 
-from bufstore import BufferConfig, BufferedThreadStore, LogConfig, PostgresThreadStore
+from bufstore import BufferConfig, LogConfig
 from bufstore.buffer.places import first_place, last_place
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
@@ -29,8 +29,9 @@ from bufstore.config import as_nats_config
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import Outgoing
 from bufstore.nats.session import NatsSession
+from chaos.domain import Domain
 from chaos.history import Fault, Poison, Recorder, Sample, Started
-from chaos.worker import Options
+from chaos.process import Options, Store
 from fault_proxy.proxy import FaultProxy
 
 SCHEMA = "chaos"
@@ -111,7 +112,7 @@ class Process:
         )
         with (site.folder / f"{self.name}.log").open("wb") as log:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "chaos.worker", msgspec.json.encode(options).decode(),
+                sys.executable, "-m", site.domain.worker, msgspec.json.encode(options).decode(),
                 stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )  # fmt: skip
         self.wanted = True
@@ -132,12 +133,14 @@ class Process:
     async def end(self, timeout_s: float) -> bool:
         """SIGTERM, then SIGKILL; whether it ended by itself, without an error."""
         self.wanted = False
+        # One that has just begun has no handler yet.
+        clean = (0,) if self._site.started(self) is not None else (0, -signal.SIGTERM)
         self.send(signal.SIGCONT)
         self.send(signal.SIGTERM)
         assert self._process is not None
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._process.wait() == 0
+                return await self._process.wait() in clean
         except TimeoutError:
             await self.kill()
             return False
@@ -146,9 +149,10 @@ class Process:
 class Site:
     """Everything that a run needs, while in its ``async with`` block. Faults use it; so does the supervisor."""
 
-    def __init__(self, folder: Path, seed: int, small_disk: Path | None) -> None:
+    def __init__(self, folder: Path, seed: int, small_disk: Path | None, domain: Domain) -> None:
         self.folder = folder
         self.seed = seed
+        self.domain = domain
         #: A small file system that holds the tables, or None where none can be made.
         self.small_disk = small_disk
         self.servers = Servers()
@@ -209,15 +213,17 @@ class Site:
             first = lines.readline()
         return msgspec.json.decode(first, type=Started) if first.endswith(b"\n") else None
 
-    def store(self, *, flusher: bool) -> contextlib.AbstractAsyncContextManager[BufferedThreadStore]:
+    def store(self, *, flusher: bool) -> contextlib.AbstractAsyncContextManager[Store]:
         """A store of the supervisor's own, past the proxies."""
 
         @contextlib.asynccontextmanager
         async def opened() -> Any:
             config = BufferConfig(log=LogConfig(**LOG), flusher=flusher, **BUFFER)  # type: ignore[arg-type]
-            inner = PostgresThreadStore(self.servers.postgres.dsn, schema=SCHEMA, pool_size=4)
-            async with await BufferedThreadStore.open(inner, nats=self.servers.nats.url, config=config) as store:
+            store = await self.domain.open(self.servers.postgres.dsn, self.servers.nats.url, config)
+            try:
                 yield store
+            finally:
+                await store.aclose()
 
         return opened()
 

@@ -43,6 +43,36 @@ async def test_a_short_run_loses_nothing() -> None:
     shutil.rmtree(folder)
 
 
+#: The same for LangGraph's checkpoints, with workers that write to the same threads side by side.
+_SEED_OF_GRAPHS = 1137
+_SHORT_OF_GRAPHS = (
+    "cut postgres",
+    "kill all",
+    "kill nats",
+    "kill writer",
+    "poison published",
+    "publish acks lost",
+    "replies to COMMIT lost",
+    "stop postgres",
+    "stop writer",
+)
+
+
+@pytest.mark.alone
+async def test_a_short_run_of_graphs_loses_no_checkpoint() -> None:
+    folder = new_folder(_SEED_OF_GRAPHS)
+    report = await run(_SEED_OF_GRAPHS, 30, folder, _SHORT_OF_GRAPHS, phases=2, recovery_s=30.0, on="checkpoints")
+    assert report.ok, f"{report.text()}\nhistory: {folder}"
+    assert len(report.injected) >= 5
+    threads = report.history.threads
+    assert {t.partition("-")[0] for t in threads} == {"own", "edited", "forked"}
+    assert report.history.acknowledged > 500
+    assert {s.level for h in threads.values() for s in h.shown} == {"eventual", "read-your-writes", "strong"}
+    assert any(s.asked for h in threads.values() for s in h.shown)
+    assert any(h.listed for h in threads.values())
+    shutil.rmtree(folder)
+
+
 def test_the_seed_decides_the_schedule() -> None:
     kinds = list(KINDS.values())
     assert len(kinds) >= 15

@@ -1,0 +1,249 @@
+"""The rules that a history of LangGraph's checkpoints must keep, besides those of `chaos.checkers`.
+
+Threads that do not fork tell their history in one channel (`chaos.graphs`): the rules of threads of messages hold for
+them as they are. These here look at rows, which threads that fork have as well: every checkpoint and every write by its
+key. Which rows a thread has that is deleted now and then (`edited`), the other rules say.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from langgraph.checkpoint.base import WRITES_IDX_MAP
+
+from chaos.checkers import FRESH, Checker, Violation
+from chaos.graphs import FIRST, LAST
+from chaos.history import EDITED, Final, History, Op, Saved, Shown, ThreadHistory
+
+#: Namespace and id of a checkpoint, and the task and channel of a write on top of it.
+WriteKey = tuple[str, str, str, str]
+
+
+@dataclass
+class _Rows:
+    """What was tried of one thread."""
+
+    puts: dict[tuple[str, str], Op]
+    writes: dict[WriteKey, list[Op]]
+
+    @classmethod
+    def of(cls, thread: ThreadHistory) -> _Rows:
+        rows = cls({}, {})
+        for op in thread.ops:
+            saving = op.saving
+            if saving is None:
+                continue
+            if saving.task:
+                for channel in saving.channels:
+                    rows.writes.setdefault((saving.ns, saving.id, saving.task, channel), []).append(op)
+            else:
+                rows.puts[saving.ns, saving.id] = op
+        return rows
+
+
+def _parked(op: Op, final: Final) -> bool:
+    return op.seq in final.quarantined
+
+
+def _kept(history: History) -> Iterator[tuple[str, ThreadHistory, _Rows]]:
+    return ((t, h, _Rows.of(h)) for t, h in history.threads.items() if not t.startswith(EDITED))
+
+
+def lost_rows(history: History, final: Final) -> list[Violation]:
+    """I1: every acknowledged checkpoint and write is in Postgres at the end, or in quarantine behind poison."""
+    found = []
+    for thread, _, rows in _kept(history):
+        for (ns, id_), op in rows.puts.items():
+            if op.ok and (thread, ns, id_) not in final.checkpoints and not _parked(op, final):
+                found.append(Violation("lost row", thread, f"checkpoint {ns!r} {id_} acknowledged at {op.seq}"))
+        for (ns, id_, task, channel), ops in rows.writes.items():
+            saved = final.checkpoints.get((thread, ns, id_))
+            there = saved is not None and any((task, channel) == write[:2] for write in saved.writes)
+            acked = [op for op in ops if op.ok and not _parked(op, final)]
+            # Writes on top of a checkpoint that is not there cannot be read: that one is told of already.
+            if acked and saved is not None and not there:
+                found.append(Violation("lost row", thread, f"{channel} of {task!r} on {id_} at {acked[0].seq}"))
+    return found
+
+
+def wrong_rows(history: History, final: Final) -> list[Violation]:
+    """I2, I6: what is read, at any time, is what was tried by then: contents, parents, each write once, in order."""
+    found = []
+    for thread, h in history.threads.items():
+        rows = _Rows.of(h)
+        for where, until, ns, id_, saved in _seen(thread, h, final):
+            op = rows.puts.get((ns, id_))
+            if op is None or op.saving is None or op.began > until or op.outcome == "rejected":
+                found.append(Violation("phantom row", thread, f"checkpoint {ns!r} {id_} {where}"))
+            elif saved.content != op.saving.content:
+                found.append(Violation("wrong content", thread, f"checkpoint {ns!r} {id_} {where}"))
+            elif saved.parent != op.saving.parent:
+                what = f"checkpoint {ns!r} {id_} {where}: {saved.parent}, it was saved behind {op.saving.parent}"
+                found.append(Violation("wrong parent", thread, what))
+            found += [Violation(rule, thread, f"{what} on {id_} {where}") for rule, what in _wrong_writes(saved)]
+            for task, channel, name in saved.writes:
+                tried = (o for o in rows.writes.get((ns, id_, task, channel), ()) if o.began <= until)
+                if name not in {o.names[0] for o in tried if o.outcome != "rejected"}:
+                    found.append(Violation("phantom row", thread, f"{name} of {task!r} on {id_} {where}"))
+    return found
+
+
+def _seen(thread: str, h: ThreadHistory, final: Final) -> Iterator[tuple[str, float, str, str, Saved]]:
+    for (of, ns, id_), saved in final.checkpoints.items():
+        if of == thread:
+            yield "at the end", math.inf, ns, id_, saved
+    for shown in h.shown:
+        if shown.id is not None and shown.saved is not None:
+            yield _where(shown), shown.ended, shown.ns, shown.id, shown.saved
+
+
+def _where(shown: Shown) -> str:
+    return f"in a read ({shown.level}) of {shown.process} at {shown.began:.3f}"
+
+
+def _wrong_writes(saved: Saved) -> Iterator[tuple[str, str]]:
+    keys = [(task, channel) for task, channel, _ in saved.writes]
+    if len(set(keys)) < len(keys):
+        yield "duplicated row", f"writes {keys}"
+    names: dict[str, dict[str, str]] = {}
+    for task, channel, name in saved.writes:
+        names.setdefault(task, {})[channel] = name
+    for task, by_channel in names.items():
+        if len({by_channel.get(channel) for channel in FIRST}) > 1:
+            yield "torn row", f"writes of {task!r}: {by_channel}"
+    order = [(task, WRITES_IDX_MAP.get(channel, _index(channel))) for task, channel in keys]
+    if order != sorted(order):
+        yield "disorder", f"writes {keys}"
+
+
+def _index(channel: str) -> int:
+    return FIRST.index(channel) if channel in FIRST else len(FIRST)
+
+
+def unknown_threads(history: History, final: Final) -> list[Violation]:
+    """I2: nothing is there of a thread that nobody wrote to."""
+    threads = {thread for thread, _, _ in final.checkpoints} - history.threads.keys()
+    return [Violation("phantom row", thread, "nobody wrote to it") for thread in sorted(threads)]
+
+
+def orphans(history: History, final: Final) -> list[Violation]:
+    """I3: a checkpoint that is there has its parent there: that one was acknowledged or read before."""
+    return [
+        Violation("orphan", thread, f"checkpoint {ns!r} {id_}: its parent {saved.parent} is not there")
+        for (thread, ns, id_), saved in final.checkpoints.items()
+        if saved.parent is not None and (thread, ns, saved.parent) not in final.checkpoints
+    ]
+
+
+def stale_rows(history: History, final: Final) -> list[Violation]:
+    """I7: a fresh read shows the newest checkpoint, or the one asked for, and all that was written on top by then."""
+    found = []
+    for thread, h, rows in _kept(history):
+        newest: dict[str, tuple[list[float], list[str]]] = {}
+        for ns in {ns for ns, _ in rows.puts}:
+            acked = sorted((op.ended, id_) for (of, id_), op in rows.puts.items() if of == ns and op.ok)
+            newest[ns] = [ended for ended, _ in acked], ["", *accumulate((id_ for _, id_ in acked), max)]
+        by_checkpoint: dict[tuple[str, str], list[tuple[str, str, Op]]] = {}
+        for (ns, id_, task, channel), ops in rows.writes.items():
+            by_checkpoint.setdefault((ns, id_), []).extend((task, channel, op) for op in ops if op.ok)
+        for shown in h.shown:
+            if shown.level not in FRESH:
+                continue
+            ends, ids = newest.get(shown.ns, ([], [""]))
+            needed = ids[bisect_left(ends, shown.began)]
+            asked = rows.puts.get((shown.ns, shown.asked)) if shown.asked is not None else None
+            if asked is not None:
+                needed = shown.asked or "" if asked.ended < shown.began else ""
+            if (shown.id or "") < needed:
+                found.append(Violation("stale row", thread, f"{_where(shown)}: {shown.id}, {needed} was acknowledged"))
+            if shown.id is None or shown.saved is None:
+                continue
+            there = {write[:2] for write in shown.saved.writes}
+            for task, channel, op in by_checkpoint.get((shown.ns, shown.id), ()):
+                if op.ended < shown.began and (task, channel) not in there:
+                    what = f"{_where(shown)}: {op.names[0]} of {task!r} on {shown.id} was acknowledged"
+                    found.append(Violation("stale row", thread, what))
+    return found
+
+
+def flickering_rows(history: History, final: Final) -> list[Violation]:
+    """I2, I7: a newest checkpoint that a fresh read has shown, no later one lacks."""
+    found = []
+    for thread, h, _ in _kept(history):
+        for ns in {shown.ns for shown in h.shown}:
+            reads = [s for s in h.shown if s.ns == ns and s.asked is None and s.level in FRESH]
+            before = sorted((s.ended, s.id or "") for s in reads)
+            ends, most = [ended for ended, _ in before], ["", *accumulate((id_ for _, id_ in before), max)]
+            found += [
+                Violation("flicker", thread, f"{_where(shown)}: {shown.id}, {seen} had been seen")
+                for shown in reads
+                if (shown.id or "") < (seen := most[bisect_left(ends, shown.began)])
+            ]
+    return found
+
+
+def wrong_lists(history: History, final: Final) -> list[Violation]:
+    """I2, I6, I7: a list shows what was acknowledged before it began, once, newest first, and nothing untried."""
+    found = []
+    for thread, h, rows in _kept(history):
+        for listed in h.listed:
+            where = f"in a list of {listed.process} at {listed.began:.3f}"
+            keys = set(listed.keys)
+            gone = [key for key, op in rows.puts.items() if op.ok and op.ended < listed.began and key not in keys]
+            if gone:
+                found.append(Violation("stale row", thread, f"{gone[:3]} are not {where}"))
+            never = [key for key in keys if key not in rows.puts or rows.puts[key].began > listed.ended]
+            if never:
+                found.append(Violation("phantom row", thread, f"{never[:3]} {where}"))
+            ids = [id_ for _, id_ in listed.keys]
+            if len(keys) < len(ids) or ids != sorted(ids, reverse=True):
+                found.append(Violation("disorder", thread, f"{ids[:5]} {where}"))
+    return found
+
+
+def contested(history: History, final: Final) -> list[Violation]:
+    """I3: of several writes of one key the first one stands, or the last one, as LangGraph has it for the channel."""
+    found = []
+    for thread, h, rows in _kept(history):
+        for (ns, id_, task, channel), ops in rows.writes.items():
+            if len(ops) < 2:
+                continue
+            first = channel not in LAST
+            saved = final.checkpoints.get((thread, ns, id_))
+            for name in [w[2] for w in saved.writes if w[:2] == (task, channel)] if saved is not None else ():
+                found += _wrong_winner(thread, "at the end", ops, name, math.inf, first=first)
+            for shown in h.shown:
+                if (shown.ns, shown.id) == (ns, id_) and shown.saved is not None and shown.level in FRESH:
+                    for name in [w[2] for w in shown.saved.writes if w[:2] == (task, channel)]:
+                        found += _wrong_winner(thread, _where(shown), ops, name, shown.began, first=first)
+    return found
+
+
+def _wrong_winner(
+    thread: str, where: str, ops: Sequence[Op], name: str, at: float, *, first: bool
+) -> Iterator[Violation]:
+    """`at`: when those that had been acknowledged by then count."""
+    winner = next((op for op in ops if op.names[0] == name), None)
+    if winner is None:
+        return  # a phantom
+    for op in ops:
+        if op is winner or not op.ok or op.ended >= at:
+            continue
+        # What was tried without an answer may have taken effect earlier; what was never answered, at any time.
+        if first:
+            beaten = op.ended < winner.began or (winner.ok and not winner.tried and op.seq < winner.seq)
+        else:
+            beaten = winner.ended < op.began or (winner.ok and op.seq > winner.seq)
+            beaten = beaten and winner.ok
+        if beaten:
+            yield Violation("wrong winner", thread, f"{name} {where}, {op.names[0]} was {'first' if first else 'last'}")
+            return
+
+
+CHECKERS: tuple[Checker, ...] = (
+    lost_rows, wrong_rows, unknown_threads, orphans, stale_rows, flickering_rows, wrong_lists, contested,
+)  # fmt: skip

@@ -1,0 +1,284 @@
+"""A process that saves and reads LangGraph's checkpoints: a writer, a reader, a flusher, or all. See `chaos.process`.
+
+A thread of which the name begins with `own` or `edited` is written by one process; `forked` ones by all of them at the
+same time, so that they fork; with an even seed these are `shared` ones instead, that may not: `on_conflict="reject"`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from langchain_core.runnables import RunnableConfig
+
+from bufstore import Consistency, Receipt, ThreadQuarantined
+from bufstore.langgraph import AsyncBufferedSaver, ConcurrentWriter, PostgresCheckpointStore
+from chaos.graphs import FIRST, LAST, Position, key_of, position_of, saved_of
+from chaos.history import EDITED, FORKED, OWN, SHARED, Listed, Read, Saving, Shown
+from chaos.process import RETRY_PAUSE_S, Options, Reader, Worker, started
+from langgraph_savers import config
+
+#: How many steps a thread gets before its writers turn to a new one.
+_LENGTH = 40
+_SHARED_LENGTH = 60
+
+#: The receipt of the write that the task has just done: LangGraph's interface has no place for one.
+_receipt: ContextVar[Receipt] = ContextVar("receipt")
+
+
+class Savers:
+    """One saver, and for a reader one of each consistency level."""
+
+    def __init__(self, savers: dict[Consistency, AsyncBufferedSaver]) -> None:
+        self.savers = savers
+        self.saver = savers[Consistency.READ_YOUR_WRITES]
+        self.buffer = self.saver.engine.buffer
+
+    @classmethod
+    async def open(cls, options: Options) -> Savers:
+        """Connect."""
+        levels = list(Consistency) if options.role == "reader" else [Consistency.READ_YOUR_WRITES]
+        savers: dict[Consistency, AsyncBufferedSaver] = {}
+        try:
+            for level in levels:
+                savers[level] = await _saver(options, level)
+        except BaseException:
+            for saver in savers.values():
+                await saver.aclose()
+            raise
+        return cls(savers)
+
+    async def aclose(self) -> None:
+        """Close them."""
+        for saver in self.savers.values():
+            await saver.aclose()
+
+    def read(self, worker: Worker, thread: str, level: Consistency, _: Receipt | None = None) -> Awaitable[object]:
+        """Read the newest checkpoint, now and then all of them."""
+        if level is Consistency.READ_YOUR_WRITES and worker.chance.random() < 0.1:
+            return list_(worker, self.savers[level], thread)
+        return read(worker, self.savers[level], thread, level)
+
+
+async def _saver(options: Options, level: Consistency) -> AsyncBufferedSaver:
+    store = PostgresCheckpointStore(options.postgres, buffer_schema=options.schema, pool_size=4)
+    saver = await AsyncBufferedSaver.open(
+        store,
+        nats=options.nats,
+        config=options.config,
+        consistency=level,
+        on_conflict="allow" if options.seed % 2 else "reject",
+    )
+    append = saver.engine.append
+
+    async def appended(thread_id: str, operation: Any) -> Receipt:
+        receipt = await append(thread_id, operation)
+        _receipt.set(receipt)
+        return receipt
+
+    saver.engine.append = appended  # type: ignore[method-assign]
+    return saver
+
+
+async def read(
+    worker: Worker,
+    saver: AsyncBufferedSaver,
+    thread: str,
+    level: Consistency = Consistency.READ_YOUR_WRITES,
+    ns: str = "",
+    asked: str | None = None,
+) -> Position | None:
+    """Read and record the newest checkpoint, or the one that is asked for; None: it failed."""
+    began = time.monotonic()
+    try:
+        found = await saver.aget_tuple(config(thread, asked, ns))
+    except Exception as e:
+        worker.failed(f"read {level.value}", began, e)
+        return None
+    ended = time.monotonic()
+    seen = (key_of(found)[1], saved_of(found)) if found is not None else (None, None)
+    worker.recorder.write(Shown(worker.name, thread, level.value, began, ended, ns, asked, *seen))
+    position = position_of(found, ns)
+    if asked is None and not thread.startswith(FORKED):
+        names = None if found is None else position.names
+        worker.recorder.write(Read(worker.name, thread, level.value, 0, began, ended, names))
+    return position
+
+
+async def list_(worker: Worker, saver: AsyncBufferedSaver, thread: str) -> None:
+    """List and record the thread's checkpoints."""
+    began = time.monotonic()
+    try:
+        keys = tuple([key_of(found) async for found in saver.alist({"configurable": {"thread_id": thread}})])
+    except Exception as e:
+        worker.failed("list", began, e)
+    else:
+        worker.recorder.write(Listed(worker.name, thread, began, time.monotonic(), keys))
+
+
+class Writer:
+    """Runs graphs on many threads at the same time."""
+
+    def __init__(self, worker: Worker, saver: AsyncBufferedSaver) -> None:
+        self._worker, self._saver, self._chance = worker, saver, worker.chance
+
+    async def run(self) -> None:
+        """Write until told to stop."""
+        o = self._worker.options
+        together = self._fork if o.seed % 2 else self._share
+        slots = [together(n) for n in range(o.shared)]
+        slots += [self._edit(n) for n in range(max(1, o.slots // 20))]
+        slots += [self._own(n) for n in range(o.slots - len(slots))]
+        await asyncio.gather(*slots)
+
+    @property
+    def _stopping(self) -> bool:
+        return self._worker.stopping.is_set()
+
+    # --- one write --------------------------------------------------------------------------------------------
+
+    async def _put(self, thread: str, at: Position, kind: str = "put") -> Position | None:
+        """Save the next checkpoint; None: not known to be saved."""
+        name = self._worker.new_name()
+        step = at.next(name, self._saver.get_next_version, self._chance)
+        id_ = step.checkpoint["id"]
+
+        def save() -> Awaitable[RunnableConfig]:
+            return self._saver.aput(
+                config(thread, step.parent, at.ns), step.checkpoint, step.metadata, step.new_versions
+            )
+
+        def saving(op: int) -> Saving:
+            return Saving(self._worker.name, op, at.ns, id_, step.parent, step.content)
+
+        return step.after if await self._write(thread, kind, name, save, saving) else None
+
+    async def _put_writes(
+        self, thread: str, at: Position, task: str, channels: tuple[str, ...] = FIRST, kind: str = "writes"
+    ) -> Position | None:
+        """Save what a task has written on top of a checkpoint; None: not known to be saved."""
+        name, id_ = self._worker.new_name(), at.id
+        assert id_ is not None
+
+        def save() -> Awaitable[None]:
+            writes = [(channel, name) for channel in channels]
+            return self._saver.aput_writes(config(thread, id_, at.ns), writes, task)
+
+        def saving(op: int) -> Saving:
+            return Saving(self._worker.name, op, at.ns, id_, task=task, channels=channels)
+
+        return at.with_pending(name) if await self._write(thread, kind, name, save, saving) else None
+
+    async def _write(
+        self,
+        thread: str,
+        kind: str,
+        name: str,
+        save: Callable[[], Awaitable[object]],
+        saving: Callable[[int], Saving] | None = None,
+    ) -> bool:
+        async def call(_: str | None) -> Receipt:
+            await save()
+            return _receipt.get()
+
+        names = [name] if name else []
+        gives_up = (ThreadQuarantined, ConcurrentWriter)
+        return await self._worker.write(thread, kind, names, call, gives_up=gives_up, about=saving) is not None
+
+    # --- threads ----------------------------------------------------------------------------------------------
+
+    async def _own(self, slot: int) -> None:
+        """Threads that only we write to: steps, and what tasks write in between."""
+        for generation in range(10**9):
+            thread = f"{OWN}-{self._worker.name}-{slot}-{generation}"
+            at: Position | None = Position()
+            past: list[str] = []
+            for n in range(_LENGTH):
+                if self._stopping:
+                    return
+                assert at is not None
+                if at.id is None or self._chance.random() < 0.6:
+                    at = await self._put(thread, at)
+                else:
+                    at = await self._put_writes(thread, at, f"task {n:03}")
+                if at is None:
+                    break  # it is in quarantine
+                if at.id is not None and at.id not in past:
+                    past.append(at.id)
+                if self._chance.random() < 0.03:
+                    await read(self._worker, self._saver, thread, asked=self._chance.choice((None, *past)))
+
+    async def _share(self, slot: int) -> None:
+        """Threads that every writer goes on with as it has read them; who comes second is rejected."""
+        generation = 0
+        while not self._stopping:
+            thread = f"{SHARED}-{slot}-{generation}"
+            at = await self._read(thread)
+            while at is not None and at.step < _SHARED_LENGTH and self._chance.random() < 0.8:
+                if at.id is None or self._chance.random() < 0.6:
+                    at = await self._put(thread, at)
+                else:
+                    at = await self._put_writes(thread, at, f"task {len(at.pending):03} {self._worker.name}")
+            generation += at is not None and at.step >= _SHARED_LENGTH
+
+    async def _fork(self, slot: int) -> None:
+        """Threads that every writer goes on with as it has read them; what they save stands side by side."""
+        generation = count = 0
+        while not self._stopping:
+            thread, ns = f"{FORKED}-{slot}-{generation}", self._chance.choice(("", "", "inner:1"))
+            before = await self._read(thread, ns)
+            if before is None:
+                continue
+            if before.step >= _SHARED_LENGTH:
+                generation += 1
+                continue
+            after = await self._put(thread, before)
+            if after is None:
+                continue
+            count += 1
+            tasks = [self._put_writes(thread, after, f"{self._worker.name} {count} {part}") for part in "ab"]
+            if before.id is not None:  # a task that several workers have taken
+                channels = self._chance.choice((FIRST, LAST))
+                tasks.append(self._put_writes(thread, before, f"contested {channels[0]}", channels))
+            await asyncio.gather(*tasks)
+            if self._chance.random() < 0.1:
+                await read(self._worker, self._saver, thread, ns=ns, asked=after.id)
+
+    async def _edit(self, slot: int) -> None:
+        """Threads that are also deleted. Their states are known after every step."""
+        for generation in range(10**9):
+            thread = f"{EDITED}-{self._worker.name}-{slot}-{generation}"
+            at: Position | None = Position()
+            for _ in range(_LENGTH):
+                if self._stopping or at is None:
+                    return
+                if at.id is not None and self._chance.random() < 0.1:
+                    gone = await self._write(thread, "drop", "", lambda t=thread: self._saver.adelete_thread(t))
+                    at = Position() if gone else None
+                elif at.id is None or self._chance.random() < 0.6:
+                    at = await self._put(thread, at, "add")
+                else:
+                    at = await self._put_writes(thread, at, f"task {len(at.pending):03}", kind="add")
+                await self._worker.pause(0.1)
+
+    async def _read(self, thread: str, ns: str = "") -> Position | None:
+        found = await read(self._worker, self._saver, thread, ns=ns)
+        if found is None:
+            await self._worker.pause(RETRY_PAUSE_S)
+        return found
+
+
+async def live(worker: Worker, savers: Savers) -> None:
+    """Do what the role says."""
+    if worker.options.role in ("writer", "all"):
+        await Writer(worker, savers.saver).run()
+    elif worker.options.role == "reader":
+        await Reader(worker, partial(savers.read, worker)).run()
+
+
+if __name__ == "__main__":
+    started(Savers.open, live)

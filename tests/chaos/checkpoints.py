@@ -1,0 +1,72 @@
+"""Chaos on LangGraph's checkpoints: what is read at the end, by LangGraph's own saver."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import psycopg
+from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
+
+from bufstore import BufferConfig, Consistency, ThreadQuarantined
+from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
+from chaos import checkers, checkpoint_checkers
+from chaos.domain import Domain
+from chaos.graphs import key_of, position_of, saved_of
+from chaos.history import FORKED, Final, History, ParkedEntry, Read, Recorder, Saved, Shown
+from chaos.site import SCHEMA
+from langgraph_savers import config
+
+_COMPARED = 300
+
+
+class _Saver:
+    def __init__(self, saver: AsyncBufferedSaver) -> None:
+        self.saver, self.buffer = saver, saver.engine.buffer
+
+    async def aclose(self) -> None:
+        await self.saver.aclose()
+
+
+async def _open(postgres: str, nats: str, config: BufferConfig) -> _Saver:
+    store = PostgresCheckpointStore(postgres, buffer_schema=SCHEMA, pool_size=4)
+    return _Saver(await AsyncBufferedSaver.open(store, nats=nats, config=config))
+
+
+async def _read_back(store: _Saver, history: History, chance: random.Random, recorder: Recorder) -> None:
+    level = Consistency.READ_YOUR_WRITES.value
+    for thread in chance.sample(sorted(history.threads), min(_COMPARED, len(history.threads))):
+        began = time.monotonic()
+        try:
+            found = await store.saver.aget_tuple(config(thread))
+        except ThreadQuarantined:
+            continue
+        ended = time.monotonic()
+        seen = (key_of(found)[1], saved_of(found)) if found is not None else (None, None)
+        recorder.write(Shown("s", thread, level, began, ended, "", None, *seen))
+        if not thread.startswith(FORKED):
+            names = position_of(found).names if found is not None else None
+            recorder.write(Read("s", thread, level, 0, began, ended, names))
+
+
+async def _final(postgres: str, quarantined: dict[int, ParkedEntry]) -> Final:
+    async with await psycopg.AsyncConnection.connect(postgres) as connection:
+        rows = "SELECT thread_id FROM checkpoints UNION SELECT thread_id FROM checkpoint_writes"
+        cursor = await connection.execute(rows)
+        threads = [thread for (thread,) in await cursor.fetchall()]
+    names: dict[str, list[str]] = {}
+    checkpoints: dict[tuple[str, str, str], Saved] = {}
+    async with AsyncPostgresSaver.from_conn_string(postgres) as plain:
+        for thread in threads:
+            newest = ""
+            async for found in plain.alist({"configurable": {"thread_id": thread}}):
+                ns, id_ = key_of(found)
+                checkpoints[thread, ns, id_] = saved_of(found)
+                if not ns and id_ > newest:
+                    newest, names[thread] = id_, list(position_of(found).names)
+    return Final(names, quarantined, checkpoints)
+
+
+DOMAIN = Domain(
+    "chaos.checkpoint_worker", _open, _read_back, _final, (*checkers.CHECKERS, *checkpoint_checkers.CHECKERS)
+)
