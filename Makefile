@@ -94,7 +94,7 @@ tokens: $(READY) ## Exclusive work of ITEMS=10000 on three replicas while things
 ON ?= nats
 DISPATCHES ?= 10000
 .PHONY: mailbox-chaos
-mailbox-chaos: $(READY) ## The same for the mailbox: DISPATCHES=10000 ON=nats (or replicas, postgres) as SEED=1 says
+mailbox-chaos: $(READY) ## The same for the mailbox: DISPATCHES=10000 ON=nats (or replicas, postgres, redis) as SEED=1 says
 	$(LONG) mailbox_chaos.run --on $(ON) --dispatches $(DISPATCHES) --seed $(SEED)
 
 .PHONY: model

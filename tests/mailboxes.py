@@ -17,6 +17,7 @@ from bufstore.mailbox import (
     PostgresMailboxStore,
 )
 from bufstore.mailbox.store import MailboxStore
+from bufstore.notify import Notifier
 
 if TYPE_CHECKING:
     from cluster import Cluster
@@ -31,6 +32,7 @@ class Mailboxes:
         self.kind = kind
         self._servers = servers
         self.max_bytes = 256 << 20
+        self.pool_size = 3
         self.cluster = cluster
         self.name = f"m{secrets.token_hex(5)}"
         self._shared = MemoryMailbox()
@@ -46,15 +48,16 @@ class Mailboxes:
         replicas = 1 if self.cluster is None else 3
         return NatsMailboxNames(bucket=self.name, max_bytes=self.max_bytes, replicas=replicas)
 
-    def store(self, **config: Any) -> MailboxStore:
-        """An instance, to be opened."""
+    def store(self, notifier: Notifier | None = None, **config: Any) -> MailboxStore:
+        """An instance, to be opened; on Postgres, with this notifier."""
         settings = MailboxConfig(**({"sweep_interval_s": 1.0, "timeout_s": 10.0} | config))
         if self.kind == "memory":
             return MemoryMailboxStore(self._shared, config=settings)
         if self.kind == "nats":
             nats = self.servers.nats.url if self.cluster is None else self.cluster.nats()
             return NatsMailboxStore(nats, names=self.names, config=settings)
-        return PostgresMailboxStore(self.servers.postgres.dsn, schema=self.name, pool_size=3, config=settings)
+        dsn = self.servers.postgres.dsn
+        return PostgresMailboxStore(dsn, schema=self.name, pool_size=self.pool_size, notifier=notifier, config=settings)
 
     @asynccontextmanager
     async def open(self, count: int = 2, **config: Any) -> AsyncIterator[list[MailboxStore]]:

@@ -146,6 +146,28 @@ async def acks_of_signals_and_delayed_enqueues_at_once_leave_none_unsignalled(st
 
 
 @_check()
+async def a_wall_clock_that_steps_moves_no_lease_and_no_delay(stores: Stores) -> None:
+    a, b = stores[:2]
+    thread_id, real = fresh(), time.time
+    try:
+        for step_s in (7200, -7200):
+            time.time = lambda step_s=step_s: real() + step_s  # type: ignore[misc]
+            claim = await _claim_of_new(a, thread_id)
+            time.time = real
+            assert claim.lease_until_ms is not None
+            assert abs(claim.lease_until_ms - b.backend.now_ms() - 1000 * a.config.lease_s) < 10_000
+            assert not [d for d in await b.reclaim_expired() if d.thread_id == thread_id]
+            await a.ack(claim)
+    finally:
+        time.time = real
+
+
+async def _claim_of_new(store: MailboxStore, thread_id: str) -> Dispatch:
+    await store.enqueue(thread_id)
+    return await claimed(store, thread_id)
+
+
+@_check()
 async def a_worker_whose_clock_is_behind_the_sweepers_leaves_nothing(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, t, real = fresh(), int(a.backend.now_ms()), b.backend.now_ms

@@ -224,8 +224,11 @@ async def test_nothing_grows_with_what_has_been(on_nats: Mailboxes, on_postgres:
             ) == [(0,)]
 
 
-async def test_tokens_go_on_when_the_bucket_was_made_again(on_nats: Mailboxes) -> None:
-    tokens = []
+@pytest.mark.parametrize("behind_s", [0, 7200])
+async def test_tokens_go_on_when_the_bucket_was_made_again(
+    behind_s: int, on_nats: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = []  # of a bucket, and of one that a host made again whose clock is so far behind
     for _ in range(2):
         async with on_nats.open(1) as (store,):
             await store.enqueue("t")
@@ -234,7 +237,9 @@ async def test_tokens_go_on_when_the_bucket_was_made_again(on_nats: Mailboxes) -
             tokens.append(claim.token)
             assert isinstance(store.backend, NatsBackend)
             await store.backend._stream.api(f"STREAM.DELETE.KV_{on_nats.name}")
-        await asyncio.sleep(1.1)  # the numbers of a bucket begin with the second in which it was made
+        clock = (time.time() - behind_s, time.time_ns() - behind_s * 10**9)
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock[0])
+        monkeypatch.setattr(time, "time_ns", lambda clock=clock: clock[1])
     assert tokens[0] < tokens[1]
 
 

@@ -286,6 +286,18 @@ async def test_a_notifier_that_is_closed_or_hangs_fails_no_stored_enqueue(on_pos
         assert len(await store.list_dispatches("t")) == 4
 
 
+async def test_a_clock_of_postgres_that_goes_back_stops_no_sweeps(on_postgres: Mailboxes) -> None:
+    async with on_postgres.open(1) as (store,):
+        assert await store.backend.sweeps(1000)
+        assert not await store.backend.sweeps(1000)
+        # Whoever swept last did so two hours from now.
+        async with store.backend._pool.lend(5) as connection:  # type: ignore[attr-defined]
+            table = f"{on_postgres.name}.mailbox_sweep"
+            await connection.execute(f"UPDATE {table} SET swept_at = now() + interval '2 hours'")
+        assert await store.backend.sweeps(1000)
+        assert not await store.backend.sweeps(1000)
+
+
 async def test_a_listener_that_could_not_be_told_of_is_none(on_nats: Mailboxes) -> None:
     async with on_nats.open(1) as (store,):
         backend, got = _nats(store), []

@@ -240,7 +240,7 @@ async def test_tokens_never_go_down_whatever_the_clock_of_the_creator_says(
             return task.token, lock.token
 
     before = await tokens()
-    monkeypatch.setattr("bufstore.tokens.setup.time.time_ns", lambda: 1_700_000_000_000_000_000)
+    monkeypatch.setattr("bufstore.jetstream.ensure.time.time_ns", lambda: 1_700_000_000_000_000_000)
     after = await tokens()
     assert after[0] > before[0]
     assert after[1] > before[1]

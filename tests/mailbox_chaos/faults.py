@@ -6,13 +6,14 @@ import asyncio
 import os
 import random
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from bufstore import BufstoreError
-from bufstore.embedded import NatsServer, Servers
+from bufstore.embedded import NatsServer, RedisServer, Servers
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.mailbox.nats import NatsBackend
 from cluster import Cluster
@@ -27,6 +28,9 @@ class Place:
     boxes: Mailboxes
     servers: Servers | None
     cluster: Cluster | None
+    redis: RedisServer | None = None
+    #: By how much the servers' clock is wrong for all instances, in milliseconds: one entry.
+    stepped_ms: list[int] = field(default_factory=lambda: [0])
 
     def server(self, chance: random.Random) -> Any:
         """The server, or one of them."""
@@ -55,6 +59,41 @@ async def _killed(place: Place, chance: random.Random) -> AsyncIterator[None]:
         yield
     finally:
         await asyncio.to_thread(server.start)
+
+
+@asynccontextmanager
+async def _redis_killed(place: Place, chance: random.Random) -> AsyncIterator[None]:
+    assert place.redis is not None
+    await asyncio.to_thread(place.redis.kill)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(place.redis.start)
+
+
+_true_time, _true_time_ns = time.time, time.time_ns
+
+
+@asynccontextmanager
+async def _wall_clock_stepped(place: Place, chance: random.Random) -> AsyncIterator[None]:
+    """For everybody in this process who asks Python for it."""
+    step_s = chance.choice((-7200, -60, -5, 5, 60, 7200))
+    time.time = lambda: _true_time() + step_s
+    time.time_ns = lambda: _true_time_ns() + step_s * 10**9
+    try:
+        yield
+    finally:
+        time.time, time.time_ns = _true_time, _true_time_ns
+
+
+@asynccontextmanager
+async def _server_clock_stepped(place: Place, chance: random.Random) -> AsyncIterator[None]:
+    """As all instances see it; and back again."""
+    place.stepped_ms[0] = chance.choice((-60_000, -20_000, -5_000, 5_000, 20_000))
+    try:
+        yield
+    finally:
+        place.stepped_ms[0] = 0
 
 
 @asynccontextmanager
@@ -108,7 +147,6 @@ async def _cut_off(place: Place, chance: random.Random) -> AsyncIterator[None]:
 async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
     """Something else fills the bucket up to where nothing new is taken."""
     store = place.boxes.store()
-    written: list[Outgoing] = []
     with suppress(BufstoreError, Conflict, AppendUnknown):
         async with store:
             assert isinstance(store.backend, NatsBackend)
@@ -117,9 +155,9 @@ async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
             state = (await backend._stream.api(f"STREAM.INFO.KV_{place.boxes.name}"))["state"]
             size = 500_000
             room = place.boxes.max_bytes * 7 // 8 - int(state["bytes"])
-            for n in range(room // size + 1):
-                written.append(Outgoing(of("zz", str(n)), b"x" * size))
-                await backend._put([written[-1]])
+            written = [Outgoing(of("zz", str(n)), b"x" * size) for n in range(room // size + 1)]
+            for n in range(0, len(written), 8):
+                await asyncio.gather(*(backend._put([m]) for m in written[n : n + 8]))
     try:
         yield
     finally:
@@ -133,9 +171,12 @@ async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
 
 
 FAULTS = {
-    "server killed": Fault(("nats", "replicas", "postgres"), _killed),
+    "server killed": Fault(("nats", "replicas", "postgres", "redis"), _killed),
     "server paused": Fault(("nats", "replicas"), _paused),
     "leader killed": Fault(("replicas",), _leader_killed),
     "node cut off": Fault(("replicas",), _cut_off),
     "bucket full": Fault(("nats", "replicas"), _full),
+    "redis killed": Fault(("redis",), _redis_killed),
+    "wall clock stepped": Fault(("nats", "replicas", "postgres", "redis"), _wall_clock_stepped),
+    "server's clock stepped": Fault(("nats", "replicas", "postgres", "redis"), _server_clock_stepped),
 }

@@ -14,6 +14,7 @@ from nats.errors import ConnectionClosedError
 from bufstore import BufstoreError, ConfigError, NatsConfig
 from bufstore.errors import Closed, LogFull, LogUnavailable
 from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.ensure import first_token
 from bufstore.jetstream.errors import (
     ApiError,
     ConsumerMissing,
@@ -26,7 +27,7 @@ from bufstore.jetstream.errors import (
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.tokens import ExclusiveWork, Policy, Task, TokensConfig
 from bufstore.tokens.fence import Register
-from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode, first_token
+from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode
 from bufstore.tokens.pull import Pulls
 from bufstore.tokens.setup import items_config
 from unit.fake_log import run

@@ -24,6 +24,8 @@ from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, 
 from bufstore.mailbox.store import MailboxStore
 
 _SOON_MS = 30_000
+#: What the wall clock said when our own clock, which does not jump, stood at 0.
+_EPOCH_S = time.time() - time.monotonic()
 
 
 @dataclass
@@ -326,6 +328,6 @@ class MemoryMailboxStore(MailboxStore):
         shared: MemoryMailbox | None = None,
         *,
         config: MailboxConfig | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = lambda: _EPOCH_S + time.monotonic(),
     ) -> None:
         super().__init__(MemoryBackend(shared or MemoryMailbox(), clock), config)

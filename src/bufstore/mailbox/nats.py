@@ -12,17 +12,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from itertools import islice
 from typing import Any
 
 from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, as_nats_config
-from bufstore.errors import ConfigDrift, LogFull, LogUnavailable, MalformedEntry, TooLarge
+from bufstore.errors import LogFull, LogUnavailable, MalformedEntry, TooLarge
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
-from bufstore.jetstream.errors import StreamMissing, TooManyResults
+from bufstore.jetstream.ensure import ensure_stream, seconds
+from bufstore.jetstream.errors import TooManyResults
 from bufstore.jetstream.group_commit import GroupCommit
 from bufstore.jetstream.messages import BatchRefused, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
@@ -74,8 +74,8 @@ class NatsBackend:
         self._returned: OrderedDict[str, int] = OrderedDict()
         #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
         self._doubted: set[str] = set()
-        #: The server's clock minus ours.
-        self._offset_ms = 0
+        #: The server's clock minus ours, which no step of the wall clock moves.
+        self._offset_s = 0.0
         self._priorities = asyncio.Lock()
         self._alone = asyncio.Lock()
 
@@ -100,41 +100,21 @@ class NatsBackend:
         await self._stream.api(f"STREAM.DELETE.KV_{self._names.bucket}")
 
     async def _ensure_bucket(self) -> None:
-        name = f"KV_{self._names.bucket}"
-        try:
-            info = await self._stream.api(f"STREAM.INFO.{name}")
-        except StreamMissing:
-            # A bucket that is made again goes on above all numbers of the one before: tokens stay unique.
-            first = int(time.time()) << 20
-            info = await self._stream.api(f"STREAM.CREATE.{name}", bucket_config(self._names, first))
-        way = f"nats stream edit {name}"
-        check(f"bucket {self._names.bucket}", bucket_config(self._names), info["config"], "NatsMailboxNames", way)
-        metadata = info["config"].get("metadata") or {}
-        for field, ours in (("consumer", self._names.consumer), ("live_subject", self._names.live_subject)):
-            found = metadata.get("bufstore." + field.removesuffix("_subject"))
-            if found != ours:
-                raise ConfigDrift(
-                    f"the mailbox in bucket {self._names.bucket}",
-                    field,
-                    expected=ours,
-                    found=found,
-                    way_out="All instances of a mailbox have the same names: set NatsMailboxNames."
-                    f"{field} to {found!r}, or choose another bucket.",
-                )
+        made = {"bufstore.consumer": self._names.consumer, "bufstore.live": self._names.live_subject}
+        info = await ensure_stream(self._stream, bucket_config(self._names), "NatsMailboxNames", made)
+        edit = f"nats stream edit KV_{self._names.bucket}, for all instances"
+        check(f"bucket {self._names.bucket}", made, info["config"].get("metadata") or {}, "NatsMailboxNames", edit)
         self._set_clock(info)
 
     def _set_clock(self, info: Mapping[str, Any]) -> None:
-        if ts := info.get("ts"):
-            self._offset_ms = round(
-                1000 * (datetime.fromisoformat(str(ts)[:26].rstrip("Z") + "+00:00").timestamp() - time.time())
-            )
+        self._offset_s = seconds(info["ts"]) - time.monotonic()
 
     async def _held(self) -> tuple[int, int]:
         state = (await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}"))["state"]
         return int(state["bytes"]), int(state["messages"])
 
     def now_ms(self) -> int:
-        return round(1000 * time.time()) + self._offset_ms
+        return round(1000 * (time.monotonic() + self._offset_s))
 
     # Writing
 

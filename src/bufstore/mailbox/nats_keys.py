@@ -194,8 +194,8 @@ def _decoded(decode: Any, found: StoredMessage) -> Any:
         raise MalformedEntry(f"what is stored at {found.subject[:200]} does not belong to a mailbox: {e}") from None
 
 
-def bucket_config(names: NatsMailboxNames, first_seq: int | None = None) -> dict[str, Any]:
-    """The bucket as it must be; `first_seq` only to create it."""
+def bucket_config(names: NatsMailboxNames) -> dict[str, Any]:
+    """The bucket as it must be."""
     config: dict[str, Any] = {
         "name": f"KV_{names.bucket}",
         "subjects": [f"$KV.{names.bucket}.>"],
@@ -222,9 +222,6 @@ def bucket_config(names: NatsMailboxNames, first_seq: int | None = None) -> dict
         placement["tags"] = list(names.placement_tags)
     if placement:
         config["placement"] = placement
-    if first_seq is not None:
-        config["first_seq"] = first_seq
-        config["metadata"] = {"bufstore.consumer": names.consumer, "bufstore.live": names.live_subject}
     return config
 
 

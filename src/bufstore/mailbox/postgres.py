@@ -72,6 +72,7 @@ class PostgresBackend:
         self._news = asyncio.Event()
         self._telling: asyncio.Task[None] | None = None
         self._untold = 0
+        #: The server's clock minus ours, which no step of the wall clock moves.
         self._offset_ms = 0
         self._open = False
 
@@ -98,10 +99,10 @@ class PostgresBackend:
             await self._pool.close()
 
     async def _set_clock(self) -> None:
-        self._offset_ms = (await self._run("clock"))[0][0] - round(1000 * time.time())
+        self._offset_ms = (await self._run("clock"))[0][0] - round(1000 * time.monotonic())
 
     def now_ms(self) -> int:
-        return round(1000 * time.time()) + self._offset_ms
+        return round(1000 * time.monotonic()) + self._offset_ms
 
     async def _run(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
         if not self._open:

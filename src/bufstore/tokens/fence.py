@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
 from bufstore.errors import LogUnavailable
+from bufstore.jetstream.ensure import seconds
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
 from bufstore.jetstream.stream import NatsStream
-from bufstore.tokens.model import Holder, Record, decode, encode, seconds
+from bufstore.tokens.model import Holder, Record, decode, encode
 
 
 class Seen(NamedTuple):

@@ -18,6 +18,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, w
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import ConfigError, LogUnavailable, TokenBusy, TokenLost
 from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.ensure import ensure_stream
 from bufstore.jetstream.errors import MessageMissing
 from bufstore.jetstream.messages import Conflict
 from bufstore.jetstream.stream import NatsStream
@@ -25,7 +26,7 @@ from bufstore.jetstream.subject_tokens import token
 from bufstore.tokens.fence import Register
 from bufstore.tokens.lease import Hold, Lease
 from bufstore.tokens.model import Holder, Record, Storage, check_name
-from bufstore.tokens.setup import Opened, ensure_stream, holder_name, locks_config
+from bufstore.tokens.setup import Opened, holder_name, locks_config
 from bufstore.types import check_id
 
 
@@ -54,7 +55,7 @@ class Locks(Opened):
             raise ConfigError("timeout_s must be positive")
         nats_config = as_nats_config(nats)
         locks = cls(Connection(nats_config, "bufstore-locks"), nats_config.api, name, storage or Storage(), timeout_s)
-        preparing = partial(ensure_stream, locks._stream, locks._config, "the arguments of Locks.open", tokens=True)
+        preparing = partial(ensure_stream, locks._stream, locks._config, "the arguments of Locks.open", {})
         return await locks._open(preparing)
 
     async def acquire(self, key: str, *, ttl_s: int = 10, wait_s: float = 0.0, holder: str = "") -> Lock:

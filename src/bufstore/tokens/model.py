@@ -12,12 +12,12 @@ import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
 
 from bufstore.errors import ConfigError
+from bufstore.jetstream.ensure import seconds
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _BACKOFF_S, _BACKOFF_MAX_S = 0.1, 60.0
@@ -166,20 +166,7 @@ def check_name(name: str) -> None:
         raise ConfigError("the name of tokens or locks must be 1 to 64 of A-Z a-z 0-9 _ -")
 
 
-def seconds(stamp: str) -> float:
-    """A time of the server's, in seconds since 1970."""
-    return datetime.fromisoformat(stamp).timestamp()
-
-
 def oldest_s(info: Mapping[str, Any]) -> float:
     """The age of the oldest message of a stream, by its STREAM.INFO; 0 if there is none."""
     state = info["state"]
     return max(0.0, seconds(info["ts"]) - seconds(state["first_ts"])) if state["messages"] else 0.0
-
-
-def first_token(unix_ms: int) -> int:
-    """Where the tokens of a stream created at this time begin: above all that an earlier stream can have given.
-
-    A stream that was removed and created again would begin at 1, and a sink that had seen more would refuse everybody.
-    """
-    return unix_ms << 10

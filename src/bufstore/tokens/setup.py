@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
-from bufstore.jetstream.errors import ConsumerMissing, StreamMissing, StreamTaken
+from bufstore.jetstream.ensure import ensure_stream
+from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.stream import NatsStream
-from bufstore.tokens.model import Policy, Storage, TokensConfig, first_token, seconds
+from bufstore.tokens.model import Policy, Storage, TokensConfig
 
 #: All workers use one durable consumer of this name.
 WORKERS = "workers"
@@ -116,34 +116,15 @@ async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> 
 
     Returns what tells the stream of the items from one of the same name before or after it.
     """
-    stream = await ensure_stream(items, items_config(config), "TokensConfig", tokens=False)
-    await ensure_stream(fence, fence_config(config), "TokensConfig", tokens=True)
+    info = await ensure_stream(items, items_config(config), "TokensConfig", {_ID: secrets.token_hex(8)})
+    await ensure_stream(fence, fence_config(config), "TokensConfig", {})
     wanted = consumer_config(config)
     name = f"{config.name}-items"
     try:
-        info = await items.api(f"CONSUMER.INFO.{name}.{WORKERS}")
+        consumer = await items.api(f"CONSUMER.INFO.{name}.{WORKERS}")
     except ConsumerMissing:
         body = {"stream_name": name, "config": wanted}
-        info = await items.api(f"CONSUMER.CREATE.{name}.{WORKERS}", body)
+        consumer = await items.api(f"CONSUMER.CREATE.{name}.{WORKERS}", body)
     edit = f"nats consumer edit {name} {WORKERS}"
-    check(f"consumer {WORKERS} of {name}", wanted, info["config"], "TokensConfig", edit)
-    return stream
-
-
-async def ensure_stream(stream: NatsStream, wanted: dict[str, Any], ours: str, *, tokens: bool) -> str:
-    """The same for one stream. Sequences of a new one begin at the clock's time, those of `tokens` above all before."""
-    name = wanted["name"]
-    try:
-        info = await stream.api(f"STREAM.INFO.{name}")
-    except StreamMissing:
-        first = first_token(time.time_ns() // 1_000_000)
-        made = {**wanted, "first_seq": first, "metadata": {_ID: secrets.token_hex(8)}}
-        try:
-            info = await stream.api(f"STREAM.CREATE.{name}", made)
-            # Of two clocks the later: ours may be behind that of whoever created the stream before.
-            if tokens and (now := first_token(int(seconds(info["ts"]) * 1000))) > first:
-                await stream.api(f"STREAM.PURGE.{name}", {"seq": now})
-        except StreamTaken:  # by another process just now
-            info = await stream.api(f"STREAM.INFO.{name}")
-    check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
+    check(f"consumer {WORKERS} of {name}", wanted, consumer["config"], "TokensConfig", edit)
     return str((info["config"].get("metadata") or {}).get(_ID, ""))

@@ -1,7 +1,7 @@
 -- name: sweeps
--- Take the next sweep, if the last one is long enough ago: one row for whoever gets it.
+-- Take the next sweep, if the last one is long enough ago, or to come (the clock went back): one row for who gets it.
 UPDATE {schema}.mailbox_sweep SET swept_at = clock_timestamp()
-WHERE swept_at < clock_timestamp() - make_interval(secs => $1::float8) RETURNING 1;
+WHERE swept_at NOT BETWEEN clock_timestamp() - make_interval(secs => $1::float8) AND clock_timestamp() RETURNING 1;
 
 -- name: expiring
 -- Threads whose lease is over, the longest first.

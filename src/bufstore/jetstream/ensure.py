@@ -1,0 +1,49 @@
+"""A stream whose sequences are tokens: made or checked, and never below those of an earlier one of its name."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Any
+
+from bufstore.jetstream.drift import check
+from bufstore.jetstream.errors import StreamMissing, StreamTaken
+from bufstore.jetstream.stream import NatsStream
+
+
+def seconds(stamp: str) -> float:
+    """A time of the server's, in seconds since 1970."""
+    return datetime.fromisoformat(stamp).timestamp()
+
+
+def first_token(unix_ms: int) -> int:
+    """Where the tokens of a stream created at this time begin: above all that an earlier stream can have given.
+
+    A stream that was removed and created again would begin at 1, and a sink that had seen more would refuse everybody.
+    """
+    return unix_ms << 10
+
+
+async def ensure_stream(
+    stream: NatsStream, wanted: dict[str, Any], ours: str, metadata: dict[str, str]
+) -> dict[str, Any]:
+    """Create the stream with this `metadata`, or check that it is as `wanted`; what STREAM.INFO says of it.
+
+    Raises ConfigDrift, which names `ours` as the place of its settings, ConfigError and LogUnavailable.
+    """
+    name = wanted["name"]
+    try:
+        info = await stream.api(f"STREAM.INFO.{name}")
+    except StreamMissing:
+        made = {**wanted, "first_seq": first_token(time.time_ns() // 1_000_000), "metadata": metadata}
+        try:
+            info = await stream.api(f"STREAM.CREATE.{name}", made)
+        except StreamTaken:  # by another process just now
+            info = await stream.api(f"STREAM.INFO.{name}")
+    check(f"stream {name}", wanted, info["config"], ours, f"nats stream edit {name}")
+    # Of two clocks the later: the creator's may be behind that of who created the stream before. Everybody sees to
+    # this before its first write, so it removes nothing.
+    first = first_token(int(1000 * seconds(info["created"])))
+    if info["state"]["last_seq"] < first - 1 and not info["state"]["messages"]:
+        await stream.api(f"STREAM.PURGE.{name}", {"seq": first})
+    return info
