@@ -12,9 +12,11 @@ from typing import Literal, Self, get_args
 from bufstore.buffer.buffer import Buffer
 from bufstore.config import BufferConfig, LogConfig
 from bufstore.errors import ConcurrentWriter, ConfigError, ReadNotFresh, StoreUnavailable
+from bufstore.langgraph.backlog import Backlog
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
 from bufstore.langgraph.outlines import all_but_latest, drop_of
+from bufstore.langgraph.payload import encode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.read_cache import ReadCache
 from bufstore.langgraph.reads import CachingReader, CheckpointBuffer, CheckpointReads
@@ -32,6 +34,8 @@ DEFAULT_LOG = LogConfig(stream="LANGGRAPH", bucket="langgraph-hot", subject="lan
 
 _PAGE = 100
 _CARRY_BYTES = 1 << 20
+#: How much may wait for the log in one process: more than it ever does while the log answers.
+_BACKLOG_BYTES = 64 << 20
 #: About how large an entry of a copied thread is.
 _COPY_BYTES = 4 << 20
 
@@ -69,6 +73,8 @@ class CheckpointEngine:
         self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session, ledger, backing, config)
         reader.watch = self.buffer.reads.store
         self._reads = CheckpointReads(store, self.buffer, cache)
+        #: What waits for the log.
+        self.backlog = Backlog(_BACKLOG_BYTES, config.append_timeout_s)
 
     async def open(self) -> Self:
         """See `bufstore.buffer.buffer.Buffer.open`."""
@@ -77,6 +83,7 @@ class CheckpointEngine:
 
     async def aclose(self) -> None:
         """See `bufstore.buffer.buffer.Buffer.aclose`."""
+        self.backlog.close()
         await self.buffer.aclose()
 
     # --- one checkpoint ---------------------------------------------------------------------------------------
@@ -88,7 +95,11 @@ class CheckpointEngine:
         StoreUnavailable for a thread that only Postgres could tell about.
         """
         seen = (lambda: self._last_seen(thread_id)) if self._seen is not None else None
-        prepare = appending(thread_id, operation, self._store_is_down, assume_new=self._assume_new, seen=seen)
+        payload, deletes = encode_payload(operation), isinstance(operation, Delete)
+        prepare = appending(
+            thread_id, payload, self._store_is_down, deletes=deletes, assume_new=self._assume_new, seen=seen
+        )
+        cost = self.backlog.enter(len(payload))
         try:
             return await self.buffer.appender.append(thread_id, prepare)
         except StoreUnavailable:
@@ -96,6 +107,8 @@ class CheckpointEngine:
                 raise
             # Now it is known that the store is away.
             return await self.buffer.appender.append(thread_id, prepare)
+        finally:
+            self.backlog.leave(cost)
 
     async def checkpoint(
         self, thread_id: str, ns: str, checkpoint_id: str | None, *, since: CheckpointKey | None = None
@@ -215,7 +228,8 @@ class CheckpointEngine:
         if any(outline.ts >= before for outline in await self._store.outlines(thread_id)) or state.operations:
             return False
         try:
-            prepare = appending(thread_id, Delete(), self._store_is_down, seen=lambda: last)
+            payload = encode_payload(Delete())
+            prepare = appending(thread_id, payload, self._store_is_down, deletes=True, seen=lambda: last)
             await self.buffer.appender.append(thread_id, prepare)
         except ConcurrentWriter:
             return False

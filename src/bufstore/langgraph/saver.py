@@ -151,6 +151,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
         Raises InvalidRecord and InvalidId for what Postgres could not hold, and what `CheckpointEngine.append` raises.
         """
+        if self.engine.backlog.full:
+            await self.engine.backlog.room()
         thread_id, ns, parent = place(config)
         carry = self.engine.carry_bytes if self.engine.last_put(thread_id, ns) != parent else 0
         thread_id, put = put_of(self.serde, config, checkpoint, metadata, new_versions, carry_bytes=carry)
@@ -163,6 +165,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
     ) -> None:
         """Save what a task has written on top of a checkpoint, which need not be there yet. Raises like `aput`."""
+        if self.engine.backlog.full:
+            await self.engine.backlog.room()
         thread_id, operation = writes_of(self.serde, config, writes, task_id, task_path)
         if operation.rows:
             await self.engine.append(thread_id, operation)

@@ -7,19 +7,20 @@ from collections.abc import Callable
 from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip
 from bufstore.errors import ConcurrentWriter, StoreUnavailable, ThreadQuarantined
 from bufstore.langgraph.domain import Known
-from bufstore.langgraph.model import Delete, Operation
-from bufstore.langgraph.payload import encode_payload
 
 
 def appending(
     thread_id: str,
-    operation: Operation,
+    payload: bytes,
     store_is_down: Callable[[], bool],
     *,
+    deletes: bool = False,
     assume_new: bool = False,
     seen: Callable[[], int] | None = None,
 ) -> Prepare[Known]:
     """An entry that may stand behind any other, as a checkpoint may be saved by anybody.
+
+    `payload`: an operation; `deletes`: it deletes the thread.
 
     Whether the thread's chain is whole is looked up before a process writes to it; with the store away it is enough
     that the log shows the thread. `assume_new`: a thread that the log does not show is taken for new then. `seen`: the
@@ -29,8 +30,6 @@ def appending(
     It is self-contained only where there is nothing that it could be missed in: checkpoints name values that only
     earlier entries carry, so what follows a parked one has to be parked, too.
     """
-    payload = encode_payload(operation)
-    deletes = isinstance(operation, Delete)
 
     def draft(tip: Tip[Known]) -> Draft[Known]:
         memory, alone = tip.memory, deletes
