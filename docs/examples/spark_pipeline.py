@@ -19,7 +19,7 @@ from bufstore import (
     PostgresThreadStore,
 )
 from bufstore.embedded import Servers
-from bufstore.spark import Deployment, SinkConfig, archive, checkpoint_sink, session, tabulate
+from bufstore.spark import Deployment, SinkConfig, archive, checkpoint_sink, hold_position, session, tabulate
 from bufstore.spark.analytics import entries, messages
 
 #: In Unix seconds, UTC.
@@ -37,6 +37,14 @@ QUESTION = """
     WHERE role = 'assistant'
     GROUP BY agent_id
     ORDER BY seconds DESC
+"""
+
+#: Who has written how much, and in how many tickets.
+WORK = """
+    SELECT agent_id, count(*) AS messages, count(DISTINCT thread_id) AS tickets
+    FROM current_messages JOIN current_threads USING (thread_id)
+    GROUP BY agent_id
+    ORDER BY agent_id
 """
 
 
@@ -90,6 +98,14 @@ with tempfile.TemporaryDirectory() as folder, Servers() as servers:
         # The query goes on where it stopped. The second day is in the log and not in the archive.
         produce(topic, 1)
         query.start().awaitTermination()
+
+        # Threads and messages as they are now, flushed or not; both tables are of one position.
+        with hold_position(deployment) as held:
+            for table in ("threads", "messages"):
+                now = spark.read.format("bufstore").options(**held.options | {"table": table}).load()
+                now.createOrReplaceTempView(f"current_{table}")
+            for row in spark.sql(WORK).collect():
+                print(f"{row.agent_id}: {row.messages} messages in {row.tickets} ticket")
 
         # A strong read flushes first, and then asks Postgres.
         threads = store.query_threads(consistency=Consistency.STRONG).threads

@@ -36,13 +36,14 @@ BufstoreError
 ├── StoreMisconfigured          Postgres refuses until an operator changes something (login, schema, read-only)
 ├── LogRolledBack               the log is older than what Postgres has applied: stop and repair
 ├── DataLoss                    a reader of the log missed messages that were purged, or an archive is not whole
+├── PositionPassed              a job reads what was there at a position, and Postgres is past it: read at a later one
 ├── ArchiveOvertaken            another run has archived the same range: nothing is lost, the next one goes on there
 ├── MalformedEntry              bytes in the log that are not an entry (they go to quarantine)
 └── EmbeddedError               an embedded development server did not start or stop
 
 Import an error from `bufstore`, or, if only one package raises it, from that package:
 `bufstore.mailbox` (StaleClaim, ClaimInterrupted, StepUnknown), `bufstore.tokens` (TokenBusy, TokenQueueFull, TokenLost,
-SubmitUnknown), `bufstore.notify` (NotifyUnavailable), `bufstore.spark` (DataLoss, ArchiveOvertaken),
+SubmitUnknown), `bufstore.notify` (NotifyUnavailable), `bufstore.spark` (DataLoss, PositionPassed, ArchiveOvertaken),
 `bufstore.langgraph` (ConcurrentWriter) and `bufstore.embedded` (EmbeddedError).
 """
 
@@ -312,6 +313,17 @@ class DataLoss(BufstoreError):
     They are in Postgres if they were purged after their flush. With ``failOnDataLoss=false``, or from another position,
     the reader goes on without them.
     """
+
+
+class PositionPassed(BufstoreError):
+    """A job reads threads as they were at a position of the log, and Postgres does not have that state any more."""
+
+    def __init__(self, position: int, why: str) -> None:
+        super().__init__(
+            f"position {position} is passed: {why}. Read at a later position, or hold one with hold_position before it "
+            "is passed"
+        )
+        self.position = position
 
 
 class ArchiveOvertaken(BufstoreError):

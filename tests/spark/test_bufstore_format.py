@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -85,8 +84,6 @@ async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment
             save(df, options(deployment, **wrong))
     with pytest.raises(Exception, match="thread_id"):
         save(df.drop("thread_id"), options(deployment))
-    with pytest.raises(Exception, match="threadlog"):
-        await asyncio.to_thread(spark.read.format("bufstore").options(**options(deployment)).load)
 
 
 async def test_rows_go_in_the_order_of_their_times(spark: Any, deployment: Deployment) -> None:

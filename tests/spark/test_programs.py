@@ -22,6 +22,9 @@ _EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 _TOOLS = ("sh", "bash", "dirname", "basename", "env", "ps", "readlink", "ls", "uname", "chmod")
 #: Without the log's tail, which is the second day, bob would be the slowest.
 _PIPELINE = """\
+ada: 16 messages in 1 ticket
+bob: 16 messages in 1 ticket
+cyd: 16 messages in 1 ticket
 3 threads with 48 messages in Postgres
 24 entries in the table, 24 behind it in the log
 cyd: 8 answers, 60 s each

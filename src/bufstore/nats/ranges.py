@@ -19,6 +19,7 @@ import msgspec
 import nats.errors
 
 from bufstore.buffer.subjects import Subjects
+from bufstore.buffer.target import Target
 from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import LogUnavailable, NoLog
 from bufstore.jetstream.connection import Connection
@@ -27,7 +28,7 @@ from bufstore.jetstream.headers import added, entry_header, status_of
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.nats.finding import log_config
-from bufstore.nats.setup import epoch_of
+from bufstore.nats.setup import epoch_of, target_of
 
 _PULL = 4096
 _PULL_BYTES = 8 << 20
@@ -64,6 +65,8 @@ class LogState(msgspec.Struct, frozen=True):
     end: int
     #: What all its messages take.
     bytes: int
+    #: Where it is flushed to; None: it does not say.
+    target: Target | None
 
     def bytes_between(self, start: int, end: int) -> int:
         """About what the messages from sequence `start` to before `end` take, if all are of the same size."""
@@ -106,7 +109,8 @@ class LogReader:
         found = log_config(config, self._bucket)
         first = int(state["first_seq"]) or int(config.get("first_seq", 1))
         end = max(int(state["last_seq"]) + 1, first)
-        return LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]))
+        target = target_of(config.get("metadata") or {})
+        return LogState(found, info["created"], epoch_of(config), first, end, int(state["bytes"]), target)
 
     async def message(self, sequence: int) -> StoredMessage | None:
         """The message with this sequence, from the leader; None if it is not there any more."""

@@ -10,6 +10,7 @@ from bufstore import _lazy
 if TYPE_CHECKING:
     from bufstore.errors import ArchiveOvertaken as ArchiveOvertaken
     from bufstore.errors import DataLoss as DataLoss
+    from bufstore.errors import PositionPassed as PositionPassed
     from bufstore.spark.config import Deployment as Deployment
     from bufstore.spark.config import SinkConfig as SinkConfig
     from bufstore.spark.drain import DrainReport as DrainReport
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from bufstore.spark.sink.foreach_batch import CheckpointSink as CheckpointSink
     from bufstore.spark.sink.foreach_batch import checkpoint_sink as checkpoint_sink
     from bufstore.spark.spark_session import session as session
+    from bufstore.spark.tables.held_position import HeldPosition as HeldPosition
+    from bufstore.spark.tables.held_position import hold_position as hold_position
 else:
     # Spark starts a process for each step of planning a read or a write of one of our formats, and each imports this.
     __all__, __getattr__, __dir__ = _lazy.names(
         __name__,
         {
-            "bufstore.errors": ("ArchiveOvertaken", "DataLoss"),
+            "bufstore.errors": ("ArchiveOvertaken", "DataLoss", "PositionPassed"),
             "bufstore.spark.config": ("Deployment", "SinkConfig"),
             "bufstore.spark.drain": ("DrainReport", "bulk_drain"),
             "bufstore.spark.java": ("ensure_java",),
@@ -42,5 +45,6 @@ else:
             "bufstore.spark.log_archive.tables_job": ("TablesReport", "compact", "expire", "tabulate"),
             "bufstore.spark.sink.foreach_batch": ("CheckpointSink", "checkpoint_sink"),
             "bufstore.spark.spark_session": ("session",),
+            "bufstore.spark.tables.held_position": ("HeldPosition", "hold_position"),
         },
     )

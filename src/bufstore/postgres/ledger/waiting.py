@@ -42,7 +42,7 @@ class PostgresWaiting:
     async def first(self, thread_ids: Sequence[str], entries: int, bytes_: int) -> dict[str, list[Item]]:
         found: dict[str, list[Item]] = {}
         for thread_id, seq, blob in await self._fetch("first_waiting", arrays.texts(thread_ids), entries, bytes_):
-            found.setdefault(thread_id, []).append(_item(thread_id, seq, blob))
+            found.setdefault(thread_id, []).append(waiting_item(thread_id, seq, blob))
         return found
 
     async def of_thread(self, thread_id: str) -> list[Item]:
@@ -94,7 +94,8 @@ def _messages(item: Item) -> tuple[StoredMessage, ...]:
     return (StoredMessage("", item.seq, header, body),)
 
 
-def _item(thread_id: str, seq: int, blob: bytes) -> Item:
+def waiting_item(thread_id: str, seq: int, blob: bytes) -> Item:
+    """The entry that a row of ``buffer_waiting`` holds."""
     messages = _decoder.decode(blob)
     if len(messages) == 1:
         return item_of(messages[0], thread_id)

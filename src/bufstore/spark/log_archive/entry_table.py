@@ -16,77 +16,41 @@ import pyarrow
 from bufstore.buffer.chain import Watermark, plan, superseded
 from bufstore.buffer.entry import Base, Item, StoredEntry
 from bufstore.spark.source.log_columns import as_json, payload_of
-from bufstore.threads.model import Run, decode_message, decode_metadata, decode_run
+from bufstore.spark.typed_columns import MESSAGE, NUMBER, RUN, TEXT, TIME, ddl_of, message_columns, run_columns
+from bufstore.threads.model import decode_message, decode_metadata, decode_run
 from bufstore.threads.payload import AnyPayload, Edit, Payload, Removal
 
 #: What a flush makes of an entry, as the log alone tells: it is applied; it came too late and does nothing; or it, or
 #: one that it builds on, cannot be applied.
 APPLIED, SUPERSEDED, PARKED = "applied", "superseded", "parked"
 
-_TEXT, _NUMBER, _TIME = pyarrow.string(), pyarrow.int64(), pyarrow.timestamp("us", tz="UTC")
-_RUN = {
-    "run_id": _TEXT,
-    "agent_id": _TEXT,
-    "status": _TEXT,
-    "parent_run_id": _TEXT,
-    "termination_reason": _TEXT,
-    "created_at": _TIME,
-    "started_at": _TIME,
-    "finished_at": _TIME,
-    "updated_at": _TIME,
-    "steps": _NUMBER,
-    "input_tokens": _NUMBER,
-    "output_tokens": _NUMBER,
-    #: All of the run.
-    "json": _TEXT,
-}
-_MESSAGE = {
-    #: Its place in the thread, from 0. (`index` is a method of Spark's rows.)
-    "number": _NUMBER,
-    "id": _TEXT,
-    "role": _TEXT,
-    "name": _TEXT,
-    #: What it says in plain text; null where that is not known.
-    "text": _TEXT,
-    #: All of the message.
-    "json": _TEXT,
-}
 #: Of an entry, in order. In the main those of `bufstore.spark.source.log_columns`.
 TABLE: Mapping[str, Any] = {
-    "position": _NUMBER,
-    "stored_at": _TIME,
-    "thread_id": _TEXT,
+    "position": NUMBER,
+    "stored_at": TIME,
+    "thread_id": TEXT,
     "partition": pyarrow.int32(),
-    "entry_id": _NUMBER,
-    "prev_id": _NUMBER,
-    "kind": _TEXT,
-    "effect": _TEXT,
-    "version": _NUMBER,
-    "keep": _NUMBER,
-    "messages": pyarrow.list_(pyarrow.struct(list(_MESSAGE.items()))),
-    "run": pyarrow.struct(list(_RUN.items())),
-    "metadata": _TEXT,
-    "state": _TEXT,
-    "parent_thread_id": _TEXT,
-    "bytes": _NUMBER,
-    "cause": _TEXT,
+    "entry_id": NUMBER,
+    "prev_id": NUMBER,
+    "kind": TEXT,
+    "effect": TEXT,
+    "version": NUMBER,
+    "keep": NUMBER,
+    "messages": pyarrow.list_(pyarrow.struct(list(MESSAGE.items()))),
+    "run": pyarrow.struct(list(RUN.items())),
+    "metadata": TEXT,
+    "state": TEXT,
+    "parent_thread_id": TEXT,
+    "bytes": NUMBER,
+    "cause": TEXT,
     "date": pyarrow.date32(),
 }
 SCHEMA = pyarrow.schema(list(TABLE.items()))
-_DDL = {_TEXT: "string", _NUMBER: "bigint", _TIME: "timestamp", pyarrow.int32(): "int", pyarrow.date32(): "date"}
 
 
 def ddl() -> str:
     """The table's columns, as Spark writes them."""
-    return ", ".join(f"{name} {_ddl(type_)}" for name, type_ in TABLE.items())
-
-
-def _ddl(type_: Any) -> str:
-    if pyarrow.types.is_list(type_):
-        return f"array<{_ddl(type_.value_type)}>"
-    if pyarrow.types.is_struct(type_):
-        return f"struct<{', '.join(f'{field.name}: {_ddl(field.type)}' for field in type_)}>"
-    return _DDL[type_]
+    return ddl_of(TABLE)
 
 
 class Known(msgspec.Struct, frozen=True):
@@ -149,59 +113,21 @@ def _effect(known: Known | None, item: Item, payload: AnyPayload | str) -> tuple
 def _columns(payload: AnyPayload) -> dict[str, Any]:
     found: dict[str, Any] = {
         "keep": payload.keep,
-        "messages": [_message(payload.keep + n, decode_message(m)) for n, m in enumerate(payload.messages)],
+        "messages": [message_columns(payload.keep + n, decode_message(m)) for n, m in enumerate(payload.messages)],
     }
     if isinstance(payload, Payload):
         return found | {
             "kind": "checkpoint",
-            "run": _run(decode_run(payload.run)),
+            "run": run_columns(decode_run(payload.run)),
             "parent_thread_id": payload.save.parent_thread_id,
         }
     if isinstance(payload, Edit):
         return found | {
             "kind": "edit",
-            "run": _run(decode_run(payload.run)) if payload.run is not None else None,
+            "run": run_columns(decode_run(payload.run)) if payload.run is not None else None,
             "metadata": as_json(decode_metadata(payload.metadata)) if payload.metadata is not None else None,
             "state": as_json(decode_message(payload.state)) if payload.state is not None else None,
             "parent_thread_id": (payload.parent[0] or "") if payload.parent is not None else None,
         }
     assert isinstance(payload, Removal)
     return found | {"kind": "removal"}
-
-
-def _run(run: Run) -> dict[str, Any]:
-    found = {name: getattr(run, name) for name in _RUN if name != "json"}
-    times = {name: _time(value) for name, value in found.items() if _RUN[name] is _TIME}
-    return found | times | {"status": run.status.value, "json": as_json(run)}
-
-
-def _time(seconds: float | None) -> int | None:
-    """Microseconds, of a time that Spark can hold."""
-    if seconds is None or not abs(seconds) < 2e11:
-        return None
-    return round(seconds * 1e6)
-
-
-def _message(number: int, message: Any) -> dict[str, Any]:
-    said = message if isinstance(message, dict) else {"content": message}
-    return {
-        "number": number,
-        "id": _text_of(said.get("id")),
-        "role": _text_of(said.get("role") or said.get("type")),
-        "name": _text_of(said.get("name")),
-        "text": _said(said.get("content")),
-        "json": as_json(message),
-    }
-
-
-def _text_of(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _said(content: Any) -> str | None:
-    """The text of a message's content: as such, or in parts, as providers of models write it."""
-    if not isinstance(content, list):
-        return _text_of(content)
-    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    return "\n".join(texts) if texts else None

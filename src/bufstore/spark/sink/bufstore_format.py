@@ -1,4 +1,6 @@
-"""``format("bufstore")`` for ``df.write`` and ``df.writeStream``: the declarative twin of the foreachBatch sink.
+"""``format("bufstore")``: for ``df.write`` and ``df.writeStream`` the declarative twin of the foreachBatch sink.
+
+For ``spark.read`` it is what the deployment holds: `bufstore.spark.tables`.
 
 A writer of Spark cannot ask for a thread's rows in one task and in order, as the sink does. So tasks only check and
 hand over their rows, and the commit, which Spark calls once with those of the winning attempts, writes them, sorted,
@@ -22,6 +24,7 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceArrowWriter,
+    DataSourceReader,
     DataSourceStreamArrowWriter,
     DataSourceStreamWriter,
     DataSourceWriter,
@@ -38,6 +41,9 @@ from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
 from bufstore.spark.sink.row_writer import Written, write_rows
 from bufstore.spark.sink.settled import ROW, RowKey, Settled, key_of, position_of, summed
 from bufstore.spark.sink.spark_ledger import Query
+from bufstore.spark.tables.table_options import table_options
+from bufstore.spark.tables.table_reader import reader_of
+from bufstore.spark.tables.table_rows import schema_of
 
 #: What one task may hand over, packed: all of it passes through the driver.
 _TASK_BYTES_MAX = 64 << 20
@@ -54,7 +60,7 @@ NAMES = {
 }
 
 
-class BufstoreSink(DataSource):
+class BufstoreFormat(DataSource):
     """See the module."""
 
     def __init__(self, options: MutableMapping[str, str]) -> None:
@@ -65,7 +71,11 @@ class BufstoreSink(DataSource):
         return "bufstore"
 
     def schema(self) -> str:
-        raise ConfigError('format("bufstore") writes; the log is read with format("threadlog")')
+        options = table_options(self.options)
+        return schema_of(options.table, options.columns)
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return reader_of(self.options)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         if overwrite:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from bufstore.buffer.entry import Item, Malformed, item_of
 from bufstore.buffer.groups.group import Record, decode_header, hash_of
@@ -49,18 +49,29 @@ class Wanted:
 class LogEntries:
     """The entries of a range of the log."""
 
-    def __init__(self, reader: LogReader, log: LogState, options: ReadOptions, part: Range) -> None:
+    def __init__(
+        self,
+        reader: LogReader,
+        log: LogState,
+        options: ReadOptions,
+        part: Range,
+        of_thread: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """`of_thread`: only entries of threads for which it is true."""
         self._reader = reader
         self._subjects = log.subjects
         self._wanted = Wanted(log.subjects, options)
         self._fails = options.fail_on_data_loss
         self._part = part
+        self._of_thread = of_thread
 
     async def of(self, read: Read) -> AsyncIterator[LogItem]:
         """What of a message is asked for. Raises DataLoss when a part of an entry is gone."""
         message = read.message
         if message.subject == self._subjects.groups:
             for partition, what in entries_of(message, self._subjects, self._in_range):
+                if what.thread_id is not None and not self._of_thread(what.thread_id):
+                    continue
                 item = what if isinstance(what, Malformed) else await self._item(what)
                 if item is not None:
                     yield LogItem(item, read.stored_at_ns, partition)

@@ -130,8 +130,18 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
     """The rows of a range. Raises DataLoss when some of it was purged since the reader began."""
     reader = await reader_of(options)
     log = await reader.look()
+    entries = LogEntries(reader, log, options, part)
+    found = messages(reader, log, part, Holes(part.start), fails=options.fail_on_data_loss)
+    async with aclosing(found) as parts:
+        async for reads in parts:
+            yield await _rows(options, log, entries, reads)
+
+
+async def messages(
+    reader: LogReader, log: LogState, part: Range, holes: Holes, *, fails: bool
+) -> AsyncGenerator[Sequence[Read]]:
+    """The messages of a range. Raises DataLoss when the stream is another one, or (`fails`) groups of it are gone."""
     _check_same(log, part)
-    holes, entries = Holes(part.start), LogEntries(reader, log, options, part)
     # All of it, because a group holds entries of many threads; and so it is known whether anything is missing.
     async with aclosing(reader.read(part.start, part.end, log.subjects.stored)) as found:
         async for reads in found:
@@ -139,9 +149,9 @@ async def batches(options: ReadOptions, part: Range) -> AsyncGenerator[pyarrow.R
                 holes.passed(message.seq)
                 if message.subject == log.subjects.groups:
                     holes.group(message.seq, _before(message) if holes.open else 0)
-            yield await _rows(options, log, entries, reads)
+            yield reads
     _check_same(await reader.look(), part)
-    if options.fail_on_data_loss and (lost := await _lost(reader, log, holes, part.end)) is not None:
+    if fails and (lost := await _lost(reader, log, holes, part.end)) is not None:
         raise DataLoss(f"message {lost} was purged before it was read: retention is shorter than this read took")
 
 

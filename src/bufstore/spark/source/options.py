@@ -6,16 +6,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-
-import msgspec
 
 from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
 from bufstore.spark.connection_options import check_masked, connection, named, words
+from bufstore.spark.option_values import count, ids, number, timestamp_ns
 from bufstore.spark.source.log_columns import ENTRY_COLUMNS, MESSAGE_COLUMNS
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -95,50 +91,35 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         form=form,
         columns=tuple(columns),
         starting_position=_position(found, "startingPosition"),
-        starting_timestamp_ns=_timestamp(found, "startingTimestamp"),
+        starting_timestamp_ns=timestamp_ns(found, "startingTimestamp"),
         ending_position=_position(found, "endingPosition"),
-        ending_timestamp_ns=_timestamp(found, "endingTimestamp"),
-        max_messages=_count(found, "maxMessagesPerTrigger"),
-        max_bytes=_count(found, "maxBytesPerTrigger"),
-        min_messages=_count(found, "minMessagesPerTrigger"),
+        ending_timestamp_ns=timestamp_ns(found, "endingTimestamp"),
+        max_messages=count(found, "maxMessagesPerTrigger"),
+        max_bytes=count(found, "maxBytesPerTrigger"),
+        min_messages=count(found, "minMessagesPerTrigger"),
         max_trigger_delay_s=_delay(found, "maxTriggerDelay", ReadOptions.max_trigger_delay_s),
-        tasks=_count(found, "numPartitions"),
-        min_tasks=_count(found, "minPartitions") or ReadOptions.min_tasks,
+        tasks=count(found, "numPartitions"),
+        min_tasks=count(found, "minPartitions") or ReadOptions.min_tasks,
         fail_on_data_loss=_truth(found, "failOnDataLoss", default=True),
-        threads=_threads(found),
-        partitions=[_number("partitions", word) for word in words(found, "partitions")],
+        threads=ids(found, "threads"),
+        partitions=[number("partitions", word) for word in words(found, "partitions")],
     )
 
 
 def _position(found: Mapping[str, str], name: str) -> str | None:
     value = found.get(name)
     if value is not None and value not in ("earliest", "latest"):
-        _number(name, value)
+        number(name, value)
     return value
-
-
-def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"option {name}: {text!r} is not a number of at least 0")
-    return int(text)
-
-
-def _count(found: Mapping[str, str], name: str) -> int | None:
-    if name not in found:
-        return None
-    number = _number(name, found[name])
-    if not number:
-        raise ConfigError(f"option {name} must be positive")
-    return number
 
 
 def _delay(found: Mapping[str, str], name: str, default: float) -> float:
     if name not in found:
         return default
-    number = re.fullmatch(r"([0-9]+)(ms|s|m|h|d)", found[name].replace(" ", ""))
-    if number is None:
+    said = re.fullmatch(r"([0-9]+)(ms|s|m|h|d)", found[name].replace(" ", ""))
+    if said is None:
         raise ConfigError(f"option {name} must be a time like 90s or 15m")
-    return int(number[1]) * _UNITS[number[2]]
+    return int(said[1]) * _UNITS[said[2]]
 
 
 def _truth(found: Mapping[str, str], name: str, *, default: bool) -> bool:
@@ -146,28 +127,3 @@ def _truth(found: Mapping[str, str], name: str, *, default: bool) -> bool:
     if value not in ("true", "false"):
         raise ConfigError(f"option {name} must be true or false")
     return value == "true"
-
-
-def _timestamp(found: Mapping[str, str], name: str) -> int | None:
-    if name not in found:
-        return None
-    try:
-        when = datetime.fromisoformat(found[name])
-    except ValueError:
-        raise ConfigError(f"option {name}: {found[name]!r} is not a time like 2026-11-21T08:00:00Z") from None
-    if when.tzinfo is None:
-        raise ConfigError(f"option {name} needs a time with its offset, as in 2026-11-21T08:00:00Z")
-    since = when - _EPOCH
-    return (since.days * 86400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
-
-
-def _threads(found: Mapping[str, str]) -> list[str]:
-    if "threads" not in found:
-        return []
-    try:
-        threads = msgspec.json.decode(found["threads"], type=list[str])
-    except msgspec.MsgspecError:
-        threads = []
-    if not threads:
-        raise ConfigError('option threads must be a JSON list of ids, as in ["a", "b"]')
-    return threads

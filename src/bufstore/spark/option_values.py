@@ -1,0 +1,56 @@
+"""What the values of options say: numbers, times, lists of ids. All raise ConfigError. No Spark in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+import msgspec
+
+from bufstore.errors import ConfigError
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def number(name: str, text: str) -> int:
+    """A number of at least 0."""
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"option {name}: {text!r} is not a number of at least 0")
+    return int(text)
+
+
+def count(given: Mapping[str, str], name: str) -> int | None:
+    """A number of at least 1; None: the option is not given."""
+    if name not in given:
+        return None
+    value = number(name, given[name])
+    if not value:
+        raise ConfigError(f"option {name} must be positive")
+    return value
+
+
+def timestamp_ns(given: Mapping[str, str], name: str) -> int | None:
+    """A time in nanoseconds since 1970."""
+    if name not in given:
+        return None
+    try:
+        when = datetime.fromisoformat(given[name])
+    except ValueError:
+        raise ConfigError(f"option {name}: {given[name]!r} is not a time like 2026-11-21T08:00:00Z") from None
+    if when.tzinfo is None:
+        raise ConfigError(f"option {name} needs a time with its offset, as in 2026-11-21T08:00:00Z")
+    since = when - _EPOCH
+    return (since.days * 86400 + since.seconds) * 1_000_000_000 + since.microseconds * 1000
+
+
+def ids(given: Mapping[str, str], name: str) -> list[str]:
+    """The ids of a JSON list; none where the option is not given."""
+    if name not in given:
+        return []
+    try:
+        found = msgspec.json.decode(given[name], type=list[str])
+    except msgspec.MsgspecError:
+        found = []
+    if not found:
+        raise ConfigError(f'option {name} must be a JSON list of ids, as in ["a", "b"]')
+    return found

@@ -1,0 +1,92 @@
+-- name: cursors_and_target
+-- Up to where each partition is flushed, or waits; and which log is flushed into this schema.
+SELECT
+    (SELECT array_agg(p.partition ORDER BY p.partition) FROM {schema}.buffer_partitions AS p),
+    (SELECT array_agg(p.cursor_seq ORDER BY p.partition) FROM {schema}.buffer_partitions AS p),
+    l.domain, l.store, l.target
+FROM (SELECT 1) AS one LEFT JOIN {schema}.buffer_log AS l ON true;
+
+-- name: export_snapshot
+-- The moment that this transaction sees, for others.
+SELECT pg_export_snapshot();
+
+-- name: flushed_beyond
+-- A thread of a share of which an entry at this position or a later one is flushed.
+SELECT b.thread_id, b.flushed_seq FROM {schema}.buffer_threads AS b
+WHERE b.flushed_seq >= $3::bigint
+    AND ('x' || encode(substring(sha256(convert_to(b.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
+        BETWEEN $1::bigint AND $2::bigint
+    AND ($4::text[] IS NULL OR b.thread_id = ANY ($4::text[]))
+    AND ($5::text IS NULL OR b.thread_id >= $5::text)
+    AND ($6::text IS NULL OR b.thread_id < $6::text)
+LIMIT 1;
+
+-- name: waiting_of_share
+-- What waits of a share's threads, before a position.
+SELECT w.thread_id, w.seq, w.messages, (extract(epoch FROM w.since) * 1000000)::bigint
+FROM {schema}.buffer_waiting AS w
+WHERE w.seq < $3::bigint
+    AND ('x' || encode(substring(sha256(convert_to(w.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
+        BETWEEN $1::bigint AND $2::bigint
+    AND ($4::text[] IS NULL OR w.thread_id = ANY ($4::text[]))
+    AND ($5::text IS NULL OR w.thread_id >= $5::text)
+    AND ($6::text IS NULL OR w.thread_id < $6::text)
+ORDER BY w.thread_id, w.seq;
+
+-- name: thread_rows
+-- These threads without their messages, with the buffer's rows for them.
+SELECT s.thread_id, t.* FROM unnest($1::text[]) AS s (thread_id)
+CROSS JOIN LATERAL {schema}.thread_row_v2(s.thread_id, true) AS t;
+
+-- name: threads_of_share
+-- Threads of a share: only of these agents, as far as an encoded run shows it, and changed between two times.
+SELECT t.thread_id, t.version, t.parent_thread_id, t.latest_run_id, t.active_run_id, t.open_run_id, t.metadata,
+    t.state, r.record, b.flushed_seq, b.broken_since, (extract(epoch FROM t.updated_at) * 1000000)::bigint
+FROM {schema}.threads AS t
+LEFT JOIN {schema}.runs AS r ON r.run_id = t.latest_run_id
+LEFT JOIN {schema}.buffer_threads AS b ON b.thread_id = t.thread_id
+WHERE ('x' || encode(substring(sha256(convert_to(t.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
+        BETWEEN $1::bigint AND $2::bigint
+    AND ($3::text[] IS NULL OR t.thread_id = ANY ($3::text[]))
+    AND ($4::text IS NULL OR t.thread_id >= $4::text)
+    AND ($5::text IS NULL OR t.thread_id < $5::text)
+    AND ($6::bytea[] IS NULL OR EXISTS (SELECT FROM unnest($6::bytea[]) AS a (agent) WHERE position(a.agent IN r.record) > 0))
+    AND ($7::bigint IS NULL OR t.updated_at >= timestamptz 'epoch' + $7::bigint * interval '1 microsecond')
+    AND ($8::bigint IS NULL OR t.updated_at < timestamptz 'epoch' + $8::bigint * interval '1 microsecond');
+
+-- name: runs_of_share
+-- The same of runs.
+SELECT r.thread_id, r.record, (extract(epoch FROM r.updated_at) * 1000000)::bigint
+FROM {schema}.runs AS r
+WHERE ('x' || encode(substring(sha256(convert_to(r.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
+        BETWEEN $1::bigint AND $2::bigint
+    AND ($3::text[] IS NULL OR r.thread_id = ANY ($3::text[]))
+    AND ($4::text IS NULL OR r.thread_id >= $4::text)
+    AND ($5::text IS NULL OR r.thread_id < $5::text)
+    AND ($6::bytea[] IS NULL OR EXISTS (SELECT FROM unnest($6::bytea[]) AS a (agent) WHERE position(a.agent IN r.record) > 0))
+    AND ($7::bigint IS NULL OR r.updated_at >= timestamptz 'epoch' + $7::bigint * interval '1 microsecond')
+    AND ($8::bigint IS NULL OR r.updated_at < timestamptz 'epoch' + $8::bigint * interval '1 microsecond');
+
+-- name: messages_of_share
+-- The messages of the share's threads: no agent is known of them, and the time is the thread's.
+SELECT m.thread_id, m.seq, m.payload, (extract(epoch FROM t.updated_at) * 1000000)::bigint
+FROM {schema}.threads AS t JOIN {schema}.messages AS m ON m.thread_id = t.thread_id
+WHERE ('x' || encode(substring(sha256(convert_to(t.thread_id, 'UTF8')) FROM 1 FOR 4), 'hex'))::bit(32)::bigint
+        BETWEEN $1::bigint AND $2::bigint
+    AND ($3::text[] IS NULL OR t.thread_id = ANY ($3::text[]))
+    AND ($4::text IS NULL OR t.thread_id >= $4::text)
+    AND ($5::text IS NULL OR t.thread_id < $5::text)
+    AND $6::bytea[] IS NULL
+    AND ($7::bigint IS NULL OR t.updated_at >= timestamptz 'epoch' + $7::bigint * interval '1 microsecond')
+    AND ($8::bigint IS NULL OR t.updated_at < timestamptz 'epoch' + $8::bigint * interval '1 microsecond');
+
+-- name: runs_of_threads
+-- All runs of these threads.
+SELECT r.thread_id, r.run_id, r.record, (extract(epoch FROM r.updated_at) * 1000000)::bigint
+FROM {schema}.runs AS r WHERE r.thread_id = ANY ($1::text[]);
+
+-- name: first_messages
+-- Of each of these threads so many messages, the first ones.
+SELECT m.thread_id, m.seq, m.payload
+FROM unnest($1::text[], $2::int[]) AS s (thread_id, number)
+JOIN {schema}.messages AS m ON m.thread_id = s.thread_id AND m.seq < s.number;

@@ -1,0 +1,1 @@
+"""Threads, runs and messages as tables of Spark: ``spark.read.format("bufstore")``."""

@@ -1,0 +1,104 @@
+"""A moment of Postgres: a transaction that sees one state of all tables, from its first statement on.
+
+Another transaction can see the same moment (`hold_position`), as parallel dumps of a database do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import psycopg
+from psycopg import AsyncConnection, capabilities
+
+from bufstore.buffer.target import Target
+from bufstore.errors import ConfigError
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.connection.errors import map_errors
+from bufstore.postgres.connection.migrate import queries
+from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.spark.sink.spark_ledger import FOLDER
+
+_CONNECT_S = 30.0
+#: So many rows are in memory at a time, where libpq can do that (from 17 on); else one.
+_ROWS = 50
+
+
+class Ledger(NamedTuple):
+    """What the buffer's tables say."""
+
+    #: By partition: everything up to there is in the threads' rows, or waits, or is in quarantine.
+    cursors: Mapping[int, int]
+    target: Target | None
+
+
+class Moment:
+    """For ``async with``. Raises StoreUnavailable, StoreMisconfigured; of a snapshot that is over, ConfigError."""
+
+    def __init__(self, conninfo: str, schema: str, snapshot: str | None = None) -> None:
+        self._pool: Pool = new_pool(conninfo, size=1)
+        self._sql = queries(FOLDER, schema)
+        self._snapshot = snapshot
+        self._connection: AsyncConnection[Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._begin()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def _begin(self) -> None:
+        await self._pool.open(wait=False)
+        self._connection = connection = await self._pool.take(_CONNECT_S)
+        with map_errors():
+            await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            if self._snapshot is None:
+                return
+            try:
+                await connection.execute(f"SET TRANSACTION SNAPSHOT '{self._snapshot}'")
+            except (psycopg.errors.InvalidParameterValue, psycopg.errors.UndefinedObject):
+                raise ConfigError(
+                    "the position is not held any more (or by another server than this): read within the block of "
+                    "hold_position"
+                ) from None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._connection is not None:
+            with suppress(psycopg.Error, OSError):
+                await self._connection.close()
+            await self._pool.putconn(self._connection)  # type: ignore[arg-type]
+        await self._pool.close()
+
+    async def rows(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
+        """All rows of a statement."""
+        assert self._connection is not None
+        with map_errors():
+            cursor = arrays.ArrayCursor(self._connection)
+            await cursor.execute(self._sql[name], parameters, binary=True)
+            return await cursor.rows()
+
+    async def stream(self, name: str, *parameters: Any) -> AsyncGenerator[tuple[Any, ...]]:
+        """The rows of a statement, some at a time."""
+        assert self._connection is not None
+        size = _ROWS if capabilities.has_stream_chunked() else 1
+        with map_errors():
+            cursor = arrays.ArrayCursor(self._connection)
+            found = cursor.stream(self._sql[name], parameters, binary=True, size=size)
+            async with aclosing(found) as rows:  # type: ignore[type-var]
+                async for row in rows:
+                    yield row
+
+    async def ledger(self) -> Ledger:
+        partitions, cursors, domain, store, target = (await self.rows("cursors_and_target"))[0]
+        named = Target(domain, store, target) if target is not None else None
+        return Ledger(dict(zip(partitions or (), cursors or (), strict=True)), named)
+
+    async def export(self) -> str:
+        """The name under which others can see this moment, for as long as this one lasts."""
+        return str((await self.rows("export_snapshot"))[0][0])

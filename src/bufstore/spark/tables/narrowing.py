@@ -1,0 +1,94 @@
+"""Which rows a read is narrowed to: by options, and by what Spark pushes down of a query; decisions, without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Narrowing(msgspec.Struct, frozen=True, kw_only=True):
+    """Only rows of which all of this is true. None: any."""
+
+    threads: frozenset[str] | None = None
+    thread_prefix: str | None = None
+    agents: frozenset[str] | None = None
+    #: Of the column `changed_at`, in microseconds since 1970: from, and up to before.
+    changed_from: int | None = None
+    changed_before: int | None = None
+
+    def has_thread(self, thread_id: str) -> bool:
+        """Whether there may be a row of this thread."""
+        return (self.threads is None or thread_id in self.threads) and thread_id.startswith(self.thread_prefix or "")
+
+    def has(self, row: Mapping[str, Any]) -> bool:
+        """Whether this row is one of them."""
+        at = row["changed_at"]
+        return (
+            self.has_thread(row["thread_id"])
+            and (self.agents is None or row.get("agent_id") in self.agents)
+            and (self.changed_from is None or (at is not None and at >= self.changed_from))
+            and (self.changed_before is None or (at is not None and at < self.changed_before))
+        )
+
+    def and_(self, other: Narrowing) -> Narrowing:
+        """The rows of both."""
+        mine, theirs = self.thread_prefix or "", other.thread_prefix or ""
+        longer, shorter = (mine, theirs) if len(mine) >= len(theirs) else (theirs, mine)
+        nothing = not longer.startswith(shorter)
+        return Narrowing(
+            threads=frozenset() if nothing else _both(self.threads, other.threads),
+            thread_prefix=longer or None,
+            agents=_both(self.agents, other.agents),
+            changed_from=max((n for n in (self.changed_from, other.changed_from) if n is not None), default=None),
+            changed_before=min((n for n in (self.changed_before, other.changed_before) if n is not None), default=None),
+        )
+
+
+def _both(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
+    if some is None or others is None:
+        return others if some is None else some
+    return some & others
+
+
+#: Any row.
+ALL = Narrowing()
+
+
+def narrowed_by(filters: Iterable[Any], columns: Iterable[str]) -> Narrowing:
+    """What Spark's filters (`pyspark.sql.datasource.Filter`) say; a filter that we have no use for says nothing.
+
+    Spark looks at each row again, so this may keep rows that a filter does not.
+    """
+    known, found = set(columns), ALL
+    for one in filters:
+        attribute: tuple[str, ...] = getattr(one, "attribute", ())
+        if len(attribute) == 1 and attribute[0] in known:
+            found = found.and_(_of(type(one).__name__, attribute[0], getattr(one, "value", None)))
+    return found
+
+
+def _of(kind: str, column: str, value: Any) -> Narrowing:
+    if column in ("thread_id", "agent_id") and kind in ("EqualTo", "EqualNullSafe", "In"):
+        values = value if kind == "In" else (value,)
+        if all(isinstance(v, str) for v in values):
+            them = frozenset(values)
+            return Narrowing(threads=them) if column == "thread_id" else Narrowing(agents=them)
+    if column == "thread_id" and kind == "StringStartsWith":
+        return Narrowing(thread_prefix=value)
+    if column == "changed_at" and isinstance(value, datetime):
+        at = _microseconds(value)
+        if kind in ("GreaterThan", "GreaterThanOrEqual"):
+            return Narrowing(changed_from=at)
+        if kind in ("LessThan", "LessThanOrEqual"):
+            return Narrowing(changed_before=at + 1)
+    return ALL
+
+
+def _microseconds(when: datetime) -> int:
+    since = (when if when.tzinfo is not None else when.astimezone(UTC)) - _EPOCH
+    return (since.days * 86400 + since.seconds) * 1_000_000 + since.microseconds

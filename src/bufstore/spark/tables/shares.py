@@ -1,0 +1,37 @@
+"""Which task reads which threads: ranges of a hash that Postgres and Python compute alike; decisions, without I/O.
+
+Not ranges of ids: threads that are new stand in the log only, and often close together (ids that begin with a date), so
+that one task would hold the whole tail.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from itertools import pairwise
+
+import msgspec
+
+#: One above the highest hash.
+HASHES = 1 << 32
+
+
+def hash_of(thread_id: str) -> int:
+    """As `tables.sql` computes it."""
+    return int.from_bytes(sha256(thread_id.encode()).digest()[:4])
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The threads of one task: those whose hash is from `low` to below `high`."""
+
+    low: int = 0
+    high: int = HASHES
+
+    def has(self, thread_id: str) -> bool:
+        """Whether the thread is one of them."""
+        return self.low <= hash_of(thread_id) < self.high
+
+
+def shares(tasks: int) -> list[Share]:
+    """All threads, as so many shares of the same size."""
+    edges = [HASHES * n // tasks for n in range(tasks + 1)]
+    return [Share(low, high) for low, high in pairwise(edges)]

@@ -1,0 +1,71 @@
+"""What Spark calls to read threads, runs or messages: plans and tasks of `bufstore.spark.tables.table_scan`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pyarrow
+from pyspark.sql.datasource import DataSourceReader, InputPartition
+
+from bufstore.spark.process_loop import loop
+from bufstore.spark.tables import table_scan
+from bufstore.spark.tables.narrowing import narrowed_by
+from bufstore.spark.tables.shares import Share
+from bufstore.spark.tables.table_options import TableOptions, table_options
+from bufstore.spark.tables.table_rows import TABLES
+
+if TYPE_CHECKING:
+    from pyspark.sql.datasource import Filter
+
+#: In which Spark plans a read whose filters it pushes down.
+_PUSHING = "pyspark.sql.worker.data_source_pushdown_filters"
+
+
+def reader_of(given: Mapping[str, str]) -> DataSourceReader:
+    """The reader for these options. Raises ConfigError."""
+    options = table_options(given)
+    # While `spark.sql.python.filterPushdown.enabled` is off, which is Spark's default, it refuses a reader that takes
+    # filters; with it on, it asks from this module.
+    return PushedTableReader(options) if _PUSHING in sys.modules else TableReader(options)
+
+
+class _SharePartition(InputPartition):
+    def __init__(self, share: Share) -> None:
+        self.share = share
+
+
+class TableReader(DataSourceReader):
+    """See the module."""
+
+    def __init__(self, options: TableOptions) -> None:
+        self.options = options
+
+    def partitions(self) -> Sequence[InputPartition]:
+        return [_SharePartition(share) for share in loop().run(table_scan.planned(self.options))]
+
+    def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
+        """The rows of a share of the threads, as batches of Arrow."""
+        assert isinstance(partition, _SharePartition)
+        found = table_scan.batches(self.options, partition.share)
+        try:
+            while (batch := loop().run(_next(found))) is not None:
+                yield batch
+        finally:
+            loop().run(found.aclose())
+
+
+class PushedTableReader(TableReader):
+    """The same, of a query whose filters are pushed down."""
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Read less. Spark looks at all rows again."""
+        narrowed = narrowed_by(filters, TABLES[self.options.table])
+        self.options = replace(self.options, narrowing=self.options.narrowing.and_(narrowed))
+        return filters
+
+
+async def _next(found: AsyncGenerator[pyarrow.RecordBatch]) -> pyarrow.RecordBatch | None:
+    return await anext(found, None)

@@ -1,0 +1,265 @@
+"""Reading threads, runs or messages in a Python worker: what Postgres has, with what the log holds above it.
+
+A task sees one moment of Postgres, and reads the log up to a position that is not before that moment. So each of its
+rows is a thread as a read of the store would have shown it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pyarrow
+
+from bufstore.buffer.places import first_place, group_of, number_of
+from bufstore.buffer.target import check_flushable, check_same
+from bufstore.errors import ConfigError, DataLoss, LogUnavailable, PositionPassed
+from bufstore.nats.ranges import LogReader, LogState
+from bufstore.postgres.connection import arrays
+from bufstore.postgres.ledger.waiting import waiting_item
+from bufstore.spark.source.log_entries import LogEntries
+from bufstore.spark.source.log_scan import messages, patiently, reader_of
+from bufstore.spark.source.offsets import Holes, Range, parts_of
+from bufstore.spark.tables.moment import Ledger, Moment
+from bufstore.spark.tables.narrowing import Narrowing
+from bufstore.spark.tables.overlaid import Late, Overlaid, overlaid
+from bufstore.spark.tables.shares import Share, shares
+from bufstore.spark.tables.table_options import TableOptions
+from bufstore.spark.tables.table_rows import batch_of, message_row, run_row, thread_row
+from bufstore.threads.model import Run, Thread, decode_run
+from bufstore.threads.postgres.rows import thread_of
+from bufstore.threads.postgres.store import PostgresThreadStore
+from bufstore.threads.protocol import kind_of
+from bufstore.threads.queries import prefix_end
+
+#: A batch of Arrow has so many rows at most, of about so many bytes.
+_ROWS, _BYTES = 2000, 8 << 20
+#: Threads whose rows are asked for at a time.
+_THREADS = 500
+
+#: A row without `as_of`, and about how many bytes it takes.
+Sized = tuple[dict[str, Any], int]
+
+
+async def planned(options: TableOptions) -> list[Share]:
+    """The tasks of a read. Raises ConfigError, ConfigDrift, LogUnavailable, StoreUnavailable."""
+    reader = await reader_of(options.log)
+    async with Moment(options.postgres, options.schema, options.snapshot) as moment:
+        ledger = await moment.ledger()
+        log = await patiently(reader.look)
+    check_flushable(options.stream, log.target, kind_of(PostgresThreadStore))
+    check_same(options.stream, log.target, ledger.target)
+    until = _until(options, log, ledger)
+    threads = options.narrowing.threads
+    start = group_of(_lowest(options, log, ledger))
+    tasks = parts_of(log.bytes_between(start, group_of(until) + 1), exactly=options.tasks, at_least=options.min_tasks)
+    return shares(tasks if threads is None else max(min(tasks, len(threads)), 1))
+
+
+async def batches(options: TableOptions, share: Share) -> AsyncGenerator[pyarrow.RecordBatch]:
+    """The rows of a share of the threads.
+
+    Raises PositionPassed when Postgres has entries from behind the position that is asked for, DataLoss when the log
+    has lost what Postgres does not have, LogUnavailable, StoreUnavailable.
+    """
+    reader = await reader_of(options.log)
+    async with Moment(options.postgres, options.schema, options.snapshot) as moment:
+        ledger = await moment.ledger()
+        log = await patiently(reader.look)  # behind the moment: nothing that Postgres has is missing
+        until = _until(options, log, ledger)
+        scan = _Scan(options, share, moment, until)
+        if options.ending_position is not None:
+            await scan.check_not_passed()
+        late = await scan.overlay(reader, log, ledger)
+        found: list[dict[str, Any]] = []
+        size = 0
+        async with aclosing(scan.rows(late)) as rows:
+            async for row, bytes_ in rows:
+                if not options.narrowing.has(row):
+                    continue
+                found.append(row | {"as_of": until})
+                size += bytes_
+                if len(found) >= _ROWS or size >= _BYTES:
+                    yield batch_of(options.table, options.columns, found)
+                    found, size = [], 0
+        yield batch_of(options.table, options.columns, found)
+
+
+def end_behind(ledger: Ledger, log: LogState) -> int:
+    """Where the log ends, which was looked at after Postgres. Raises LogUnavailable when that has more."""
+    end, flushed = first_place(log.end), max(ledger.cursors.values(), default=0)
+    if flushed > end:
+        raise LogUnavailable(
+            f"Postgres has entries up to {flushed}, but the log ends before {end}: the server that answered does not "
+            "have all of it (or the log went back, see `bufstore verify`)"
+        )
+    return end
+
+
+def _until(options: TableOptions, log: LogState, ledger: Ledger) -> int:
+    """The first position that is not read."""
+    end = first_place(log.end)
+    if options.ending_position is None:
+        return end_behind(ledger, log)
+    if options.ending_position > end:
+        raise ConfigError(f"option endingPosition: the log ends before {end}")
+    # Of a thread that was deleted, Postgres knows when only as long as the log goes back to there.
+    if options.snapshot is None and options.ending_position < first_place(log.first):
+        raise PositionPassed(options.ending_position, f"the log begins at {first_place(log.first)}")
+    return options.ending_position
+
+
+def _lowest(options: TableOptions, log: LogState, ledger: Ledger) -> int:
+    """The position up to which all threads that are read are flushed, or wait; 0: it is not known."""
+    threads = options.narrowing.threads
+    subjects = log.subjects
+    partitions = range(subjects.partitions) if threads is None else {subjects.partition(t) for t in threads}
+    return min((ledger.cursors.get(p, 0) for p in partitions), default=0)
+
+
+class _Scan:
+    """One share of the threads, at one moment of Postgres, up to one position of the log."""
+
+    def __init__(self, options: TableOptions, share: Share, moment: Moment, until: int) -> None:
+        self._options, self._share, self._moment, self._until = options, share, moment, until
+        narrowing = options.narrowing
+        prefix = narrowing.thread_prefix
+        self._hashes = (share.low, share.high - 1)
+        self._ids = (
+            arrays.texts(sorted(narrowing.threads)) if narrowing.threads is not None else None,
+            prefix,
+            prefix_end(prefix) if prefix is not None else None,
+        )
+
+    async def check_not_passed(self) -> None:
+        """Raise PositionPassed when something from behind the position is flushed."""
+        found = await self._moment.rows("flushed_beyond", *self._hashes, self._until, *self._ids)
+        if found:
+            thread_id, flushed = found[0]
+            raise PositionPassed(self._until, f"thread {thread_id!r} is flushed up to {flushed}")
+
+    async def overlay(self, reader: LogReader, log: LogState, ledger: Ledger) -> dict[str, Overlaid]:
+        """The threads of which there is more than is flushed."""
+        waiting: dict[str, list[Late]] = {}
+        asked = ("waiting_of_share", *self._hashes, self._until, *self._ids)
+        for thread_id, seq, blob, since in await self._moment.rows(*asked):
+            waiting.setdefault(thread_id, []).append(Late(waiting_item(thread_id, seq, blob), since))
+        tail = await self._tail(reader, log, ledger)
+        threads = sorted(waiting.keys() | tail.keys())
+        found: dict[str, Overlaid] = {}
+        for at in range(0, len(threads), _THREADS):
+            rows = await self._moment.rows("thread_rows", arrays.texts(threads[at : at + _THREADS]))
+            for thread_id, *row in rows:
+                one = overlaid(thread_id, row, waiting.pop(thread_id, ()), tail.pop(thread_id, ()))
+                if one is not None:
+                    found[thread_id] = one
+        return found
+
+    async def _tail(self, reader: LogReader, log: LogState, ledger: Ledger) -> dict[str, list[Late]]:
+        """What the log holds of each thread above the cursor of its partition."""
+        lowest = _lowest(self._options, log, ledger)
+        end = group_of(self._until) + bool(number_of(self._until))
+        # Where nothing was flushed, nothing was removed: the log is whole from its beginning on.
+        whole_from = group_of(lowest) + 1 if lowest else log.first
+        if whole_from < end <= log.first:
+            raise DataLoss(f"the log begins at message {log.first}: what Postgres did not have then is gone from it")
+        start = max(group_of(lowest), log.first)
+        if start >= end:
+            return {}
+        part = Range(start=start, end=end, created=log.created, until=self._until)
+        holes = Holes(whole_from)
+        entries = LogEntries(reader, log, self._options.log, part, self._has)
+        found: dict[str, list[Late]] = {}
+        async with aclosing(messages(reader, log, part, holes, fails=True)) as parts:
+            async for reads in parts:
+                for read in reads:
+                    async for entry in entries.of(read):
+                        thread_id = entry.what.thread_id
+                        if thread_id is not None and entry.what.seq > ledger.cursors.get(entry.partition, 0):
+                            found.setdefault(thread_id, []).append(Late(entry.what, entry.stored_at_ns // 1000))
+        return found
+
+    def _has(self, thread_id: str) -> bool:
+        return self._options.narrowing.has_thread(thread_id) and self._share.has(thread_id)
+
+    async def rows(self, late: Mapping[str, Overlaid]) -> AsyncGenerator[Sized]:
+        """The rows of the share."""
+        table = self._options.table
+        narrowing = self._options.narrowing
+        asked = (*self._hashes, *self._ids, _needles(narrowing), narrowing.changed_from, narrowing.changed_before)
+        # A thread may leave the narrowing, or come into it, by what is late.
+        stored = {"threads": _stored_thread, "runs": _stored_run, "messages": _stored_message}[table]
+        async with aclosing(self._moment.stream(f"{table}_of_share", *asked)) as found:
+            async for row in found:
+                if row[0] not in late:
+                    yield stored(row)
+        of_late = {"threads": self._late_threads, "runs": self._late_runs, "messages": self._late_messages}[table]
+        async with aclosing(of_late(late)) as rows:
+            async for sized in rows:
+                yield sized
+
+    async def _late_threads(self, late: Mapping[str, Overlaid]) -> AsyncGenerator[Sized]:
+        for one in late.values():
+            state = one.state
+            if state.thread is None:
+                continue
+            run = decode_run(state.latest_run) if state.latest_run is not None else None
+            mark = state.watermark
+            yield _thread(state.thread, run, state.state, mark.flushed_seq, mark.broken_since, one.changed_at)
+
+    async def _late_runs(self, late: Mapping[str, Overlaid]) -> AsyncGenerator[Sized]:
+        there = [thread_id for thread_id, one in late.items() if not one.state.deleted]
+        async with aclosing(self._moment.stream("runs_of_threads", arrays.texts(there))) as rows:
+            async for thread_id, run_id, record, changed_at in rows:
+                if run_id not in late[thread_id].state.tail_runs:
+                    yield _stored_run((thread_id, record, changed_at))
+        for one in late.values():
+            if one.state.thread is None:
+                continue
+            for run_id, record in one.state.tail_runs.items():
+                changed_at = one.run_times.get(run_id, one.changed_at)
+                yield run_row(decode_run(record)) | {"changed_at": changed_at}, len(record)
+
+    async def _late_messages(self, late: Mapping[str, Overlaid]) -> AsyncGenerator[Sized]:
+        kept = {thread_id: one.kept for thread_id, one in late.items()}
+        columns = arrays.texts(kept), arrays.ints(kept.values())
+        async with aclosing(self._moment.stream("first_messages", *columns)) as rows:
+            async for thread_id, seq, payload in rows:
+                yield _stored_message((thread_id, seq, payload, late[thread_id].changed_at))
+        for thread_id, one in late.items():
+            for number, payload in one.new_messages():
+                yield _stored_message((thread_id, number, payload, one.changed_at))
+
+
+def _needles(narrowing: Narrowing) -> arrays.Array | None:
+    """What stands in an encoded run of one of the agents, and maybe in others."""
+    if narrowing.agents is None or "" in narrowing.agents:  # an empty one is not written
+        return None
+    encode = msgspec.msgpack.encode
+    return arrays.blobs([encode("agent_id") + encode(agent) for agent in sorted(narrowing.agents)])
+
+
+def _stored_thread(row: Sequence[Any]) -> Sized:
+    thread_id, *columns, state, record, flushed, broken_since, changed_at = row
+    thread = thread_of(thread_id, columns)
+    run = decode_run(record) if record is not None else None
+    return _thread(thread, run, state, flushed or 0, broken_since, changed_at)
+
+
+def _thread(
+    thread: Thread, run: Run | None, state: bytes | None, position: int, broken_since: int | None, changed_at: int
+) -> Sized:
+    row = thread_row(thread, run, state, position=position, broken_since=broken_since)
+    return row | {"changed_at": changed_at}, 200 + len(row["custom"]) + len(state or b"")
+
+
+def _stored_run(row: Sequence[Any]) -> Sized:
+    _, record, changed_at = row
+    return run_row(decode_run(record)) | {"changed_at": changed_at}, len(record)
+
+
+def _stored_message(row: Sequence[Any]) -> Sized:
+    thread_id, number, payload, changed_at = row
+    return message_row(thread_id, number, payload) | {"changed_at": changed_at}, 2 * len(payload)

@@ -1,0 +1,329 @@
+"""Threads, runs and messages as tables, without Spark: what the store itself answers, for random histories."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from pyspark.sql.datasource import EqualTo, In, StringStartsWith
+from pyspark.sql.types import StructType
+
+from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, ThreadMetadata
+from bufstore.spark import PositionPassed, hold_position
+from bufstore.spark.sink.bufstore_format import BufstoreFormat
+from bufstore.spark.tables.table_options import table_options
+from bufstore.spark.tables.table_reader import PushedTableReader
+from bufstore.threads import edits
+from conftest import Deployment
+from helpers import eventually, fresh, query, run_of, said
+from hostile import publish_entry
+from spark.jobs import settings_of, where
+
+
+def options(deployment: Deployment, table: str, **more: Any) -> dict[str, str]:
+    settings = settings_of(deployment)
+    found = {
+        "natsUrl": settings["nats"],
+        "postgresUrl": settings["postgres"],
+        "schema": settings["schema"],
+        "stream": settings["stream"],
+        "table": table,
+        "numPartitions": 3,
+    } | more
+    return {name: str(value) for name, value in found.items()}
+
+
+def rows_of(reader: Any) -> list[dict[str, Any]]:
+    return [row for part in reader.partitions() for batch in reader.read(part) for row in batch.to_pylist()]
+
+
+async def read(deployment: Deployment, table: str, **more: Any) -> list[dict[str, Any]]:
+    reader = BufstoreFormat(options(deployment, table, **more)).reader(StructType([]))
+    return await asyncio.to_thread(rows_of, reader)
+
+
+class History:
+    """What happened to some threads."""
+
+    def __init__(self, seed: int, threads: int = 8) -> None:
+        self.chance = random.Random(seed)
+        self.threads = [fresh() for _ in range(threads)]
+        self.runs: set[str] = set()
+        self._n = 0
+
+    async def go_on(self, store: BufferedThreadStore, steps: int) -> None:
+        for _ in range(steps):
+            await self.step(store, self.chance.choice(self.threads))
+
+    async def step(self, store: BufferedThreadStore, thread_id: str) -> None:
+        self._n += 1
+        n, chance = self._n, self.chance
+        status = chance.choice(list(RunStatus))
+        agent = chance.choice(["", "ada", "bob"])
+        run = run_of(thread_id, chance.randrange(3), agent_id=agent, status=status, steps=n)
+        new = [said(n * 100 + i) for i in range(chance.randrange(1, 4))]
+        try:
+            match chance.randrange(10):
+                case 0 | 1 | 2 | 3:
+                    await store.checkpoint_append(thread_id, new, run)
+                    self.runs.add(run.run_id)
+                case 4 | 5:
+                    there = await store.load_messages(thread_id) or []
+                    await store.checkpoint(thread_id, there[: chance.randrange(len(there) + 1)] + new, run)
+                    self.runs.add(run.run_id)
+                case 6:
+                    await store.update_metadata(thread_id, ThreadMetadata(title=f"{n}", custom={"n": n}))
+                case 7:
+                    await store.save_thread_state(thread_id, {"at": n})
+                case 8:
+                    there = await store.load_messages(thread_id) or []
+                    if there:
+                        await store.delete_messages(thread_id, [chance.choice(there)["id"]])
+                case 9:
+                    await store.bulk.edit(edits.delete_thread(thread_id), None)  # asks for no flush
+        except NotFound:
+            pass
+
+
+async def check(deployment: Deployment, store: BufferedThreadStore, history: History, **more: Any) -> None:
+    """The tables say what the store says."""
+    threads = {row["thread_id"]: row for row in await read(deployment, "threads", **more)}
+    runs = {row["run_id"]: row for row in await read(deployment, "runs", **more)}
+    messages: dict[str, list[dict[str, Any]]] = {}
+    for row in await read(deployment, "messages", **more):
+        messages.setdefault(row["thread_id"], []).append(row["message"])
+    for thread_id in history.threads:
+        found = await store.load_checkpoint(thread_id, quarantined="known")
+        row = threads.pop(thread_id, None)
+        said = sorted(messages.pop(thread_id, []), key=lambda m: m["number"])
+        assert (row is None) == (found is None)
+        if found is None or row is None:
+            assert not said
+            continue
+        assert [json.loads(m["json"]) for m in said] == found.messages
+        assert [m["number"] for m in said] == list(range(len(found.messages)))
+        thread, run = found.thread, found.latest_run
+        assert {name: row[name] for name in ("version", "latest_run_id", "active_run_id", "open_run_id")} == {
+            "version": thread.version,
+            "latest_run_id": thread.latest_run_id,
+            "active_run_id": thread.active_run_id,
+            "open_run_id": thread.open_run_id,
+        }
+        assert (row["parent_thread_id"], row["title"]) == (thread.parent_thread_id, thread.metadata.title)
+        assert json.loads(row["custom"]) == thread.metadata.custom
+        assert (json.loads(row["state"]) if row["state"] is not None else None) == found.state
+        assert row["agent_id"] == (run.agent_id if run is not None else None)
+        assert row["changed_at"] is not None
+        assert row["position"] < row["as_of"]
+    assert not threads
+    assert not messages
+    for run_id in history.runs | runs.keys():
+        known = await store.load_run(run_id, quarantined="known")
+        shown = runs.pop(run_id, None)
+        assert (json.loads(shown["json"]) if shown is not None else None) == (
+            json.loads(json.dumps(_plain(known))) if known is not None else None
+        )
+
+
+def _plain(run: Run) -> Any:
+    return msgspec.to_builtins(run)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_tables_say_what_the_store_says(deployment: Deployment, seed: int) -> None:
+    """Threads that are flushed, partly flushed, only in the log, removed, written again: each as a read shows it."""
+    history = History(seed)
+    for steps in (30, 20):
+        async with deployment.store() as store:
+            await history.go_on(store, steps)
+            await store.force_flush_all()
+            await check(deployment, store, history)
+        async with deployment.store(flusher=False) as store:
+            history.threads += [fresh(), fresh()]
+            await history.go_on(store, steps)
+            await check(deployment, store, history)
+            await check(deployment, store, history, numPartitions=1)
+
+
+async def test_threads_in_quarantine_are_shown_as_far_as_they_are_known(deployment: Deployment) -> None:
+    history = History(0, threads=0)
+    broken, whole, late = history.threads = [fresh(), fresh(), fresh()]
+    async with deployment.store() as store:
+        for n in range(3):
+            for t in history.threads:
+                await store.checkpoint_append(t, [said(n)], run_of(t))
+        await publish_entry(store, broken, b"NATS/1.0\r\nBufstore-Entry: 1.x.y\r\n\r\n", b"poison")
+        await store.force_flush_all()
+        await check(deployment, store, history)
+    async with deployment.store(flusher=False) as store:
+        await publish_entry(store, late, b"NATS/1.0\r\nBufstore-Entry: 1.x.y\r\n\r\n", b"poison")
+        await check(deployment, store, history)
+        found = {row["thread_id"]: row["quarantined_since"] for row in await read(deployment, "threads")}
+        assert found[whole] is None
+        assert found[broken]
+        assert found[late] > found[broken]
+        await store.buffer.ledger.parked.discard([found[broken]])
+    deployment.verified = False
+
+
+async def test_wide_messages_come_as_they_are(deployment: Deployment) -> None:
+    """Larger than a message of the log, and than a batch of rows: flushed, and in parts in the log."""
+    history = History(0, threads=0)
+    first, second = history.threads = [fresh(), fresh()]
+    async with deployment.store() as store:
+        await store.checkpoint(first, [said(n, 3 << 20) for n in range(3)], run_of(first))
+        await store.force_flush_all()
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint_append(first, [said(3, 3 << 20)], run_of(first))
+        await store.checkpoint(second, [said(0, 3 << 20), said(1)], run_of(second))
+        await check(deployment, store, history)
+
+
+async def test_what_waits_in_postgres_is_shown(deployment: Deployment) -> None:
+    """Somebody holds a thread's row, so that its entries wait; the cursor has passed them."""
+    history = History(0, threads=0)
+    held, free = history.threads = [fresh(), fresh()]
+    async with deployment.store() as store:
+        await store.checkpoint(held, [said(0)], run_of(held))
+        await store.force_flush_all()
+        inner = deployment.inner()
+        async with inner, inner.pool.lend(60) as connection, connection.transaction():
+            await connection.execute(
+                f'SELECT FROM "{deployment.name}".buffer_threads WHERE thread_id = %s FOR UPDATE', [held]
+            )
+            for n in range(1, 4):
+                await store.checkpoint_append(held, [said(n)], run_of(held, n))
+                await store.checkpoint_append(free, [said(n)], run_of(free, n))
+            await eventually(lambda: waits(store, held))
+            await check(deployment, store, history)
+        await store.force_flush_all()
+        await check(deployment, store, history)
+
+
+async def waits(store: BufferedThreadStore, thread_id: str) -> int:
+    return (await store.buffer.ledger.watermark(thread_id)).waits_to
+
+
+async def test_a_held_position_shows_one_moment_while_everything_goes_on(deployment: Deployment) -> None:
+    """Without it, what is flushed behind a position is refused: Postgres has no earlier state of it."""
+    history = History(5)
+    async with deployment.store() as store:
+        await history.go_on(store, 20)
+        await store.force_flush_all()
+    async with deployment.store(flusher=False) as store:
+        await history.go_on(store, 10)
+        with hold_position(where(deployment)) as held:
+            asked = {name: held.options[name] for name in ("endingPosition", "postgresSnapshot")}
+            before = {table: await everything(deployment, table, **asked) for table in TABLES}
+            assert before == {
+                table: await everything(deployment, table, endingPosition=held.position) for table in TABLES
+            }
+            async with deployment.store() as other:
+                for thread_id in history.threads:
+                    await history.step(other, thread_id)
+                await other.checkpoint_append(history.threads[0], [said(9)], run_of(history.threads[0]))
+                await other.force_flush_all()
+                await check(deployment, other, history)
+            assert before == {table: await everything(deployment, table, **asked) for table in TABLES}
+            assert {json.loads(row)["as_of"] for row in before["threads"]} == {held.position}
+            with pytest.raises(PositionPassed, match="is flushed up to"):
+                await read(deployment, "threads", endingPosition=held.position)
+        with pytest.raises(Exception, match="not held any more"):
+            await read(deployment, "threads", **asked)
+        with pytest.raises(Exception, match="the log ends before"):
+            await read(deployment, "threads", endingPosition=held.position << 1)
+
+
+TABLES = ("threads", "runs", "messages")
+
+
+async def everything(deployment: Deployment, table: str, **more: Any) -> list[str]:
+    return sorted(json.dumps(row, default=str, sort_keys=True) for row in await read(deployment, table, **more))
+
+
+@pytest.mark.parametrize(
+    ("table", "pushed", "expected"),
+    [
+        ("threads", [EqualTo(("thread_id",), "t-3")], {"t-3"}),
+        ("messages", [In(("thread_id",), ("t-3", "t-9")), EqualTo(("as_of",), 1)], {"t-3", "t-9"}),
+        ("messages", [StringStartsWith(("thread_id",), "t-1")], {"t-1", "t-10", "t-11"}),
+        ("threads", [EqualTo(("agent_id",), "bob")], {"t-1", "t-3", "t-5", "t-7", "t-9", "t-11"}),
+        ("runs", [EqualTo(("agent_id",), "bob"), EqualTo(("thread_id",), "t-10")], set()),
+        ("threads", [EqualTo(("thread_id",), "t-1"), EqualTo(("thread_id",), "t-2")], set()),
+        ("runs", [EqualTo(("agent_id",), "")], set()),
+    ],
+)
+async def test_what_is_pushed_down_is_all_that_is_read(
+    deployment: Deployment, table: str, pushed: list[Any], expected: set[str]
+) -> None:
+    """Flushed threads and threads in the log, of two agents by turns; also in a run's input, where no agent is."""
+    await half_flushed(deployment)
+    reader = PushedTableReader(table_options(options(deployment, table)))
+    assert list(reader.pushFilters(pushed)) == pushed, "Spark looks again"
+    assert {row["thread_id"] for row in await asyncio.to_thread(rows_of, reader)} == expected
+
+
+async def half_flushed(deployment: Deployment) -> None:
+    """Threads t-0 to t-11, of "ada" and "bob" by turns; the last four are not flushed."""
+    for numbers, flushed in ((range(8), True), (range(8, 12), False)):
+        async with deployment.store(flusher=flushed) as store:
+            for n in numbers:
+                agents = ("ada", "bob") if n % 2 == 0 else ("bob", "ada")
+                run = run_of(f"t-{n}", agent_id=agents[0], input={"agent_id": agents[1]})
+                await store.checkpoint(f"t-{n}", [said(0), said(1)], run)
+            if flushed:
+                await store.force_flush_all()
+
+
+async def test_only_what_changed_in_a_time_is_read(deployment: Deployment) -> None:
+    """A thread that Postgres wrote long ago, and the log lately, has changed lately."""
+    await half_flushed(deployment)
+    dsn, name = deployment.servers.postgres.dsn, deployment.name
+    for table in ("threads", "runs"):
+        await query(
+            dsn, f"UPDATE \"{name}\".{table} SET updated_at = '2020-01-01Z' WHERE thread_id < 't-4'"
+        )  # t-10, too
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint_append("t-0", [said(2)], run_of("t-0", agent_id="ada"))
+    old, lately = {"t-1", "t-2", "t-3"}, {f"t-{n}" for n in range(12)} - {"t-1", "t-2", "t-3"}
+    for table in TABLES:
+        for option, expected in (("changedFrom", lately), ("changedBefore", old)):
+            found = await read(deployment, table, **{option: "2021-01-01T00:00:00Z"})
+            assert {row["thread_id"] for row in found} == expected
+    found = await read(deployment, "messages", changedFrom="2021-01-01T00:00:00Z", threads='["t-0"]')
+    assert len(found) == 3, "those that Postgres has are among them"
+
+
+async def test_postgres_reads_no_more_than_is_asked_for(deployment: Deployment) -> None:
+    history = History(0, threads=0)
+    async with deployment.store() as store:
+        for n in range(100):
+            history.threads.append(f"t-{n:03}")
+            await store.checkpoint(f"t-{n:03}", [said(i) for i in range(50)], run_of(f"t-{n:03}"))
+        await store.force_flush_all()
+    dsn, name = deployment.servers.postgres.dsn, deployment.name
+    await query(dsn, f'ANALYZE "{name}".messages')
+
+    async def fetched() -> int:
+        asked = "SELECT seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables WHERE schemaname = %s AND relname = %s"
+        return int((await query(dsn, asked, name, "messages"))[0][0])
+
+    async def read_by(**more: Any) -> int:
+        before = await fetched()
+        rows = await read(deployment, "messages", **more)
+        # A session tells the statistics when it ends.
+        return await eventually(lambda: told(fetched, before, len(rows)))
+
+    assert await read_by(threads='["t-007", "t-070"]', numPartitions=1) == 100
+    assert await read_by(threads='["t-007", "t-070"]', numPartitions=2) == 100
+    assert await read_by(numPartitions=1) == 5000
+
+
+async def told(fetched: Callable[[], Any], before: int, least: int) -> int:
+    found = await fetched() - before
+    return found if found >= least else 0
