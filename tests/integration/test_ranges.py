@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 
 import nats
 from nats.aio.client import Client
 
 from bufstore.config import as_nats_config
+from bufstore.embedded import NatsServer
 from bufstore.nats.ranges import LogReader
 from conftest import Deployment
 from fault_proxy.proxy import FaultProxy
@@ -97,6 +100,33 @@ async def test_a_read_goes_on_after_its_connection_was_replaced(deployment: Depl
             assert sequences == list(range(log.first, log.end))
         finally:
             await reader.aclose()
+
+
+async def test_a_reader_that_is_short_of_time_is_no_slow_consumer(tmp_path: Path) -> None:
+    """It asked for more and more of a range with few messages, and the server cut it off for what it had not taken."""
+    server = NatsServer(tmp_path / "nats", sync_interval="2m", extra_config="max_pending: 20MB")
+    server.start()
+    reader, lost = LogReader(as_nats_config(server.url), "LOG"), list[bool]()
+    reader._connection.on_lost(lambda: lost.append(True))
+    try:
+        client = await nats.connect(server.url)
+        wanted = {"name": "LOG", "subjects": ["log.groups.0"], "metadata": {"bufstore.partitions": "1"}}
+        await ask(client, "STREAM.CREATE.LOG", wanted)
+        context = client.jetstream()
+        for _ in range(240):
+            await context.publish("log.groups.0", b"x" * (256 << 10))
+        await client.close()
+        await reader.open()
+        sequences = []
+        async with aclosing(reader.read(1, 241, ["log.groups.0"])) as found:
+            async for part in found:
+                time.sleep(0.02)  # noqa: ASYNC251 - other work of the process, which has one core for both
+                sequences += [read.message.seq for read in part]
+        assert sequences == list(range(1, 241))
+        assert not lost
+    finally:
+        await reader.aclose()
+        server.stop()
 
 
 def heal(proxy: FaultProxy) -> None:
