@@ -16,6 +16,7 @@ from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox import Live, NatsMailboxNames, NatsMailboxStore, PostgresMailboxStore, Status, Sweeper, Worker
 from bufstore.mailbox.nats import NatsBackend
 from bufstore.mailbox.postgres import PostgresBackend
+from bufstore.mailbox.store import MailboxStore
 from bufstore.notify import PostgresNotifier
 from bufstore.testing import Check
 from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
@@ -191,7 +192,7 @@ async def test_nothing_grows_with_what_has_been(on_nats: Mailboxes, on_postgres:
     async with on_nats.open(1) as (store,):
         for n in range(50):
             thread_id = fresh()
-            await store.enqueue(thread_id, dedupe_key="k", dispatch_id="own", available_at_ms=1 + n % 2)
+            await store.enqueue(thread_id, dedupe_key="k", dispatch_id="own", priority=128 - n % 3)
             claim = await store.claim(thread_id, "w")
             assert claim is not None
             await store.ack(claim)
@@ -222,6 +223,25 @@ async def test_nothing_grows_with_what_has_been(on_nats: Mailboxes, on_postgres:
             assert await query(
                 on_postgres.servers.postgres.dsn, f"SELECT count(*) FROM {on_postgres.name}.{table}"
             ) == [(0,)]
+
+
+async def test_what_is_enqueued_while_its_thread_is_forgotten_is_found(mailboxes: Mailboxes) -> None:
+    threads = [fresh() for _ in range(40)]
+
+    async def work_off(store: MailboxStore, thread_id: str) -> None:
+        claim = await store.claim(thread_id, "w")
+        assert claim is not None
+        await store.ack(claim)
+
+    async with mailboxes.open() as (a, b):
+        for _ in range(3):
+            await asyncio.gather(*(a.enqueue(thread_id, priority=3) for thread_id in threads))
+            await asyncio.gather(*(work_off(a, thread_id) for thread_id in threads))
+            forgetting = asyncio.create_task(b.purge_finished(b.backend.now_ms() + 60_000))
+            for n in range(0, len(threads), 8):
+                await asyncio.gather(*(a.enqueue(thread_id, priority=3) for thread_id in threads[n : n + 8]))
+            await forgetting
+            await asyncio.gather(*(work_off(a, thread_id) for thread_id in threads))
 
 
 @pytest.mark.parametrize("behind_s", [0, 7200])

@@ -93,8 +93,6 @@ class MailboxThread(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     epoch: int = 0
     #: The dispatch that is claimed, if one is.
     active: Dispatch | None = None
-    #: Priorities other than the default that the thread has had.
-    priorities: tuple[int, ...] = ()
     #: A random id of the step that wrote it, to recognise it when its answer was lost.
     step: str = ""
     #: Signals up to this number found nothing to do (where a signal that was answered may still be seen).

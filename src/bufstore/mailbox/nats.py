@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -69,14 +69,13 @@ class NatsBackend:
         self._live = NatsLive(self._connection, self._stream, names)
         self._sweeps = NatsSweeps(self._stream, self._keys, self._reads, self._put, names.bucket, config.timeout_s)
         #: Per thread and priority: the first of the queue, in order.
-        self._ahead: OrderedDict[tuple[str, int], _Ahead] = OrderedDict()
+        self._ahead: OrderedDict[str, defaultdict[int, _Ahead]] = OrderedDict()
         #: Sequences under ``r``, by subject, as they were read.
         self._returned: OrderedDict[str, int] = OrderedDict()
         #: Threads of which a step was refused: something queued may have ended already (see `Keys`).
         self._doubted: set[str] = set()
         #: The server's clock minus ours, which no step of the wall clock moves.
         self._offset_s = 0.0
-        self._priorities = asyncio.Lock()
         self._alone = asyncio.Lock()
 
     async def open(self) -> None:
@@ -156,22 +155,10 @@ class NatsBackend:
             body = token(dispatch.dispatch_id).encode()
             keys.append(Outgoing(key, body, expected=held.seq if held is not None else 0))
         state = self._keys.state(found.get(subject), dispatch.thread_id)
-        if self._keys.is_new_priority(dispatch, state):
-            state = await self._add_priority(dispatch)
         d, messages = self._keys.enqueued(dispatch, state, keys)
         async with self._room.taken(messages):
             seq = await self._put(messages)
         return self._keys.dispatch(StoredMessage("", seq, None, messages[-1].body)) if not d.position else d
-
-    async def _add_priority(self, dispatch: Dispatch) -> MailboxThread:
-        # One at a time in this process: of many at once that all try, all but one would have to try again.
-        async with self._priorities:
-            state = await self.thread(dispatch.thread_id)
-            if self._keys.is_new_priority(dispatch, state):
-                message = self._keys.new_priority(dispatch, state)
-                seq = await self._put([message])
-                state = self._keys.state(StoredMessage("", seq, None, message.body), dispatch.thread_id)
-            return state
 
     async def _check_key(self, thread_id: str, held: StoredMessage, same_id: bool) -> None:
         holder = untoken(held.body.decode())
@@ -186,7 +173,7 @@ class NatsBackend:
         try:
             seq = await self._put(messages)
         except BaseException as e:
-            self._forget(before.thread_id, before.priorities)
+            self._ahead.pop(before.thread_id, None)
             if isinstance(e, Conflict):
                 if len(self._doubted) >= _THREADS_AHEAD:
                     self._doubted.clear()  # the next refusal raises the doubt again
@@ -195,14 +182,9 @@ class NatsBackend:
         for move in step.moves:
             if move.before is not None:
                 self._returned.pop(self._keys.queued(move.before), None)
-                ahead = self._ahead.get((before.thread_id, move.before.priority))
-                if ahead is not None:
+                for ahead in self._ahead.get(before.thread_id, {}).values():
                     ahead.dispatches.pop(move.before.dispatch_id, None)
         return self._keys.state(StoredMessage("", seq, None, messages[-1].body), before.thread_id)
-
-    def _forget(self, thread_id: str, priorities: Iterable[int]) -> None:
-        for priority in (DEFAULT_PRIORITY, *priorities):
-            self._ahead.pop((thread_id, priority), None)
 
     # Reading
 
@@ -219,22 +201,22 @@ class NatsBackend:
     async def _look(self, thread_id: str, now_ms: int, *more: str) -> tuple[Queue, list[Dispatch], list[int]]:
         """The queue, what was handed back or delayed, and the sequences of `more` subjects as they were before."""
         subject = self._keys.thread(thread_id)
-        returned = self._keys.of("r", token(thread_id), "*")
+        returned, priorities = (self._keys.of(kind, token(thread_id), "*") for kind in "rp")
         try:
             found, _ = await asyncio.gather(
-                self._reads.last([*more, subject, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
+                self._reads.last([*more, subject, priorities, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
             )
         except TooManyResults:
-            found = await self._reads.last([*more, subject])
+            found = await self._reads.last([*more, subject, priorities])
             found |= {m.subject: m for m in await self._reads.all(returned)}
         seqs = [found.pop(s).seq if s in found else 0 for s in more]
         thread = self._keys.state(found.pop(subject, None), thread_id)
         if thread.active is not None:
             return Queue(thread, []), [], seqs
-        handed_back = self._noted(found.values())
+        handed_back = self._noted(m for m in found.values() if self._keys.kind(m.subject) == "r")
         heads = [d for d in handed_back if d.available_at_ms <= now_ms]
         known = {d.dispatch_id for d in handed_back}
-        for priority in (DEFAULT_PRIORITY, *thread.priorities):
+        for priority in (DEFAULT_PRIORITY, *self._keys.priorities(found.values())):
             ahead = islice((await self._read_ahead(thread_id, priority)).values(), AT_ONCE)
             heads += [d for d in ahead if d.dispatch_id not in known]
         heads = await self._not_ended(thread_id, sorted(heads, key=lambda d: d.order)[:AT_ONCE])
@@ -296,14 +278,13 @@ class NatsBackend:
             self._doubted.discard(thread_id)
             return queued
         await self._sweeps.write_each([self._keys.gone(self._keys.queued(d)) for d in queued if d.dispatch_id in ended])
-        self._forget(thread_id, {d.priority for d in queued})
+        self._ahead.pop(thread_id, None)
         return left
 
     async def _read_ahead(self, thread_id: str, priority: int) -> Mapping[str, Dispatch]:
         """The first of a queue; read only when none is known: what comes later comes behind them."""
-        key = (thread_id, priority)
-        ahead = self._ahead.setdefault(key, _Ahead())
-        self._ahead.move_to_end(key)
+        ahead = self._ahead.setdefault(thread_id, defaultdict(_Ahead))[priority]
+        self._ahead.move_to_end(thread_id)
         subject = self._keys.of("q", token(thread_id), str(priority), "*")
         while not ahead.dispatches:
             found = await self._stream.read(subject, ahead.floor, self._config.timeout_s, ahead.next_read)

@@ -4,6 +4,8 @@
     q.<thread>.<priority>.<dispatch>  a dispatch that could be claimed when it was enqueued; never rewritten, so that
                                       the order of the stream is the order of the queue
     r.<thread>.<dispatch>             a dispatch that was delayed, or handed back
+    p.<thread>.<priority>             look at the queue of this priority, too; written with each enqueue to it, so that
+                                      it is not forgotten while somebody relies on it
     x.<thread>.<dispatch>             a finished one; the order of the stream is the order in which they finished
     k.<thread>.<key>                  the id of the dispatch that has a dedupe key
     i.<thread>.<dispatch>             an id that the caller chose
@@ -14,7 +16,7 @@
 
 A key that is removed is replaced by an empty message, in the same batch as what it is about. nats-server 2.15 may
 bring the replaced message back when it is killed after the empty one is gone too (it keeps no record of a message
-that was replaced, and goes by what it finds). So nothing under q, r, l, d, s, k and i is believed for being there: a
+that was replaced, and goes by what it finds). So nothing under q, r, p, l, d, s, k and i is believed for being there: a
 claim requires in its batch that ``x`` knows no end of the dispatch. ``t`` is what the rest goes by: its removal
 stays for long. ``x`` is written once and then purged, of which the server keeps record.
 
@@ -24,6 +26,7 @@ Every key leads with what it is read by: a queue, a slot of time, a thread. Ids 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -39,7 +42,7 @@ from bufstore.mailbox.model import DEFAULT_PRIORITY, OWN, Dispatch, MailboxThrea
 #: A slot of time: what becomes due in it is looked at together.
 SLOT_MS = 5000
 #: A removed key stays as an empty message for this long: the shortest time to live there is.
-_GONE_S = 1
+GONE_S = 1
 #: And a thread's, which must not come back as it once was.
 THREAD_GONE_S = 7 * 24 * 3600
 
@@ -87,6 +90,11 @@ class Keys:
         """Whether a queued dispatch is under ``r``."""
         return d.attempts > 0 or d.available_at_ms > d.created_at_ms
 
+    def priorities(self, found: Iterable[StoredMessage]) -> list[int]:
+        """What those under ``p`` of these messages say."""
+        words = [m.subject.removeprefix(self.prefix).split(".") for m in found if m.body]
+        return [int(word[2]) for word in words if word[0] == "p" and word[2].isdecimal()]
+
     def queued(self, d: Dispatch) -> str:
         if self.is_returned(d):
             return self.returned(d)
@@ -97,7 +105,7 @@ class Keys:
         t, d = token(thread_id), token(dispatch_id)
         return [self.thread(thread_id), self.of("x", t, d), self.of("r", t, d), self.of("q", t, "*", d)]
 
-    def gone(self, subject: str, expected: int | None = None, *, ttl_s: int = _GONE_S) -> Outgoing:
+    def gone(self, subject: str, expected: int | None = None, *, ttl_s: int = GONE_S) -> Outgoing:
         """The message that removes a key."""
         return Outgoing(subject, b"", expected=expected, ttl_s=ttl_s)
 
@@ -132,17 +140,13 @@ class Keys:
     def enqueued(self, draft: Dispatch, state: MailboxThread, keys: list[Outgoing]) -> tuple[Dispatch, list[Outgoing]]:
         """The dispatch (its position still to come) and the messages that enqueue it; its own is the last."""
         d = replace(draft, epoch=state.epoch, position=0)
-        announced = self._delayed(d) if self.is_returned(d) else self.signal(d.thread_id)
-        return d, [*keys, announced, Outgoing(self.queued(d), _encode(d), expected=0)]
-
-    def is_new_priority(self, d: Dispatch, state: MailboxThread) -> bool:
-        """Whether claimers would not look for the dispatch: the thread has had no dispatch of its priority yet."""
-        return not self.is_returned(d) and d.priority not in (DEFAULT_PRIORITY, *state.priorities)
-
-    def new_priority(self, d: Dispatch, state: MailboxThread) -> Outgoing:
-        """The message that makes claimers look for dispatches of this priority; it stays true whatever follows."""
-        known = replace(state, priorities=tuple(sorted({*state.priorities, d.priority})))
-        return self.written(known, state.version)
+        if self.is_returned(d):
+            announced = [self._delayed(d)]
+        else:
+            announced = [self.signal(d.thread_id)]
+            if d.priority != DEFAULT_PRIORITY:
+                announced.append(Outgoing(self.of("p", token(d.thread_id), str(d.priority)), b"-"))
+        return d, [*keys, *announced, Outgoing(self.queued(d), _encode(d), expected=0)]
 
     def step(self, before: MailboxThread, step: Step, returned: dict[str, int], now_ms: int) -> list[Outgoing]:
         """The messages of a step, the thread's own last; `returned`: sequences under ``r`` by subject."""

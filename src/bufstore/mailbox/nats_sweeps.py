@@ -15,7 +15,7 @@ from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox.decisions import is_expired
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_agenda import Agenda
-from bufstore.mailbox.nats_keys import SLOT_MS, THREAD_GONE_S, Keys
+from bufstore.mailbox.nats_keys import GONE_S, SLOT_MS, THREAD_GONE_S, Keys
 from bufstore.mailbox.nats_reads import NatsReads
 
 #: So old is an entry of a lease whose thread is not there at all.
@@ -146,15 +146,15 @@ class NatsSweeps:
         """Forget a thread of which nothing is left. Its epoch and tokens are not needed: their numbers only grow."""
         t, subject = token(thread_id), self._keys.thread(thread_id)
         try:
-            found = await self._reads.last([subject, self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
+            # First what is removed: whatever is put into a queue after this look has changed that by then.
+            kept = await self._reads.last([subject, self._keys.of("p", t, "*")])
+            queued = await self._reads.last([self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
         except TooManyResults:
             return
-        message = found.pop(subject, None)
-        state = self._keys.state(message, thread_id)
-        # A priority that is not the default must not be forgotten: somebody may just be using it.
-        left = any(m.body for m in found.values())
-        if message is not None and message.body and not (state.active or state.priorities or left):
-            await self.write_each([self._keys.gone(subject, message.seq, ttl_s=THREAD_GONE_S)])
+        if self._keys.state(kept.get(subject), thread_id).active or any(m.body for m in queued.values()):
+            return
+        days = {subject: THREAD_GONE_S}
+        await self.write_each(self._keys.gone(s, m.seq, ttl_s=days.get(s, GONE_S)) for s, m in kept.items() if m.body)
 
     async def _drop(self, messages: Iterable[StoredMessage]) -> None:
         await self.write_each([self._keys.gone(m.subject, m.seq) for m in messages])
