@@ -53,7 +53,7 @@ async def _drop_signal(store: MailboxStore, thread_id: str) -> None:
     assert signal is not None
     if isinstance(backend, NatsBackend):
         keys = backend._keys
-        await backend._sweeps.remove(keys.signal(thread_id).subject, signal._seq)  # type: ignore[attr-defined]
+        await backend._sweeps.remove(keys.signal(thread_id).subject, signal.delivery.seq)  # type: ignore[attr-defined]
     elif isinstance(backend, PostgresBackend):
         async with backend._pool.lend(5) as connection:
             table = f'"{backend._schema}".mailbox_threads'

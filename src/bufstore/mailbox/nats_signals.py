@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
@@ -23,6 +21,7 @@ from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict
+from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import NatsMailboxNames
@@ -31,11 +30,9 @@ from bufstore.mailbox.ports import Live, LiveHandler, Signal
 
 _log = logging.getLogger(__name__)
 
-
 #: When to look at a thread again whose signal of this number is answered: in so many seconds, or (None) with the next
 #: signal. Raises Conflict, AppendUnknown while that cannot be said.
 AgainIn = Callable[[str, int], Awaitable[float | None]]
-
 
 #: How long a worker waits for whom the consumer has no more room among those that wait.
 _CROWDED_S = 0.5
@@ -44,36 +41,29 @@ _CROWDED_S = 0.5
 class NatsSignal:
     """See `bufstore.mailbox.ports.Signal`. Answers are hints too: a lost one makes the signal come again."""
 
-    def __init__(self, connection: Connection, reply: str, thread_id: str, again_in: AgainIn) -> None:
-        self.thread_id = thread_id
-        words = reply.split(".")
-        # $JS.ACK.<stream>.<consumer>.<delivered>.<sequence>. …, from 2.16 on with domain and account hash before.
-        first = 4 if len(words) < 11 else 6
-        self.deliveries, self._seq = int(words[first]), int(words[first + 1])
-        self._connection = connection
-        self._reply = reply
+    def __init__(self, pulls: Pulls, delivery: Delivery, again_in: AgainIn) -> None:
+        self.thread_id = untoken(delivery.subject.rpartition(".")[2])
+        self.deliveries = delivery.times
+        self.delivery = delivery
+        self._pulls = pulls
         self._again_in = again_in
 
     async def ack(self) -> bool:
         try:
-            again_in = await self._again_in(self.thread_id, self._seq)
+            again_in = await self._again_in(self.thread_id, self.delivery.seq)
         except (Conflict, AppendUnknown):
             return False
         if again_in is None:
-            await self._answer(b"+ACK")
+            await self._pulls.answer(self.delivery, b"+ACK")
         else:
             await self.nack(again_in)
         return True
 
     async def nack(self, delay_s: float) -> None:
-        await self._answer(b"-NAK " + json.dumps({"delay": round(delay_s * 1e9)}).encode())
+        await self._pulls.hand_back(self.delivery, delay_s)
 
     async def working(self) -> None:
-        await self._answer(b"+WPI")
-
-    async def _answer(self, what: bytes) -> None:
-        with contextlib.suppress(nats.errors.Error, OSError, LogUnavailable):
-            await self._connection.client().publish(self._reply, what)
+        await self._pulls.answer(self.delivery, b"+WPI")
 
 
 class NatsSignals:
@@ -82,13 +72,12 @@ class NatsSignals:
     def __init__(
         self, connection: Connection, stream: NatsStream, api: str, names: NatsMailboxNames, again_in: AgainIn
     ) -> None:
-        self._connection = connection
         self._stream = stream
         self._names = names
         self._keys = Keys(names.bucket)
         self._again_in = again_in
         self._consumer = f"KV_{names.bucket}.{names.consumer}"
-        self._pull = f"{api}.CONSUMER.MSG.NEXT.{self._consumer}"
+        self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._consumer}")
         self._ack_wait_s = 30.0
 
     async def setup(self, ack_wait_s: float) -> None:
@@ -106,53 +95,25 @@ class NatsSignals:
 
     async def pull(self, limit: int, timeout_s: float) -> list[Signal]:
         """What waits, or the first that comes in time. Raises LogUnavailable."""
-        ready = await self._ask({"batch": limit, "no_wait": True}, limit, 2.0)
-        if ready or timeout_s <= 0:
-            return ready
-        # One only: a request that is open when its asker is gone would take signals with it.
-        return await self._ask({"batch": 1, "expires": max(1, round(timeout_s * 1e9))}, 1, timeout_s + 2.0)
-
-    async def _ask(self, request: dict[str, Any], limit: int, timeout_s: float) -> list[Signal]:
-        client = self._connection.client()
-        got: list[Msg] = []
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        async def on_message(msg: Msg) -> None:
-            status = (msg.headers or {}).get("Status")
-            if status is None or msg.reply:
-                got.append(msg)
-            if not ended.done() and (len(got) >= limit or (status not in (None, "100") and not msg.reply)):
-                ended.set_result(status or "")
-
-        inbox = client.new_inbox()
         try:
-            subscription = await client.subscribe(inbox, cb=on_message)
-            try:
-                await client.publish(self._pull, json.dumps(request).encode(), reply=inbox)
-                async with asyncio.timeout(timeout_s):
-                    status = await ended
-            finally:
-                with contextlib.suppress(nats.errors.Error):
-                    await subscription.unsubscribe()
-        except TimeoutError:
-            status = "408"
-        except (nats.errors.Error, OSError) as e:
-            raise LogUnavailable(f"cannot ask for signals: {type(e).__name__}") from None
-        if status == "409":  # more wait than the consumer lets: this one asks again later
-            await asyncio.sleep(min(timeout_s, _CROWDED_S))
-        if status == "503":  # the consumer is gone: somebody removed it
-            await self.setup(self._ack_wait_s)
-        return [signal for msg in got if (signal := self._signal(msg)) is not None]
+            came = await self._pulls.ready(limit)
+            if not came and timeout_s > 0:
+                # One only: a request that is open when its asker is gone would take signals with it.
+                came = [d for d in [await self._pulls.next(timeout_s)] if d is not None]
+        except PullRefused as e:
+            if e.code == "503":  # the consumer is gone: somebody removed it
+                await self.setup(self._ack_wait_s)
+            else:  # more wait than the consumer lets: this one asks again later
+                await asyncio.sleep(min(timeout_s, _CROWDED_S))
+            return []
+        return [signal for delivery in came if (signal := self._signal(delivery)) is not None]
 
-    def _signal(self, msg: Msg) -> Signal | None:
+    def _signal(self, delivery: Delivery) -> Signal | None:
         try:
-            return NatsSignal(self._connection, msg.reply, untoken(msg.subject.rpartition(".")[2]), self._again_in)
+            return NatsSignal(self._pulls, delivery, self._again_in)
         except MalformedEntry:
-            _log.warning(
-                "ignoring a signal that belongs to no thread: %s",
-                msg.subject[:200],
-                extra={"action": "mailbox_foreign"},
-            )
+            what = delivery.subject[:200]
+            _log.warning("ignoring a signal that belongs to no thread: %s", what, extra={"action": "mailbox_foreign"})
             return None
 
     async def counts(self) -> tuple[int, int, int]:

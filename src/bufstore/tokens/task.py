@@ -10,12 +10,11 @@ from typing import Self
 from msgspec.structs import replace
 
 from bufstore.errors import TokenLost, Unavailable
+from bufstore.jetstream.pulls import Delivery, Pulls
 from bufstore.tokens.lease import Hold, Lease
-from bufstore.tokens.pull import Delivery
 
 _log = logging.getLogger(__name__)
 
-Answer = Callable[[Delivery | None, bytes], Awaitable[None]]
 Finish = Callable[["Task"], Awaitable[None]]
 
 
@@ -26,16 +25,16 @@ class Task(Lease):
     """
 
     def __init__(
-        self, hold: Hold, payload: bytes, delivery: Delivery | None, others_wait: bool, answer: Answer, finish: Finish
+        self, hold: Hold, payload: bytes, delivery: Delivery | None, others_wait: bool, pulls: Pulls, finish: Finish
     ) -> None:
-        """`delivery` told of the item, if any did; `answer` answers it. `others_wait`: behind this item."""
+        """`delivery` of `pulls` told of the item, if any did. `others_wait`: behind this item."""
         super().__init__(hold)
         self.payload = payload
         #: Which attempt of this item this is: above 1 another holder began it before.
         self.attempt = hold.record.attempt
         self.item = hold.record.item
         self.delivery, self.others_wait = delivery, others_wait
-        self._answer, self._finish = answer, finish
+        self._pulls, self._finish = pulls, finish
         self._done = False
         self._keep()
 
@@ -54,7 +53,7 @@ class Task(Lease):
     async def extend(self) -> None:
         """Hold the key for `ttl_s` from now on. Raises TokenLost, and LogUnavailable when that is not known."""
         await super().extend()
-        await self._answer(self.delivery, b"+WPI")
+        await self._pulls.answer(self.delivery, b"+WPI")
 
     async def done(self) -> None:
         """The item is done for good, and never handed out again.
@@ -88,4 +87,4 @@ class Task(Lease):
         await self._change(replace(self._record, holder="", mark=mark, attempt=attempt, lease_s=delay_s))
         self._over = True
         self._stop()
-        await self._answer(self.delivery, b'-NAK {"delay": %d}' % round(delay_s * 1e9) if delay_s > 0 else b"-NAK")
+        await self._pulls.hand_back(self.delivery, delay_s)

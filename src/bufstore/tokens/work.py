@@ -35,6 +35,7 @@ from bufstore.errors import (
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import MessageMissing, SubjectFull
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing
+from bufstore.jetstream.pulls import Delivery, Pulls
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.tokens.fence import Register
@@ -50,7 +51,6 @@ from bufstore.tokens.model import (
     done_to,
     oldest_s,
 )
-from bufstore.tokens.pull import Delivery, Pulls
 from bufstore.tokens.setup import WORKERS, Opened, ensure, holder_name
 from bufstore.tokens.task import Task
 from bufstore.types import check_id
@@ -232,14 +232,14 @@ class ExclusiveWork(Opened):
             await self._remove(delivery.seq)
             return None
         except LogUnavailable:
-            await self._pulls.answer(delivery, b"-NAK")
+            await self._pulls.hand_back(delivery)
             raise
 
     async def _begin(self, key: str, name: str, delivery: Delivery | None) -> Task | None:
         """Take the key's first item; None when there is none, or its turn is not now. `delivery`: what told of it."""
         c, subject = self._config, self._fence(name)
         # A delivery that came before may be the only one that will tell of the key when its holder is gone.
-        again, is_turn = delivery is None or delivery.times > 1, delivery is not None and delivery.is_turn
+        again, is_turn = delivery is None or delivery.times > 1, _is_turn(delivery)
         while True:
             (seq, record), items = await asyncio.gather(self._register.read(subject), self._waiting(name, 2))
             if items and items[0].seq <= done_to(record, self._id):
@@ -256,7 +256,7 @@ class ExclusiveWork(Opened):
                 if seen.seq != seq:
                     continue
                 if (left := seen.record.lease_s - seen.age_s) > 0:
-                    await self._pulls.answer(delivery, b'-NAK {"delay": %d}' % (round(left * 1e9) + 1_000_000))
+                    await self._pulls.hand_back(delivery, left + 0.001)
                     return None
             began = asyncio.get_running_loop().time()
             item = items[0]
@@ -268,7 +268,7 @@ class ExclusiveWork(Opened):
             except Conflict:
                 continue
             hold = Hold(key, self._register, subject, given, mine, began)
-            return Task(hold, item.body, delivery, len(items) > 1, self._pulls.answer, self._finish)
+            return Task(hold, item.body, delivery, len(items) > 1, self._pulls, self._finish)
 
     async def _waiting(self, name: str, limit: int) -> list[Any]:
         c = self._config
@@ -288,7 +288,7 @@ class ExclusiveWork(Opened):
             await asyncio.gather(self._remove(task.item), self._drop(delivery))
         except (Unavailable, LogFull) as e:
             _log.info("cannot clean up after %r, which is done: %s", task.key, e, extra={"action": "token_finish"})
-            await self._pulls.answer(delivery, b"-NAK")  # what told us tells another
+            await self._pulls.hand_back(delivery)  # what told us tells another
 
     async def _give_turn(self, name: str) -> None:
         """Tell of the key behind all that is stored now."""
@@ -300,7 +300,7 @@ class ExclusiveWork(Opened):
 
     async def _drop(self, delivery: Delivery | None) -> None:
         """It need not come again. An item stays stored; a turn goes, and is not acknowledged before it is gone."""
-        if delivery is not None and delivery.is_turn:
+        if delivery is not None and _is_turn(delivery):
             await self._remove(delivery.seq)
         await self._pulls.answer(delivery, b"+ACK")
 
@@ -364,6 +364,11 @@ class ExclusiveWork(Opened):
                     await task.retry(backoff_s(task.attempt))
             except (TokenLost, LogUnavailable) as e:
                 _log.warning("%s", e, extra={"action": "token_lost"})
+
+
+def _is_turn(delivery: Delivery | None) -> bool:
+    """Whether it says that it is the turn of its key, and is no item."""
+    return delivery is not None and ".turn." in delivery.subject
 
 
 async def _unless(stopping: asyncio.Event, waiting: Awaitable[Any]) -> asyncio.Future[Any]:

@@ -1,0 +1,134 @@
+"""Asks a pull consumer for deliveries, for any number of waiters, on a connection that may be replaced at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
+
+import nats.errors
+
+from bufstore.errors import LogUnavailable, Unavailable
+from bufstore.jetstream import frames
+from bufstore.jetstream.client import ListeningClient
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.headers import status_of
+
+#: How much longer than asked for the server's "nothing came" may take.
+_SLACK_S = 2.0
+
+
+class PullRefused(LogUnavailable):
+    """The consumer serves no request now: its status, 503 if it is gone, 409 if too many wait."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"the consumer answers: {code} {text}")
+        self.code = code
+
+
+class Delivery(NamedTuple):
+    """A message that is ours to answer, and which delivery of it this is."""
+
+    subject: str
+    seq: int
+    times: int
+    reply: str
+
+
+class _Waiter:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.came: list[Delivery] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(self, error: LogUnavailable | None = None) -> None:
+        if self.ended.done():
+            return
+        if error is None or self.came:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+            self.ended.exception()  # looked at, also when the request failed first
+
+
+class Pulls:
+    """One request to the server for each waiter; what comes is the first waiter's."""
+
+    def __init__(self, connection: Connection, pull_subject: str) -> None:
+        self._connection = connection
+        self._pull_subject = pull_subject
+        self._inbox = ""
+        self._tokens = itertools.count()
+        self._waiting: dict[str, _Waiter] = {}
+        connection.on_connect(self._listen)
+        connection.on_lost(self._lost)
+
+    async def next(self, wait_s: float) -> Delivery | None:
+        """The next delivery, or None when none came in time. Raises LogUnavailable."""
+        came = await self._ask(1, {"batch": 1, "expires": max(1, round(wait_s * 1e9))}, wait_s)
+        return came[0] if came else None
+
+    async def ready(self, limit: int) -> list[Delivery]:
+        """What there is, `limit` at most. Raises LogUnavailable."""
+        return await self._ask(limit, {"batch": limit, "no_wait": True}, 0.0)
+
+    async def _ask(self, limit: int, request: dict[str, Any], wait_s: float) -> list[Delivery]:
+        token, waiter = str(next(self._tokens)), _Waiter(limit)
+        self._waiting[token] = waiter
+        body = json.dumps(request).encode()
+        try:
+            await frames.post(self._connection.client(), self._pull_subject, body, f"{self._inbox}.{token}")
+            async with asyncio.timeout(wait_s + _SLACK_S):
+                await waiter.ended
+            return waiter.came
+        except TimeoutError:
+            return waiter.came
+        except asyncio.CancelledError:
+            for came in waiter.came:
+                await self.answer(came, b"-NAK")  # just when nobody wanted it any more
+            raise
+        except (nats.errors.Error, OSError) as e:
+            raise LogUnavailable(f"cannot ask for work: {type(e).__name__}") from None
+        finally:
+            del self._waiting[token]
+            waiter.ended.cancel()
+
+    async def answer(self, delivery: Delivery | None, what: bytes) -> None:
+        """Answer it, without waiting for that to arrive: a delivery without an answer comes again."""
+        if delivery is not None:
+            with contextlib.suppress(Unavailable, nats.errors.Error, OSError):
+                await self._connection.client().publish(delivery.reply, what)
+
+    async def hand_back(self, delivery: Delivery | None, delay_s: float = 0.0) -> None:
+        """Have it come again, to anybody, after `delay_s`."""
+        await self.answer(delivery, b'-NAK {"delay": %d}' % round(delay_s * 1e9) if delay_s > 0 else b"-NAK")
+
+    async def _listen(self, client: ListeningClient) -> None:
+        self._inbox = client.new_inbox()
+        await client.listen(f"{self._inbox}.*", self._on_message)
+
+    def _lost(self) -> None:
+        for waiter in self._waiting.values():
+            waiter.end(LogUnavailable("the connection was lost while waiting for work"))
+
+    def _on_message(self, subject: str, reply: str, data: bytes, headers: bytes) -> Coroutine[Any, Any, None] | None:
+        if reply:
+            words = reply.split(".")
+            # $JS.ACK.<stream>.<consumer>.<delivered>.<stream seq>…, from 2.16 on with domain and account hash before.
+            at = 2 if len(words) < 11 else 4
+            came = Delivery(subject, int(words[at + 3]), int(words[at + 2]), reply)
+            for waiter in self._waiting.values():
+                if not waiter.ended.done():
+                    waiter.came.append(came)
+                    if len(waiter.came) == waiter.limit:
+                        waiter.end()
+                    return None
+            return self.hand_back(came)
+        if (asked := self._waiting.get(subject.rpartition(".")[2])) is not None:
+            code, text = status_of(headers)
+            # 404 and 408: nothing came, or no more. What the rest means is for the waiter to find out.
+            asked.end(None if code in ("404", "408") else PullRefused(code, text))
+        return None
