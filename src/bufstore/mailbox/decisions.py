@@ -260,10 +260,5 @@ def _note(thread: MailboxThread, active: Dispatch, **fields: object) -> Step:
 def as_seen(d: Dispatch, thread: MailboxThread) -> Dispatch:
     """A queued dispatch as a reader shall see it: superseded as soon as the interrupt was written."""
     if d.status is Status.QUEUED and is_stale(d, thread):
-        return replace(d, status=Status.SUPERSEDED, completed_at_ms=thread_time(d))
+        return replace(d, status=Status.SUPERSEDED, completed_at_ms=d.updated_at_ms)
     return d
-
-
-def thread_time(d: Dispatch) -> int:
-    """When a dispatch ended that is superseded and not yet taken out of the queue: not before its last change."""
-    return d.updated_at_ms

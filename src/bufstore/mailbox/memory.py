@@ -20,7 +20,7 @@ from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, is_expired
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
-from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
+from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.store import MailboxStore
 
 _SOON_MS = 30_000
@@ -182,9 +182,9 @@ class MemoryBackend:
         self._state()
         return self._thread(thread_id)
 
-    async def queue(self, thread_id: str, now_ms: int) -> Queue:
+    async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
         ready = [d for d in self.waiting(thread_id) if d.available_at_ms <= now_ms]
-        return Queue(self._thread(thread_id), sorted(ready, key=lambda d: d.order)[:100])
+        return self._thread(thread_id), min(ready, key=lambda d: d.order, default=None)
 
     def waiting(self, thread_id: str) -> list[Dispatch]:
         """What is queued, superseded or delayed or not."""

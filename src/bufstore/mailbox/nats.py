@@ -36,7 +36,7 @@ from bufstore.mailbox.nats_reads import NatsReads
 from bufstore.mailbox.nats_room import Room, while_full
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.nats_sweeps import NatsSweeps
-from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
+from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.mailbox.store import MailboxStore
 
@@ -195,11 +195,14 @@ class NatsBackend:
         subject = self._keys.thread(thread_id)
         return self._keys.state((await self._reads.last([subject])).get(subject), thread_id)
 
-    async def queue(self, thread_id: str, now_ms: int) -> Queue:
-        return (await self._look(thread_id, now_ms))[0]
+    async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
+        thread, first, *_ = await self._look(thread_id, now_ms)
+        return thread, first
 
-    async def _look(self, thread_id: str, now_ms: int, *more: str) -> tuple[Queue, list[Dispatch], list[int]]:
-        """The queue, what was handed back or delayed, and the sequences of `more` subjects as they were before."""
+    async def _look(
+        self, thread_id: str, now_ms: int, *more: str
+    ) -> tuple[MailboxThread, Dispatch | None, list[Dispatch], list[int]]:
+        """`first`, what was handed back or delayed, and the sequences of `more` subjects as they were before."""
         subject = self._keys.thread(thread_id)
         returned, priorities = (self._keys.of(kind, token(thread_id), "*") for kind in "rp")
         try:
@@ -212,7 +215,7 @@ class NatsBackend:
         seqs = [found.pop(s).seq if s in found else 0 for s in more]
         thread = self._keys.state(found.pop(subject, None), thread_id)
         if thread.active is not None:
-            return Queue(thread, []), [], seqs
+            return thread, None, [], seqs
         handed_back = self._noted(m for m in found.values() if self._keys.kind(m.subject) == "r")
         heads = [d for d in handed_back if d.available_at_ms <= now_ms]
         known = {d.dispatch_id for d in handed_back}
@@ -220,24 +223,26 @@ class NatsBackend:
             ahead = islice((await self._read_ahead(thread_id, priority)).values(), AT_ONCE)
             heads += [d for d in ahead if d.dispatch_id not in known]
         heads = await self._not_ended(thread_id, sorted(heads, key=lambda d: d.order)[:AT_ONCE])
-        return Queue(thread, heads), handed_back, seqs
+        return thread, heads[0] if heads else None, handed_back, seqs
 
     async def _again_in(self, thread_id: str, signal: int) -> float | None:
         """See `AgainIn`. The look comes before the answer, and what comes after the look has a signal of its own."""
         now_ms = self.now_ms()
-        queue, handed_back, (newest,) = await self._look(thread_id, now_ms, self._keys.signal(thread_id).subject)
+        thread, first, handed_back, (newest,) = await self._look(
+            thread_id, now_ms, self._keys.signal(thread_id).subject
+        )
         if newest > signal:
             return None
-        if newest < signal or queue.thread.active is not None:
+        if newest < signal or thread.active is not None:
             raise Conflict("the thread is claimed, or what was read is older than the signal")
-        if queue.heads:
+        if first is not None:
             return 0.0
         # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
         soon = min((d.available_at_ms - now_ms for d in handed_back), default=_NEVER_MS) / 1000
         if 0 < soon <= self._config.signal_nack_max_delay_s:
             return soon
-        if queue.thread.step:
-            await self._put([self._keys.written(replace(queue.thread, answered=signal), queue.thread.version)])
+        if thread.step:
+            await self._put([self._keys.written(replace(thread, answered=signal), thread.version)])
         return None
 
     async def wake(self, thread_id: str) -> None:

@@ -6,8 +6,6 @@ import enum
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-import msgspec
-
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import Dispatch, MailboxThread, Status
@@ -65,13 +63,6 @@ class Live(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class Queue(msgspec.Struct, frozen=True):
-    """A thread and the first of its queued dispatches that may be claimed now, best first."""
-
-    thread: MailboxThread
-    heads: list[Dispatch]
-
-
 LiveHandler = Callable[[bytes], Awaitable[None]]
 
 
@@ -114,7 +105,9 @@ class Backend(Protocol):
 
     async def thread(self, thread_id: str) -> MailboxThread: ...
 
-    async def queue(self, thread_id: str, now_ms: int) -> Queue: ...
+    async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
+        """The thread and, if it is free, the best of its queued dispatches that may be claimed now."""
+        ...
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]: ...
 

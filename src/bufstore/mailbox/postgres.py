@@ -25,7 +25,7 @@ from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step, claimed
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
-from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Queue, Signal
+from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.notify.notifier import Notifier
 from bufstore.notify.protocol import Unlisten
@@ -227,12 +227,12 @@ class PostgresBackend:
         rows = await self._run("thread", thread_id)
         return _state(thread_id, rows[0]) if rows else MailboxThread(thread_id=thread_id)
 
-    async def queue(self, thread_id: str, now_ms: int) -> Queue:
+    async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
         rows = await self._run("queue", thread_id, now_ms)
         if not rows:
-            return Queue(MailboxThread(thread_id=thread_id), [])
+            return MailboxThread(thread_id=thread_id), None
         row = rows[0]
-        return Queue(_state(thread_id, (*row[:8], None)), [_dispatch((*row[8:13], None))] if row[8] is not None else [])
+        return _state(thread_id, (*row[:8], None)), _dispatch((*row[8:13], None)) if row[8] is not None else None
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         row = (await self._run("find", thread_id, dispatch_id))[0]

@@ -156,14 +156,13 @@ class MailboxStore:
             return await self._steps.claim_first(thread_id, claiming, step_id)
 
         async def find() -> tuple[MailboxThread, Dispatch | None]:
-            queue = await self.backend.queue(thread_id, now)
-            while queue.thread.active is None and queue.heads and is_stale(queue.heads[0], queue.thread):
+            thread, first = await self.backend.first(thread_id, now)
+            while thread.active is None and first is not None and is_stale(first, thread):
                 if time.monotonic() > deadline:
                     raise Conflict("all that could be looked at in time is superseded")
-                stale = await self.backend.queued(thread_id, queue.thread.epoch, AT_ONCE)
-                await self._steps.drop_stale(queue.thread, stale, now)
-                queue = await self.backend.queue(thread_id, now)
-            return queue.thread, queue.heads[0] if queue.heads else None
+                await self._steps.drop_stale(thread, await self.backend.queued(thread_id, thread.epoch, AT_ONCE), now)
+                thread, first = await self.backend.first(thread_id, now)
+            return thread, first
 
         return await self._claim(holder, lease_s, now, at_once, find)
 
