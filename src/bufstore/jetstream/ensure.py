@@ -1,4 +1,4 @@
-"""A stream whose sequences are tokens: made or checked, and never below those of an earlier one of its name."""
+"""A stream whose sequences are tokens, and a consumer of it: made, or checked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from bufstore.jetstream.drift import check
-from bufstore.jetstream.errors import StreamMissing, StreamTaken
+from bufstore.jetstream.errors import ConsumerMissing, StreamMissing, StreamTaken
 from bufstore.jetstream.stream import NatsStream
 
 
@@ -29,7 +29,8 @@ async def ensure_stream(
 ) -> dict[str, Any]:
     """Create the stream with this `metadata`, or check that it is as `wanted`; what STREAM.INFO says of it.
 
-    Raises ConfigDrift, which names `ours` as the place of its settings, ConfigError and LogUnavailable.
+    Its sequences are never below those of an earlier one of its name. Raises ConfigDrift, which names `ours` as the
+    place of its settings, ConfigError and LogUnavailable.
     """
     name = wanted["name"]
     try:
@@ -47,3 +48,15 @@ async def ensure_stream(
     if info["state"]["last_seq"] < first - 1 and not info["state"]["messages"]:
         await stream.api(f"STREAM.PURGE.{name}", {"seq": first})
     return info
+
+
+async def ensure_consumer(stream: NatsStream, of: str, wanted: dict[str, Any], ours: str) -> None:
+    """Create the durable consumer of the stream `of`, or check that it is as `wanted`. Raises as `ensure_stream`."""
+    name = f"{of}.{wanted['durable_name']}"
+    try:
+        info = await stream.api(f"CONSUMER.INFO.{name}")
+    except ConsumerMissing:
+        request = {"stream_name": of, "config": wanted, "action": "create"}
+        info = await stream.api(f"CONSUMER.CREATE.{name}", request)
+    edit = f"nats consumer edit {name.replace('.', ' ')}"
+    check(f"consumer {wanted['durable_name']} of {of}", wanted, info["config"], ours, edit)

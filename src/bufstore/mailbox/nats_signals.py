@@ -16,9 +16,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bufstore.errors import ConfigError, LogUnavailable, MalformedEntry
+from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.drift import check
+from bufstore.jetstream.ensure import ensure_consumer
 from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
@@ -83,15 +83,8 @@ class NatsSignals:
     async def setup(self, ack_wait_s: float) -> None:
         """Create the consumer, or check it. Raises ConfigDrift."""
         self._ack_wait_s = ack_wait_s
-        config = consumer_config(self._names, ack_wait_s)
-        request = {"stream_name": f"KV_{self._names.bucket}", "config": config, "action": "create"}
-        try:
-            await self._stream.api(f"CONSUMER.CREATE.{self._consumer}.{config['filter_subject']}", request)
-        except ConfigError:
-            found = await self._stream.api(f"CONSUMER.INFO.{self._consumer}")
-            way = f"nats consumer edit KV_{self._names.bucket} {self._names.consumer}"
-            check(f"consumer {self._names.consumer}", config, found["config"], "MailboxConfig, NatsMailboxNames", way)
-            raise
+        wanted = consumer_config(self._names, ack_wait_s)
+        await ensure_consumer(self._stream, f"KV_{self._names.bucket}", wanted, "MailboxConfig, NatsMailboxNames")
 
     async def pull(self, limit: int, timeout_s: float) -> list[Signal]:
         """What waits, or the first that comes in time. Raises LogUnavailable."""

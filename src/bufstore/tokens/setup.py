@@ -9,9 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
 from bufstore.jetstream.connection import Connection
-from bufstore.jetstream.drift import check
-from bufstore.jetstream.ensure import ensure_stream
-from bufstore.jetstream.errors import ConsumerMissing
+from bufstore.jetstream.ensure import ensure_consumer, ensure_stream
 from bufstore.jetstream.stream import NatsStream
 from bufstore.tokens.model import Policy, Storage, TokensConfig
 
@@ -118,13 +116,5 @@ async def ensure(config: TokensConfig, items: NatsStream, fence: NatsStream) -> 
     """
     info = await ensure_stream(items, items_config(config), "TokensConfig", {_ID: secrets.token_hex(8)})
     await ensure_stream(fence, fence_config(config), "TokensConfig", {})
-    wanted = consumer_config(config)
-    name = f"{config.name}-items"
-    try:
-        consumer = await items.api(f"CONSUMER.INFO.{name}.{WORKERS}")
-    except ConsumerMissing:
-        body = {"stream_name": name, "config": wanted}
-        consumer = await items.api(f"CONSUMER.CREATE.{name}.{WORKERS}", body)
-    edit = f"nats consumer edit {name} {WORKERS}"
-    check(f"consumer {WORKERS} of {name}", wanted, consumer["config"], "TokensConfig", edit)
+    await ensure_consumer(items, f"{config.name}-items", consumer_config(config), "TokensConfig")
     return str((info["config"].get("metadata") or {}).get(_ID, ""))
