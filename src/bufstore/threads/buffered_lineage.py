@@ -24,6 +24,7 @@ import secrets
 import msgspec
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
+from bufstore.buffer import producers
 from bufstore.errors import (
     FlushTimeout,
     LineageError,
@@ -54,6 +55,8 @@ class _Record(msgspec.Struct, frozen=True, array_like=True):
     done: bool = False
     #: Of a deletion: the thread's last entry when it took its place.
     base: int | None = None
+    #: What the entry of the named thread says of its producer: an item of `bufstore.buffer.producers`.
+    mark: bytes | None = None
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -82,15 +85,17 @@ class BufferedLineage:
             async with asyncio.timeout(self._config.read_timeout_s):
                 await self._parents.check(run)
 
-    async def change(self, wanted: LineageChange) -> Receipt:
+    async def change(self, wanted: LineageChange, mark: bytes | None = None) -> Receipt:
         """Check, take a place, carry out. Raises NotFound, LineageError, and what reads and appends raise.
+
+        `mark`: an item of `bufstore.buffer.producers`; what the named thread has already is not done again.
 
         Bounded by ``flush_timeout_s``. Failed or given up after it took its place: OutcomeUnknown, and the next change
         carries it out; repeating it is safe.
         """
         self._edits.check_store()
         self._parents.forget()
-        mine = _Record(secrets.randbits(63), wanted)
+        mine = _Record(secrets.randbits(63), wanted, mark=mark)
         try:
             async with asyncio.timeout(self._config.flush_timeout_s):
                 return await self._change(wanted, mine)
@@ -109,6 +114,10 @@ class BufferedLineage:
             if record is not None and not record.done:
                 await self._finish(record, seq)
                 continue
+            if mine.mark is not None:
+                known = (await self._reads.joined(wanted.thread_id))[0].watermark
+                if producers.holds(known.producers, mine.mark):
+                    return Receipt(wanted.thread_id, known.flushed_seq, known.applied_id, known.version, repeated=True)
             mine = msgspec.structs.replace(mine, base=await self._check(wanted))
             self._placed.add(mine.id)
             reach(Failpoint.LINEAGE_BEFORE)
@@ -167,7 +176,7 @@ class BufferedLineage:
         await self._mark(record, seq)
 
     async def _carry_out(self, record: _Record, seq: int) -> Receipt:
-        return await carry_out(self._family(seq), record.change)
+        return await carry_out(self._family(seq, record), record.change)
 
     async def _mark(self, record: _Record, seq: int) -> bool:
         """Mark the change as done, trying as often as needed; False when another process was faster.
@@ -212,7 +221,7 @@ class BufferedLineage:
         """The threads that a deletion with `Children.CASCADE` would take along."""
         return await descendants(self._family(None), thread_id)
 
-    def _family(self, seq: int | None) -> Family:
+    def _family(self, seq: int | None, record: _Record | None = None) -> Family:
         """The threads, whose edits are appended while the record is the one at `seq`; without it none are to be made.
 
         An edit raises Overtaken.
@@ -222,7 +231,8 @@ class BufferedLineage:
             return (await self._shared.lineage(self._config.append_timeout_s))[0] != seq
 
         async def edit(wanted: WantedEdit) -> Receipt:
-            receipt = await self._edits.edit(wanted, overtaken=overtaken)
+            mark = record.mark if record is not None and wanted.thread_id == record.change.thread_id else None
+            receipt = await self._edits.edit(wanted, overtaken=overtaken, mark=mark)
             reach(Failpoint.LINEAGE_EDITED)
             return receipt
 

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from bufstore.buffer import producers
 from bufstore.buffer.append.tip import Prepare
-from bufstore.errors import BufstoreError, Rejected
+from bufstore.errors import BufstoreError, NotFound, Rejected
 from bufstore.threads.buffered_edits import BufferedEdits
 from bufstore.threads.buffered_lineage import BufferedLineage
 from bufstore.threads.digests import MessageMemory
 from bufstore.threads.edits import WantedEdit
+from bufstore.threads.lineage import LineageChange
 from bufstore.threads.model import Run, check_run
 from bufstore.threads.runs import Runs, ThreadBuffer
 from bufstore.threads.write import Call, call_after, call_of
@@ -99,6 +100,16 @@ class BulkWriter:
         `wanted`: of `bufstore.threads.edits`.
         """
         return await self._edits.edit(wanted, mark=producers.item_of(producer))
+
+    async def delete(self, wanted: LineageChange, producer: ProducerSequence | None) -> bool:
+        """Delete a thread, once per `producer`; whether that was done before, or there is none. Raises as the store.
+
+        `wanted`: of `bufstore.threads.lineage.deletion`.
+        """
+        try:
+            return (await self._lineage.change(wanted, producers.item_of(producer))).repeated
+        except NotFound:
+            return True
 
     async def _admit(self, run: Run) -> None:
         if run.parent_thread_id is not None or not self._runs.claimed(run):

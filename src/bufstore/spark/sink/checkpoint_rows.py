@@ -11,6 +11,7 @@ import msgspec
 from bufstore.errors import ConfigError, InvalidRecord
 from bufstore.threads import edits
 from bufstore.threads.edits import WantedEdit
+from bufstore.threads.lineage import Children, LineageChange, deletion
 from bufstore.threads.model import Run, RunStatus, ThreadMetadata
 from bufstore.types import Message
 
@@ -66,17 +67,21 @@ class EditRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: ThreadMetadata | None = None
     #: Ids of messages to delete.
     delete_messages: list[str] | None = None
+    #: The thread is deleted, if it is there; what happens to its children.
+    delete_thread: Children | None = None
 
-    def wanted(self, thread_id: str) -> WantedEdit:
+    def wanted(self, thread_id: str) -> WantedEdit | LineageChange:
         """Raises InvalidRecord, InvalidId."""
-        if (self.metadata is None) == (self.delete_messages is None):
-            raise InvalidRecord("an edit has either metadata or delete_messages")
+        if sum(one is not None for one in (self.metadata, self.delete_messages, self.delete_thread)) != 1:
+            raise InvalidRecord("an edit has one of metadata, delete_messages and delete_thread")
         if self.metadata is not None:
             return edits.save_thread(thread_id, self.metadata)
+        if self.delete_thread is not None:
+            return deletion(thread_id, self.delete_thread)
         return edits.delete_messages(thread_id, self.delete_messages)
 
 
-def wanted_of(row: Mapping[str, Any]) -> CheckpointRow | WantedEdit:
+def wanted_of(row: Mapping[str, Any]) -> CheckpointRow | WantedEdit | LineageChange:
     """What a row asks for. Raises InvalidRecord, InvalidId."""
     edit = row.get("edit")
     if edit is None:

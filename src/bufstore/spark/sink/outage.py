@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_random_exponential
 
-from bufstore.errors import Closed, LogFull, OutcomeUnknown, Unavailable
+from bufstore.errors import Closed, FlushTimeout, LogFull, OutcomeUnknown, ReadNotFresh, Unavailable
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def is_outage(error: BaseException, *, numbered: bool) -> bool:
     """
     if isinstance(error, OutcomeUnknown):
         return numbered
-    return isinstance(error, (Unavailable, LogFull)) and not isinstance(error, Closed)
+    return isinstance(error, (Unavailable, LogFull, ReadNotFresh, FlushTimeout)) and not isinstance(error, Closed)
 
 
 class Patience:

@@ -22,6 +22,7 @@ from bufstore.spark.sink.checkpoint_rows import COLUMNS, wanted_of
 from bufstore.spark.sink.spark_ledger import FOLDER, shown_thread
 from bufstore.threads.buffered import BufferedThreadStore
 from bufstore.threads.edits import WantedEdit
+from bufstore.threads.lineage import LineageChange
 from bufstore.types import ProducerSequence
 
 _TIMEOUT_S = 60.0
@@ -143,6 +144,9 @@ async def _write(store: BufferedThreadStore, row: str, number: ProducerSequence)
     wanted = wanted_of(_row_of(row))
     if isinstance(wanted, WantedEdit):
         await store.bulk.edit(wanted, number)
+        return
+    if isinstance(wanted, LineageChange):
+        await store.bulk.delete(wanted, number)
         return
     write = store.checkpoint if wanted.whole else store.checkpoint_append
     await write(wanted.thread_id, wanted.messages, wanted.run, producer=number)

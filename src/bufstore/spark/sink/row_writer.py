@@ -31,6 +31,7 @@ from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThr
 from bufstore.spark.task import Counts
 from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.threads.edits import WantedEdit
+from bufstore.threads.lineage import LineageChange
 from bufstore.types import ProducerSequence, check_id
 
 _PING_S = 2.0
@@ -259,7 +260,7 @@ class _Task:
         An edit is written alone.
         """
         first = lines[0].wanted
-        if isinstance(first, WantedEdit):
+        if isinstance(first, WantedEdit | LineageChange):
             return await self._write_edit(opened, first, todo)
         steps: list[BulkCheckpoint] = []
         error: BufstoreError | None = None
@@ -278,13 +279,19 @@ class _Task:
         todo.lines = todo.lines[done:]
         return series.error or error
 
-    async def _write_edit(self, opened: OpenSink, wanted: WantedEdit, todo: _Todo) -> BufstoreError | None:
+    async def _write_edit(
+        self, opened: OpenSink, wanted: WantedEdit | LineageChange, todo: _Todo
+    ) -> BufstoreError | None:
+        bulk, mark = opened.store.bulk, self._mark(todo.lines[0].rank)
         try:
-            receipt = await opened.store.bulk.edit(wanted, self._mark(todo.lines[0].rank))
+            if isinstance(wanted, LineageChange):
+                repeated = await bulk.delete(wanted, mark)
+            else:
+                repeated = (await bulk.edit(wanted, mark)).repeated
         except BufstoreError as e:
             return e
-        todo.counts.written += not receipt.repeated
-        todo.counts.repeated += receipt.repeated
+        todo.counts.written += not repeated
+        todo.counts.repeated += repeated
         todo.lines = todo.lines[1:]
         return None
 
@@ -356,7 +363,7 @@ class _Line(NamedTuple):
 
     rank: int
     row: Row
-    wanted: CheckpointRow | WantedEdit | Rejected
+    wanted: CheckpointRow | WantedEdit | LineageChange | Rejected
 
 
 def _shown(row: Row) -> Row:
