@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from bufstore.nats.session import NatsSession
 from helpers import eventually, fresh, run_of
 
@@ -12,6 +14,7 @@ from helpers import eventually, fresh, run_of
 _ENTRIES, _BYTES = 1000, 100_000
 
 
+@pytest.mark.long  # 100 MB
 async def test_a_large_backlog_costs_nobody_the_connection(deploy: Any) -> None:
     deployment = deploy(max_bytes=256 << 20)
     threads = [fresh() for _ in range(50)]

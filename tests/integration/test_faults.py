@@ -24,6 +24,7 @@ from conftest import Deployment
 from helpers import eventually, fresh, run_of, said
 
 
+@pytest.mark.long  # twenty seconds; chaos and outages run in the short ones, too
 async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -> None:
     deployment = Deployment(own_servers, max_bytes=512 << 20)
     async with deployment.store() as store:
@@ -57,6 +58,23 @@ async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -
         state = (await store.statistics()).flusher
         assert state.entries == 10_750
         assert await store.quarantined() == 0
+
+
+async def test_a_flusher_says_soon_that_postgres_is_away(own_servers: Servers) -> None:
+    """Long before the time of a flush is over, which is half a minute."""
+    async with Deployment(own_servers).store() as store:
+        await store.checkpoint("t", ["before"], run_of("t"))
+        await store.force_flush_all()
+        own_servers.postgres.stop()
+        await store.checkpoint("t", ["before", "after"], run_of("t"))
+
+        async def told() -> bool:
+            return "no connection to Postgres" in (await store.statistics()).flusher.trouble
+
+        await eventually(told, 20)
+        own_servers.postgres.start()
+        await store.force_flush_all()
+        assert not (await store.statistics()).flusher.trouble
 
 
 class Writers:

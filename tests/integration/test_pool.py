@@ -170,6 +170,30 @@ async def test_an_outage_is_not_told_by_the_log_of_the_pool(
     assert len(caplog.records) == 1, "other pools of the app are heard"
 
 
+async def test_who_would_rather_know_is_told_soon_that_postgres_is_away(own_servers: Servers) -> None:
+    pool = await open_pool(own_servers.postgres.dsn, size=1)
+    try:
+        assert await backend(pool)
+        own_servers.postgres.stop()
+        async with asyncio.timeout(30):
+            for _ in range(2):
+                with pytest.raises(StoreUnavailable, match="no connection to Postgres in time"):
+                    async with pool.lend(300, 0.2):
+                        pass
+            # Who has the time goes on waiting, and is not told in place of the others.
+            patient = asyncio.ensure_future(backend(pool, 300))
+            await asyncio.sleep(0)  # it takes the only place
+            with pytest.raises(StoreUnavailable):
+                async with pool.lend(300, 0.2):
+                    pass
+            own_servers.postgres.start()
+            assert await patient
+            async with pool.lend(300, 0.2) as connection:
+                assert await connection.execute("SELECT 1")
+    finally:
+        await pool.close()
+
+
 @pytest.mark.parametrize("scheme", ["postgresql+psycopg", "postgresql+asyncpg", "postgres+psycopg2"])
 def test_a_url_of_sqlalchemy_is_explained(scheme: str) -> None:
     with pytest.raises(ConfigError, match=r"SQLAlchemy.*leave out '\+") as caught:

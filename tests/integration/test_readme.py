@@ -18,7 +18,15 @@ _BLOCKS = [b for b in re.findall(r"^```python\n(.*?)^```$", _TEXT, re.DOTALL | r
 _SAYS = ["Where is my bag?", "20 messages in my own table", "5 threads, 100 checkpoints"]
 
 
-@pytest.mark.parametrize(("code", "says"), list(zip(_BLOCKS, _SAYS, strict=True)), ids=["first", "own-store", "spark"])
+#: That of Spark starts a Java of its own.
+_MARKS = [(), (), pytest.mark.long]
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [pytest.param(*block, marks=marks) for *block, marks in zip(_BLOCKS, _SAYS, _MARKS, strict=True)],
+    ids=["first", "own-store", "spark"],
+)
 def test_the_code_runs(code: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "example.py"
     file.write_text(code)

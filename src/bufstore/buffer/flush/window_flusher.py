@@ -45,6 +45,8 @@ _OTHERS_S = 8.0
 _EVERYBODYS_MAX_S = 2.0
 #: An entry that takes too long alone delays everybody while it is tried.
 _ALONE_MAX_S = 64.0
+#: What does not answer within this time is away for all: waiting for longer would only hide that.
+_THERE_S = 5.0
 #: This many refused threads are enough to tell what is wrong.
 _REFUSED_MAX = 100
 
@@ -269,8 +271,9 @@ class WindowFlusher:
         few = any(t in self.waiting for t in threads) or self.waiting.causes()[cause] < _TRIED_AT_ONCE
         if not few or not is_one_entry(threads):
             return False
-        with contextlib.suppress(BufstoreError, FlushFailed):
-            await self._ledger.cursors()
+        with contextlib.suppress(BufstoreError, FlushFailed, TimeoutError):
+            async with asyncio.timeout(_THERE_S):
+                await self._ledger.cursors()
             return True
         return False
 

@@ -147,8 +147,11 @@ class Pool(AsyncConnectionPool[_Connection]):
         )
 
     @asynccontextmanager
-    async def lend(self, timeout_s: float) -> AsyncIterator[AsyncConnection[TupleRow]]:
+    async def lend(self, timeout_s: float, away_s: float | None = None) -> AsyncIterator[AsyncConnection[TupleRow]]:
         """A live connection for the block, which ends (and the connection is back) after `timeout_s` at most.
+
+        `away_s`: how long to wait for a Postgres that cannot be reached, where the caller would rather know; without,
+        `timeout_s`, which rides out a restart.
 
         Errors in the block are mapped (`bufstore.postgres.connection.errors`). Raises StoreUnavailable when no
         connection could be had (the block did not begin), NoAnswer when the connection or the time ended in the block,
@@ -157,7 +160,7 @@ class Pool(AsyncConnectionPool[_Connection]):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         with map_errors():
-            connection = await self._borrow(deadline)
+            connection = await self._borrow(deadline, deadline if away_s is None else loop.time() + away_s)
             alarm = Alarm(connection, deadline)
             try:
                 # The alarm ends the statement; the timeout is for what else the block may wait for.
@@ -174,17 +177,17 @@ class Pool(AsyncConnectionPool[_Connection]):
                     await connection.close()
                 await self._end_loan(connection)
 
-    async def _borrow(self, deadline: float) -> _Connection:
-        """A place among those lent to, and a live connection."""
+    async def _borrow(self, deadline: float, away_at: float) -> _Connection:
+        """A place among those lent to, and a live connection; `away_at`: see `_live`."""
         if self._lent >= self.max_size:
-            handed = await self._wait_turn(deadline)
+            handed = await self._wait_turn(deadline, away_at)
             if handed is not None:
                 return handed
         else:
             self._lent += 1
         self._asking += 1
         try:
-            connection = await self._live(deadline)
+            connection = await self._live(deadline, away_at)
         except BaseException as e:
             if isinstance(e, StoreMisconfigured):
                 self._refuse_all(str(e))
@@ -195,10 +198,12 @@ class Pool(AsyncConnectionPool[_Connection]):
         connection.lent_at = asyncio.get_running_loop().time()
         return connection
 
-    async def _wait_turn(self, deadline: float) -> _Connection | None:
+    async def _wait_turn(self, deadline: float, away_at: float) -> _Connection | None:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[_Connection | None] = loop.create_future()
-        timer = loop.call_at(deadline, self._too_late, turn)
+        timers = [loop.call_at(deadline, self._too_late, turn)]
+        if away_at < deadline:
+            timers.append(loop.call_at(away_at, self._away, turn))
         self._next.append(turn)
         try:
             return await turn
@@ -211,7 +216,12 @@ class Pool(AsyncConnectionPool[_Connection]):
                     self._free_place()
             raise
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
+
+    def _away(self, turn: asyncio.Future[_Connection | None]) -> None:
+        if self._failure.reason:
+            self._too_late(turn)
 
     def _too_late(self, turn: asyncio.Future[_Connection | None]) -> None:
         if not turn.done():
@@ -255,12 +265,14 @@ class Pool(AsyncConnectionPool[_Connection]):
     async def take(self, timeout_s: float) -> AsyncConnection[TupleRow]:
         """A live connection to keep, for the caller to close and then give back with `putconn`. Raises like `lend`."""
         with map_errors():
-            return await self._live(asyncio.get_running_loop().time() + timeout_s)
+            deadline = asyncio.get_running_loop().time() + timeout_s
+            return await self._live(deadline, deadline)
 
-    async def _live(self, deadline: float) -> _Connection:
+    async def _live(self, deadline: float, away_at: float) -> _Connection:
+        """A live connection; from `away_at` on the last failure to connect ends the wait."""
         loop = asyncio.get_running_loop()
         while True:
-            left = deadline - loop.time()
+            left = (away_at if self._failure.reason else deadline) - loop.time()
             try:
                 connection = await self.getconn(min(left, _NUDGE_S))
             except PoolTimeout:

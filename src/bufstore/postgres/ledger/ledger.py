@@ -25,6 +25,8 @@ from bufstore.postgres.ledger.waiting import PostgresWaiting
 _FOLDER = files("bufstore.postgres.ledger") / "sql"
 #: Enough for one flush and the reads of waiters beside it.
 _CONNECTIONS = 3
+#: After so long a flush says that Postgres is away. It is tried again, and meanwhile people are told.
+_AWAY_S = 5.0
 #: How long a flush waits for a lock of the store's own tables; in a probe it waits for each of them.
 _LOCK, _PROBE_LOCK = "100ms", "1ms"
 
@@ -154,7 +156,7 @@ class PostgresLedger:
         await self.setup()
         refused: dict[str, FlushFailed] = {}
         untried: set[str] = set()
-        async with self._pool.lend(self._timeout_s) as connection:
+        async with self._pool.lend(self._timeout_s, _AWAY_S) as connection:
             with flush_errors():
                 async with connection.transaction():
                     times = idle_max(self._lease_s, size), _PROBE_LOCK if probe else _LOCK
