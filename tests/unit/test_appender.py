@@ -30,7 +30,7 @@ from bufstore.errors import (
     Unavailable,
     VersionConflict,
 )
-from bufstore.jetstream.messages import Conflict, Outgoing, Part
+from bufstore.jetstream.messages import Conflict, Outgoing, Part, StoredMessage
 from bufstore.threads.model import Run
 from bufstore.types import Receipt
 from thorough import examples
@@ -316,6 +316,26 @@ def test_a_large_entry_that_was_purged_since_it_was_seen_puts_no_thread_into_qua
         await world.flush()
         assert await world.messages() == [big, "b"]
         assert world.ledger.parked.entries == {}
+
+    test(main, server=GroupServer(message_bytes_max=4096))
+
+
+def test_a_part_that_a_deposed_leader_lacks_does_not_make_an_entry_damaged() -> None:
+    """It was asked for a part of a large entry; then its successor was asked whether the group is there."""
+
+    async def main(world: World, one: Instance) -> None:
+        big, asked, identity = "x" * 10_000, list[int](), world.log.identity
+
+        async def once(seq: int) -> StoredMessage | None:
+            asked.append(seq)
+            return None if len(asked) == 1 else await identity(seq)
+
+        await one.checkpoint([big])
+        world.log.identity = once  # type: ignore[method-assign]
+        two = Instance(world)
+        (message,) = await two.log.after(world.log.messages[0].subject, 0, 5.0)
+        assert message == world.log.messages[0]
+        assert len(asked) > 1
 
     test(main, server=GroupServer(message_bytes_max=4096))
 

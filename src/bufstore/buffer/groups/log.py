@@ -248,6 +248,9 @@ class GroupLog:
             except MalformedEntry:  # its checksum does not fit what is left of it
                 if await self._stream.identity(group.seq) is None:
                     raise _Purged("a large entry was purged while it was read") from None
+                # Who lacks a part and has the group behind it is not the one that was asked first, who led no more.
+                with contextlib.suppress(MalformedEntry):
+                    payload = await joined(payload, self._stream.identity)
         return StoredMessage(subject, at, entry.header, payload)
 
     def _foreign(self, message: StoredMessage) -> StoredMessage:
