@@ -95,7 +95,7 @@ def replicated(servers: Servers, _cluster_url: str) -> Deployment:
     return Deployment(elsewhere, replicas=3)
 
 
-@pytest.fixture(params=["deployment", "replicated"])
+@pytest.fixture(params=["deployment", pytest.param("replicated", marks=pytest.mark.long)])
 def either(request: pytest.FixtureRequest) -> Deployment:
     """A deployment on one server, and one on three."""
     found: Deployment = request.getfixturevalue(request.param)

@@ -90,6 +90,7 @@ async def test_archive_and_log_are_one_table(spark: Any, deployment: Deployment,
     assert len(await rows(spark, path)) == len(before)
 
 
+@pytest.mark.long  # several archives and restores
 async def test_only_what_a_manifest_names_counts_and_only_once(
     spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faste
     assert await come_back(spark, deployment, path, [thread]) == {thread: list(range(12))}
 
 
+@pytest.mark.long  # several archives and restores
 async def test_ranges_that_overlap_or_hold_each_other_come_back_once(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:

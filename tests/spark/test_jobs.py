@@ -157,6 +157,7 @@ async def test_an_archive_comes_back_into_a_log(spark: Any, deployment: Deployme
     assert await held(elsewhere, threads[1:]) == {t: list(range(8)) for t in threads[1:]}
 
 
+@pytest.mark.long  # several archives and restores
 async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
     spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +197,7 @@ async def test_an_archive_whose_ranges_end_within_a_large_entry_comes_back(
         assert whole["text"] == text
 
 
+@pytest.mark.long  # several archives and restores
 async def test_what_was_restored_into_postgres_goes_on_in_a_log(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
