@@ -1,4 +1,4 @@
-"""LangGraph's savers: ours, its own for Postgres, and that one with the workaround for its lock."""
+"""LangGraph's savers: ours, its own for Postgres, that one with the workaround for its lock, and its own in memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langgraph.checkpoint.base import BaseCheckpointSaver, empty_checkpoint
+from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
 from langgraph.graph import END, START, MessagesState, StateGraph
 from psycopg.conninfo import make_conninfo
@@ -111,6 +112,18 @@ class PlainSaver(Saver):
 
     async def close(self) -> None:
         await self._pool.close()
+
+
+class MemorySaver(Saver):
+    """InMemorySaver, a new one for each load: what LangGraph costs without anything durable."""
+
+    async def load(self, callers: int, seconds: float, label: str) -> dict[str, float]:
+        self.saver = InMemorySaver()
+        return await super().load(callers, seconds, label)
+
+    async def react(self, label: str, threads: int, turns: int, durability: Any) -> float:
+        self.saver = InMemorySaver()
+        return await super().react(label, threads, turns, durability)
 
 
 def react() -> StateGraph[Any, Any, Any, Any]:

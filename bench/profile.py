@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from statistics import median
 from typing import Any
 
 import psutil
@@ -23,17 +24,20 @@ from rich.table import Table
 from bench.baselines.limit import Limit
 from bench.baselines.upsert import Upsert
 from bench.contestant import Contestant
+from bench.langgraph_savers import MemorySaver, OurSaver, PlainSaver
 from bench.ours import Ours
 from bench.rows.end_to_end import BoundedWriter
 from bench.servers import BenchServers
 from bench.spark import SparkJobs
-from bench.stage import Stage
+from bench.stage import Kind, Stage
 from bench.worker import Worker
 
 _SIZES = (1, 8, 32, 128, 256, 1000)
 _CALLERS = 256
 _SECONDS = 3.0
 _LINES = 14
+#: Of LangGraph: threads, turns on each, and how often everything is measured.
+_TALKS, _TURNS, _ROUNDS = 64, 4, 5
 
 
 class Timed(Contestant):
@@ -138,6 +142,53 @@ def append(stage: Stage, console: Console) -> None:
         console.print(workers["ours"].call("profiled", name="load", label="b", **load), highlight=False)
 
 
+class TimedSaver(Timed, OurSaver):
+    """Our saver."""
+
+
+class TimedPlainSaver(Timed, PlainSaver):
+    """LangGraph's own."""
+
+
+class TimedMemorySaver(Timed, MemorySaver):
+    """LangGraph without anything durable."""
+
+
+def langgraph(stage: Stage, console: Console) -> None:
+    """What a step and a turn of LangGraph cost, and how much of it is LangGraph's own: see the rows of these names."""
+    table = Table(
+        "",
+        *("a step, µs of the processor", "steps/s", "a ReAct turn, ms of the processor", "turns/s"),
+        title=f"{_CALLERS} callers; {_TALKS} threads; in the process of the saver, medians of {_ROUNDS} rounds",
+    )
+    kinds: dict[str, Kind] = {
+        "AsyncPostgresSaver": TimedPlainSaver,
+        "ours, without a flusher": (TimedSaver, {"flusher": False}),
+        "ours": TimedSaver,
+        "InMemorySaver": TimedMemorySaver,
+    }
+    found: dict[str, list[list[float]]] = {name: [] for name in kinds}
+    threads = stage.count(_TALKS, 4)
+    with stage.workers_at({name: (stage.place(), kind) for name, kind in kinds.items()}) as workers:
+        for number in range(_ROUNDS):
+            for name, worker in sorted(workers.items(), reverse=bool(number % 2)):
+                # In memory, each second takes some hundred MB.
+                load = {"callers": stage.count(_CALLERS, 8), "seconds": stage.seconds(1.0), "label": f"s{number}"}
+                steps = worker.call("load", **load)
+                if name == "ours":
+                    worker.call("flush")
+                talks = {"threads": threads, "turns": _TURNS, "durability": "sync", "label": f"r{number}"}
+                took, spent = worker.call("timed", name="react", **talks)
+                turns = threads * _TURNS
+                found[name].append([steps["client_cpu"], steps["rate"], 1e3 * spent / turns, turns / took])
+                if name == "ours":
+                    worker.call("flush")
+    for name, rounds in found.items():
+        step, rate, turn, turns_rate = (median(figures) for figures in zip(*rounds, strict=True))
+        table.add_row(name, f"{step:.0f}", f"{rate:.0f}", f"{turn:.2f}", f"{turns_rate:.0f}")
+    console.print(table)
+
+
 def drain(stage: Stage, console: Console) -> None:
     """What an entry costs the flusher."""
     place = stage.place()
@@ -221,6 +272,7 @@ PARTS: Mapping[str, Callable[[Stage, Console], None]] = {
     "batches": batches,
     "append": append,
     "pauses": pauses,
+    "langgraph": langgraph,
     "drain": drain,
     "end_to_end": end_to_end,
     "sink": sink,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from langgraph.checkpoint.base import WRITES_IDX_MAP
 
+from chaos import checkers
 from chaos.checkers import FRESH, Checker, Violation
 from chaos.graphs import FIRST, LAST
 from chaos.history import EDITED, Final, History, Op, Saved, Shown, ThreadHistory
@@ -45,8 +46,29 @@ class _Rows:
         return rows
 
 
-def _parked(op: Op, final: Final) -> bool:
-    return op.seq in final.quarantined
+def _parked(thread: str, history: History, final: Final) -> list[Op]:
+    """Acknowledged writes that are in quarantine behind poison, in order.
+
+    With Postgres away nobody knows that poison is poison, and writers go on behind it.
+    """
+    if not final.quarantined:
+        return []
+    since = min((p.seq for p in history.poisons if p.thread == thread), default=math.inf)
+    ops = (op for op in history.threads[thread].ops if op.ok and op.seq in final.quarantined and op.seq > since)
+    return sorted(ops, key=lambda op: op.seq)
+
+
+def _or_parked(check: Checker) -> Checker:
+    """The rule for threads that do not fork, with what is in quarantine behind what is in Postgres."""
+
+    def checked(history: History, final: Final) -> list[Violation]:
+        parked = {thread: _parked(thread, history, final) for thread in history.threads}
+        names = {
+            t: [*final.messages.get(t, ()), *(n for op in ops for n in op.names)] for t, ops in parked.items() if ops
+        }
+        return check(history, replace(final, messages=final.messages | names))
+
+    return checked
 
 
 def _kept(history: History) -> Iterator[tuple[str, ThreadHistory, _Rows]]:
@@ -57,13 +79,14 @@ def lost_rows(history: History, final: Final) -> list[Violation]:
     """I1: every acknowledged checkpoint and write is in Postgres at the end, or in quarantine behind poison."""
     found = []
     for thread, _, rows in _kept(history):
+        parked = _parked(thread, history, final)
         for (ns, id_), op in rows.puts.items():
-            if op.ok and (thread, ns, id_) not in final.checkpoints and not _parked(op, final):
+            if op.ok and (thread, ns, id_) not in final.checkpoints and op not in parked:
                 found.append(Violation("lost row", thread, f"checkpoint {ns!r} {id_} acknowledged at {op.seq}"))
         for (ns, id_, task, channel), ops in rows.writes.items():
             saved = final.checkpoints.get((thread, ns, id_))
             there = saved is not None and any((task, channel) == write[:2] for write in saved.writes)
-            acked = [op for op in ops if op.ok and not _parked(op, final)]
+            acked = [op for op in ops if op.ok and op not in parked]
             # Writes on top of a checkpoint that is not there cannot be read: that one is told of already.
             if acked and saved is not None and not there:
                 found.append(Violation("lost row", thread, f"{channel} of {task!r} on {id_} at {acked[0].seq}"))
@@ -245,5 +268,6 @@ def _wrong_winner(
 
 
 CHECKERS: tuple[Checker, ...] = (
+    *map(_or_parked, checkers.CHECKERS),
     lost_rows, wrong_rows, unknown_threads, orphans, stale_rows, flickering_rows, wrong_lists, contested,
 )  # fmt: skip

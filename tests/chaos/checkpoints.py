@@ -10,7 +10,7 @@ from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
 
 from bufstore import BufferConfig, Consistency, ThreadQuarantined
 from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
-from chaos import checkers, checkpoint_checkers
+from chaos import checkpoint_checkers
 from chaos.domain import Domain
 from chaos.graphs import key_of, position_of, saved_of
 from chaos.history import FORKED, Final, History, ParkedEntry, Read, Recorder, Saved, Shown
@@ -67,6 +67,4 @@ async def _final(postgres: str, quarantined: dict[int, ParkedEntry]) -> Final:
     return Final(names, quarantined, checkpoints)
 
 
-DOMAIN = Domain(
-    "chaos.checkpoint_worker", _open, _read_back, _final, (*checkers.CHECKERS, *checkpoint_checkers.CHECKERS)
-)
+DOMAIN = Domain("chaos.checkpoint_worker", _open, _read_back, _final, checkpoint_checkers.CHECKERS)

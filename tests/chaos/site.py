@@ -21,7 +21,7 @@ import psutil
 import psycopg
 from nats.aio.client import Client
 
-from bufstore import BufferConfig, LogConfig
+from bufstore import BufferConfig, LogConfig, Unavailable
 from bufstore.buffer.places import first_place, last_place
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
@@ -279,7 +279,7 @@ class Site:
             while True:
                 try:
                     return await work()
-                except (RuntimeError, OSError, TimeoutError, nats.errors.Error, psycopg.Error):
+                except (RuntimeError, OSError, TimeoutError, nats.errors.Error, psycopg.Error, Unavailable):
                     await asyncio.sleep(0.1)
 
     async def cursors(self) -> dict[int, tuple[int, int]]:

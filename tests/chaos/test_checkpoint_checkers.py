@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos import checkers, checkpoint_checkers
+from chaos import checkpoint_checkers
 from chaos.graphs import FIRST, LAST
-from chaos.history import Begin, End, Event, Final, History, Listed, ParkedEntry, Poison, Saved, Saving, Shown
+from chaos.history import Begin, End, Event, Final, History, Listed, ParkedEntry, Poison, Read, Saved, Saving, Shown
 
 T = "forked-1"
 Key = tuple[str, str, str]
@@ -88,8 +88,7 @@ class Tale:
         """The rules that the tale breaks."""
         final = Final({}, self.quarantined, self.final)
         history = History.of(self.events)
-        all_ = (*checkers.CHECKERS, *checkpoint_checkers.CHECKERS)
-        return {v.rule for check in all_ for v in check(history, final)}
+        return {v.rule for check in checkpoint_checkers.CHECKERS for v in check(history, final)}
 
 
 def clean() -> Tale:
@@ -208,6 +207,23 @@ def test_what_is_parked_behind_poison_is_not_lost_and_anything_else_is() -> None
     assert tale.broken() == set()
     tale.events.pop()  # nothing was wrong with the thread
     assert "quarantine" in tale.broken()
+
+
+def test_what_is_parked_behind_poison_stands_behind_what_is_there() -> None:
+    own, parked = "own-1", {2: ParkedEntry("own-1", b"x"), 3: ParkedEntry("own-1", b"y")}
+    told: list[Event] = [Poison(2.5, own, 2, b"x")]
+    for n, name in ((1, "a"), (3, "b")):
+        told += [Begin(float(n), "w", n, own, "append", (name,)), End(n + 0.5, "w", n, "ok", n)]
+
+    def broken(names: list[str], quarantined: dict[int, ParkedEntry], *reads: Event) -> set[str]:
+        history, final = History.of([*told, *reads]), Final({own: names}, quarantined)
+        return {v.rule for check in checkpoint_checkers.CHECKERS for v in check(history, final)}
+
+    assert broken(["a"], parked) == set()
+    assert broken(["a"], parked, Read("r", own, "strong", 0, 4.0, 4.5, ("a", "b"))) == set()
+    assert broken(["a"], parked, Read("r", own, "strong", 0, 4.0, 4.5, ("a",))) == {"stale"}
+    assert broken([], parked) == {"lost"}
+    assert broken(["a"], {2: parked[2]}) == {"lost"}
 
 
 def test_what_had_no_answer_may_have_taken_effect_at_any_time() -> None:

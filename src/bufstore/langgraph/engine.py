@@ -20,7 +20,7 @@ from bufstore.langgraph.payload import encode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.read_cache import ReadCache
 from bufstore.langgraph.reads import CachingReader, CheckpointBuffer, CheckpointReads
-from bufstore.langgraph.write import appending
+from bufstore.langgraph.write import Appending
 from bufstore.nats.session import Nats, session_to
 from bufstore.types import Consistency, Receipt
 
@@ -65,6 +65,7 @@ class CheckpointEngine:
         self._seen_max = config.cached_threads
         self._put: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
+        self._is_down = self._store_is_down
         ledger, backing = store.behind(config)
         cache = ReadCache(cache_bytes)
         reader = CachingReader(backing.reader, cache)
@@ -96,9 +97,8 @@ class CheckpointEngine:
         """
         seen = (lambda: self._last_seen(thread_id)) if self._seen is not None else None
         payload, deletes = encode_payload(operation), isinstance(operation, Delete)
-        prepare = appending(
-            thread_id, payload, self._store_is_down, deletes=deletes, assume_new=self._assume_new, seen=seen
-        )
+        del operation  # what waits for the log holds no more than it must
+        prepare = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen)
         cost = self.backlog.enter(len(payload))
         try:
             return await self.buffer.appender.append(thread_id, prepare)
@@ -229,7 +229,7 @@ class CheckpointEngine:
             return False
         try:
             payload = encode_payload(Delete())
-            prepare = appending(thread_id, payload, self._store_is_down, deletes=True, seen=lambda: last)
+            prepare = Appending(thread_id, payload, self._is_down, deletes=True, seen=lambda: last)
             await self.buffer.appender.append(thread_id, prepare)
         except ConcurrentWriter:
             return False

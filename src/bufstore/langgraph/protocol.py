@@ -22,6 +22,8 @@ class Part(msgspec.Struct, frozen=True):
     tables: Tables
     #: All namespaces of the thread, if they were asked for.
     namespaces: frozenset[str] | None = None
+    #: What a question for the thread's state would have told, if it was asked with the rest.
+    state: Tail | None = None
 
 
 class Query(msgspec.Struct, frozen=True, kw_only=True):

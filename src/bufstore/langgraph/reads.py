@@ -8,6 +8,7 @@ both may be of different moments; only rows older than the tail's beginning are 
 from __future__ import annotations
 
 import asyncio
+from contextvars import ContextVar
 
 from bufstore.buffer import elapsed
 from bufstore.buffer.buffer import Buffer
@@ -31,6 +32,9 @@ NAMESPACES_MAX = 1000
 _TRIES = 4
 _LOOK_S = 0.1
 
+#: Rows that this read has asked for already: with them comes what the first question for the thread's state would tell.
+_on_the_way: ContextVar[list[asyncio.Future[Part]] | None] = ContextVar("rows on the way", default=None)
+
 
 class CachingReader:
     """See `bufstore.buffer.domain.StateReader`. While the store is away it answers from what was read before."""
@@ -51,8 +55,8 @@ class CachingReader:
         if remembered is not None:
             return remembered
         if self._cache.oldest(thread_id) is None:
-            return await self._inner.state(thread_id)
-        asked = asyncio.ensure_future(self._inner.state(thread_id))
+            return await self._told(thread_id)
+        asked = asyncio.ensure_future(self._told(thread_id))
         try:
             while not (await asyncio.wait([asked], timeout=_LOOK_S))[0]:
                 remembered = self._remembered(thread_id)
@@ -61,6 +65,16 @@ class CachingReader:
             return asked.result()
         finally:
             await end(asked)
+
+    async def _told(self, thread_id: str) -> Tail:
+        """What the store answers; to the first question of a read that has asked for rows, in the same breath."""
+        rows = _on_the_way.get()
+        if not rows:
+            return await self._inner.state(thread_id)
+        asked = rows.pop()
+        await asyncio.wait([asked])  # which leaves it alone if this question is given up
+        part = asked.result() if not asked.cancelled() else None
+        return await self._inner.state(thread_id) if part is None or part.state is None else part.state
 
     async def answers(self) -> None:
         await self._inner.answers()
@@ -157,7 +171,7 @@ class CheckpointReads:
                 asyncio.ensure_future(self._rows(thread_id, asked)) if self._buffer.reads.store.down is None else None
             )
             try:
-                state = await self._buffer.reads.thread(thread_id, level, quarantined="known")
+                state = await self._state(thread_id, level, rows)
                 if state.base == LOG:
                     part: Part | None = Part(Watermark(), Tables())
                 elif state.base == CACHE:
@@ -173,6 +187,16 @@ class CheckpointReads:
                 raise ThreadQuarantined(thread_id, broken)
             return part, state
         raise ReadNotFresh(f"thread {thread_id!r} was flushed, or Postgres failed, during each of {_TRIES} reads")
+
+    async def _state(self, thread_id: str, level: Consistency, rows: asyncio.Future[Part] | None) -> Tail:
+        # A strong read asks for it only when everything is flushed.
+        shared = [rows] if rows is not None and level is not Consistency.STRONG else []
+        before = _on_the_way.set(shared)
+        try:
+            return await self._buffer.reads.thread(thread_id, level, quarantined="known")
+        finally:
+            _on_the_way.reset(before)
+            shared.clear()  # tasks that live on have it, too
 
     async def _fresh(
         self, rows: asyncio.Future[Part] | None, thread_id: str, asked: Asked, state: Tail, at: float

@@ -26,7 +26,7 @@ from bufstore.langgraph.engine import DEFAULT_LOG, CheckpointEngine, NewThreads,
 from bufstore.langgraph.history import History
 from bufstore.langgraph.postgres.store import PostgresCheckpointStore
 from bufstore.langgraph.protocol import CheckpointStore, Query
-from bufstore.langgraph.serialize import json_of, place, put_of, tuple_of, writes_of
+from bufstore.langgraph.serialize import config_of, json_of, place, put_of, tuple_of, writes_of
 from bufstore.nats.session import Nats
 from bufstore.types import Consistency
 
@@ -153,13 +153,14 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         """
         if self.engine.backlog.full:
             await self.engine.backlog.room()
-        thread_id, ns, parent = place(config)
+        thread_id, ns, parent = at = place(config)
         carry = self.engine.carry_bytes if self.engine.last_put(thread_id, ns) != parent else 0
-        thread_id, put = put_of(self.serde, config, checkpoint, metadata, new_versions, carry_bytes=carry)
-        await self.engine.append(thread_id, put)
-        row = put.checkpoint
-        self.engine.note_put(thread_id, ns, row.id)
-        return {"configurable": {"thread_id": thread_id, "checkpoint_ns": row.ns, "checkpoint_id": row.id}}
+        id_ = checkpoint["id"]
+        await self.engine.append(
+            thread_id, put_of(self.serde, at, config, checkpoint, metadata, new_versions, carry_bytes=carry)
+        )
+        self.engine.note_put(thread_id, ns, id_)
+        return config_of(thread_id, ns, id_)
 
     async def aput_writes(
         self, config: RunnableConfig, writes: Sequence[tuple[str, Any]], task_id: str, task_path: str = ""
@@ -167,9 +168,9 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         """Save what a task has written on top of a checkpoint, which need not be there yet. Raises like `aput`."""
         if self.engine.backlog.full:
             await self.engine.backlog.room()
-        thread_id, operation = writes_of(self.serde, config, writes, task_id, task_path)
-        if operation.rows:
-            await self.engine.append(thread_id, operation)
+        if writes:
+            at = place(config)
+            await self.engine.append(at[0], writes_of(self.serde, at, writes, task_id, task_path))
 
     async def aget_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """The checkpoint that the config names, or the newest one of its namespace; None if there is none.

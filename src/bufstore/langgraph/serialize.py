@@ -23,12 +23,16 @@ from bufstore.langgraph.model import TASKS, BlobRow, CheckpointRow, Put, Tables,
 from bufstore.langgraph.payload import holds_nul
 from bufstore.types import check_id
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 #: An index entry of Postgres holds 2704 bytes at most; all of a row's key is in one.
 _KEY_BYTES = 2600
 
 
-def place(config: Mapping[str, Any]) -> tuple[str, str, str | None]:
+#: What a config names: thread, namespace, checkpoint.
+Place = tuple[str, str, str | None]
+
+
+def place(config: Mapping[str, Any]) -> Place:
     """The thread, namespace and checkpoint that a config names. Raises InvalidId."""
     configurable = config["configurable"]
     thread_id = check_id(str(configurable["thread_id"]), "thread_id")
@@ -39,21 +43,22 @@ def place(config: Mapping[str, Any]) -> tuple[str, str, str | None]:
 
 def put_of(
     serde: SerializerProtocol,
+    at: Place,
     config: RunnableConfig,
     checkpoint: Checkpoint,
     metadata: CheckpointMetadata,
     new_versions: ChannelVersions,
     *,
     carry_bytes: int = 0,
-) -> tuple[str, Put]:
-    """The thread and the rows of a checkpoint; afterwards the caller may change its objects.
+) -> Put:
+    """The rows of a checkpoint; afterwards the caller may change its objects. `at`: the place that `config` names.
 
     `carry_bytes`: with all values, not only those of the channels in `new_versions`, if the others are not larger.
 
     None, str, int, float and bool stand in the checkpoint's row, other values in blobs. Raises InvalidId,
     InvalidRecord (what Postgres would refuse), and what the serializer raises.
     """
-    thread_id, ns, parent = place(config)
+    thread_id, ns, parent = at
     inline: dict[str, Any] = {}
     blobs: list[BlobRow] = []
     others: list[BlobRow] = []
@@ -82,21 +87,22 @@ def put_of(
         _json({**checkpoint, "channel_values": inline}, "the checkpoint"),
         _json(get_serializable_checkpoint_metadata(config, metadata), "its metadata"),
     )
-    _check_key(thread_id, ns, row.id)
+    base = _check_key(thread_id, ns)
+    _check_key(row.id, beside=base)
     for channel, version in told.items():
-        _check_key(thread_id, ns, channel, str(version))
-    return thread_id, Put(row, blobs, empty)
+        _check_key(channel, str(version), beside=base)
+    return Put(row, blobs, empty)
 
 
 def writes_of(
     serde: SerializerProtocol,
-    config: RunnableConfig,
+    at: Place,
     writes: Sequence[tuple[str, Any]],
     task_id: str,
     task_path: str,
-) -> tuple[str, Writes]:
-    """The thread and the rows of what a task has written. Raises like `put_of`."""
-    thread_id, ns, checkpoint_id = place(config)
+) -> Writes:
+    """The rows of what a task has written on top of the checkpoint at this place. Raises like `put_of`."""
+    thread_id, ns, checkpoint_id = at
     if checkpoint_id is None:
         raise InvalidId("writes need the id of a checkpoint")
     _check_key(thread_id, ns, checkpoint_id, task_id)
@@ -115,7 +121,7 @@ def writes_of(
             )
         )
     _check_text(task_path)
-    return thread_id, Writes(rows, all(channel in WRITES_IDX_MAP for channel, _ in writes))
+    return Writes(rows, all(channel in WRITES_IDX_MAP for channel, _ in writes))
 
 
 def tuple_of(
@@ -168,9 +174,12 @@ def _json(value: Any, what: str) -> bytes:
     return text
 
 
-def _check_key(*parts: str) -> None:
-    """Raise InvalidId for parts of a row's key that Postgres would refuse."""
-    size = 0
+def _check_key(*parts: str, beside: int = 0) -> int:
+    """How many bytes these parts of a row's key have, with `beside` more.
+
+    Raises InvalidId for what Postgres would refuse.
+    """
+    size = beside
     for part in parts:
         _check_text(part)
         size += len(part) if part.isascii() else len(part.encode())
@@ -178,6 +187,7 @@ def _check_key(*parts: str) -> None:
         raise InvalidId(
             f"thread id, namespace and the rest of a row's key have {size} bytes, the limit is {_KEY_BYTES}"
         )
+    return size
 
 
 def _check_text(text: str) -> None:

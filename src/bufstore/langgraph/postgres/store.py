@@ -157,14 +157,14 @@ class PostgresCheckpointStore:
 
     async def latest(self, thread_id: str, ns: str, namespaces_max: int) -> Part:
         """See `CheckpointStore.latest`."""
-        ((*row, namespaces),) = await self._read("latest", thread_id, ns, namespaces_max + 1)
+        ((*row, namespaces, waits_to, there),) = await self._read("latest", thread_id, ns, namespaces_max + 1)
         known = namespaces is not None and len(namespaces) <= namespaces_max
-        return _part(ns, row, frozenset(namespaces) if known else None)
+        return _part(ns, row, waits_to, there, frozenset(namespaces) if known else None)
 
     async def one(self, thread_id: str, ns: str, checkpoint_id: str) -> Part:
         """See `CheckpointStore.one`."""
-        ((*row,),) = await self._read("one", thread_id, ns, checkpoint_id)
-        return _part(ns, row)
+        ((*row, waits_to, there),) = await self._read("one", thread_id, ns, checkpoint_id)
+        return _part(ns, row, waits_to, there)
 
     async def rows(self, thread_id: str, blobs: Sequence[BlobKey], writes_of: Sequence[CheckpointKey]) -> Part:
         """See `CheckpointStore.rows`."""
@@ -256,7 +256,9 @@ class _Any(frozenset[BlobKey]):
         return True
 
 
-def _part(ns: str, row: Sequence[Any], namespaces: frozenset[str] | None = None) -> Part:
+def _part(
+    ns: str, row: Sequence[Any], waits_to: int | None, there: bool, namespaces: frozenset[str] | None = None
+) -> Part:
     tables = Tables()
     id_, parent, checkpoint, metadata = row[7:11]
     tables.add(
@@ -264,7 +266,8 @@ def _part(ns: str, row: Sequence[Any], namespaces: frozenset[str] | None = None)
         (BlobRow(ns, *blob) for blob in _rows(row[11:15])),
         (WriteRow(ns, *write) for write in _rows(row[15:22])),
     )
-    return Part(_watermark(row[:7]), tables, namespaces)
+    state = stored_tail(_watermark(row[:7], waits_to or 0), there=there)
+    return Part(_watermark(row[:7]), tables, namespaces, state)
 
 
 def _watermark(row: Sequence[Any], waits_to: int = 0) -> Watermark:

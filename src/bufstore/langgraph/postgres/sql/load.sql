@@ -9,7 +9,8 @@ FROM (SELECT $1::text AS thread_id) AS s LEFT JOIN {buffer}.buffer_threads AS b 
 -- name: latest
 -- The newest checkpoint of a namespace with its blobs and writes, and the writes of later ones that are not there yet;
 -- of a checkpoint of an old version also what was sent to it, which stands with its parent. And the thread's
--- namespaces, $3 of them at most: one step through the index for each, however many checkpoints it has. One row, always.
+-- namespaces, $3 of them at most: one step through the index for each, however many checkpoints it has. And what `state`
+-- tells. One row, always.
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
     c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*, (
         WITH RECURSIVE found (ns) AS (
@@ -26,7 +27,10 @@ SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b
         )
         SELECT coalesce(array_agg(few.ns), '{}')
         FROM (SELECT f.ns FROM found AS f WHERE f.ns IS NOT NULL LIMIT $3::bigint) AS few
-    )
+    ),
+    (SELECT max(w.seq) FROM {buffer}.buffer_waiting AS w WHERE w.thread_id = $1::text),
+    EXISTS (SELECT FROM {schema}.checkpoints AS o WHERE o.thread_id = $1::text)
+    OR EXISTS (SELECT FROM {schema}.checkpoint_writes AS w WHERE w.thread_id = $1::text)
 FROM (SELECT $1::text AS thread_id) AS s
 LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
 LEFT JOIN LATERAL (
@@ -55,7 +59,10 @@ CROSS JOIN LATERAL (
 -- name: one
 -- A checkpoint by its id, likewise, with no more writes than its own and what was sent to it.
 SELECT b.flushed_seq, b.applied_id, b.version, b.ring, b.broken_since, b.gone, b.sources,
-    c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*
+    c.checkpoint_id, c.parent_checkpoint_id, c.checkpoint::text, c.metadata::text, blobs.*, writes.*,
+    (SELECT max(w.seq) FROM {buffer}.buffer_waiting AS w WHERE w.thread_id = $1::text),
+    EXISTS (SELECT FROM {schema}.checkpoints AS o WHERE o.thread_id = $1::text)
+    OR EXISTS (SELECT FROM {schema}.checkpoint_writes AS w WHERE w.thread_id = $1::text)
 FROM (SELECT $1::text AS thread_id) AS s
 LEFT JOIN {buffer}.buffer_threads AS b ON b.thread_id = s.thread_id
 LEFT JOIN {schema}.checkpoints AS c
