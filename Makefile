@@ -53,6 +53,19 @@ test: check ## Run the tests on real servers (lint, types and layers first; unde
 test-long: $(READY) ## Run what `make test` leaves out: other ways to run Spark, Spark's rows of the benchmark (some minutes)
 	$(BIN)/python -m pytest -m long
 
+SPARK ?= 4.2.1
+SPARK_TESTS ?= arrives_once or numbered or commit_fails or back_into_an_empty or beside_a_flusher or decoded or \
+	where_it_stopped or micro_batch or questions or push_their or one_position
+.PHONY: spark-version
+spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 (some minutes; 1 GB of disk)
+	rm -rf .venv-spark && $(BIN)/python -m venv .venv-spark
+	.venv-spark/bin/python -m pip install --quiet --disable-pip-version-check pyspark==$(SPARK)
+	@# All else as it is in $(VENV), behind the packages of its own.
+	@echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages)')" \
+		> "$$(ls -d .venv-spark/lib/python*/site-packages)/rest.pth"
+	.venv-spark/bin/python -m pytest -rA -q -W default -k "$(SPARK_TESTS)" tests/spark --continue-on-collection-errors; \
+		found=$$?; rm -rf .venv-spark; exit $$found
+
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers (under a minute)
 	$(BIN)/python -m pytest -q $(WITHOUT_SERVERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from psycopg.conninfo import make_conninfo
 from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 from pyspark.sql.types import StructType
 
@@ -237,6 +239,15 @@ async def test_a_held_position_shows_one_moment_while_everything_goes_on(deploym
             await read(deployment, "threads", **asked)
         with pytest.raises(Exception, match="the log ends before"):
             await read(deployment, "threads", endingPosition=held.position << 1)
+
+
+async def test_a_position_is_held_where_idle_transactions_are_ended(deployment: Deployment) -> None:
+    await half_flushed(deployment)
+    impatient = make_conninfo(deployment.servers.postgres.dsn, options="-c idle_in_transaction_session_timeout=100ms")
+    with hold_position(dataclasses.replace(where(deployment), postgres=impatient)) as held:
+        await asyncio.sleep(0.5)
+        asked = {name: held.options[name] for name in ("endingPosition", "postgresSnapshot", "postgresUrl")}
+        assert len(await read(deployment, "threads", **asked)) == 12
 
 
 TABLES = ("threads", "runs", "messages")

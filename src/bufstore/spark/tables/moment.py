@@ -56,6 +56,8 @@ class Moment:
         self._connection = connection = await self._pool.take(_CONNECT_S)
         with map_errors():
             await connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            # It stands still while the log is read, or somebody holds it; it locks nothing that others write.
+            await connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
             if self._snapshot is None:
                 return
             try:
