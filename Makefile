@@ -100,9 +100,10 @@ chaos: $(READY) ## Break things for SECONDS=60 as SEED=1 says; nothing may be lo
 	$(LONG) chaos.run --seconds $(SECONDS) --seed $(SEED) --on $(DOMAIN)
 
 ITEMS ?= 10000
+REPLICAS ?= 3
 .PHONY: tokens
-tokens: $(READY) ## Exclusive work of ITEMS=10000 on three replicas while things break as SEED=1 says (some minutes)
-	$(LONG) sweep.tokens --items $(ITEMS) --seed $(SEED)
+tokens: $(READY) ## Exclusive work of ITEMS=10000 on REPLICAS=3 (or 1) while things break as SEED=1 says (some minutes)
+	$(LONG) sweep.tokens --items $(ITEMS) --seed $(SEED) --replicas $(REPLICAS)
 
 ON ?= nats
 DISPATCHES ?= 10000

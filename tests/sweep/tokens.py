@@ -1,4 +1,4 @@
-"""Chaos of exclusive work on three replicas: `python -m sweep.tokens --items N [--seed N]` (or: make tokens).
+"""Chaos of exclusive work: `python -m sweep.tokens --items N [--seed N] [--replicas 1]` (or: make tokens).
 
 Processes submit items and work on them, while processes and nodes are killed, paused and cut off, clocks jump, and the
 stream is full most of the time. Then all is healed, and the histories are judged: every accepted item was completed
@@ -58,14 +58,19 @@ class Verdict:
 class Site:
     """The processes of one run."""
 
-    def __init__(self, cluster: Cluster, folder: Path, seed: int, items: int, name: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, seed: int, items: int, name: str, replicas: int) -> None:
         self._folder = folder
         self._seed = seed
         keys = [f"key {i}" for i in range(max(_REQUESTERS, items // _ITEMS_PER_KEY))]
         self._keys = [keys[i::_REQUESTERS] for i in range(_REQUESTERS)]
         self._items = -(-items // len(keys))
         self.config = TokensConfig(
-            name=name, replicas=3, ttl_s=_TTL_S, timeout_s=3, max_bytes=_MAX_BYTES, waiting_max=_ITEMS_PER_KEY
+            name=name,
+            replicas=replicas,
+            ttl_s=_TTL_S,
+            timeout_s=3,
+            max_bytes=_MAX_BYTES,
+            waiting_max=_ITEMS_PER_KEY,
         )
         self._nats = cluster.nats()
         self.cluster = cluster
@@ -194,10 +199,17 @@ class Faults:
 
 
 async def run(
-    cluster: Cluster, folder: Path, seed: int, items: int, name: str, kinds: tuple[str, ...] = (), faults_max: int = 0
+    cluster: Cluster,
+    folder: Path,
+    seed: int,
+    items: int,
+    name: str,
+    kinds: tuple[str, ...] = (),
+    faults_max: int = 0,
+    replicas: int = 3,
 ) -> Verdict:
     """Faults until all items are submitted, or exactly `faults_max` of them; then calm until all is done."""
-    site, chance, verdict = Site(cluster, folder, seed, items, name), random.Random(seed), Verdict()
+    site, chance, verdict = Site(cluster, folder, seed, items, name, replicas), random.Random(seed), Verdict()
     faults = Faults(site, chance)
     deck: list[str] = []
     try:
@@ -280,13 +292,14 @@ def judge(histories: dict[str, list[list[Any]]], healed: float, verdict: Verdict
         say(f"a key waited for {verdict.longest_wait_s:.1f} s, and workers were idle")
 
 
-async def main(seed: int, items: int) -> bool:
+async def main(seed: int, items: int, replicas: int) -> bool:
     """Run and report; true if nothing was wrong."""
     folder = Path(tempfile.mkdtemp(prefix="bufstore-tokens-"))
     began = time.monotonic()
     async with Cluster(folder / "cluster") as cluster:
-        verdict = await run(cluster, folder, seed, items, f"chaos{seed}")
-    print(f"seed {seed}: {verdict.accepted} accepted, {verdict.completed} completed and known, {verdict.begun} begun, "
+        verdict = await run(cluster, folder, seed, items, f"chaos{seed}", replicas=replicas)
+    print(f"seed {seed}, replicas {replicas}: {verdict.accepted} accepted, "
+          f"{verdict.completed} completed and known, {verdict.begun} begun, "
           f"{verdict.found} found by looking, longest wait in the calm {verdict.longest_wait_s:.1f} s, "
           f"{time.monotonic() - began:.0f} s; {dict(verdict.faults)}")  # fmt: skip
     for line in verdict.wrong[:50]:
@@ -302,5 +315,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--items", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--replicas", type=int, choices=(1, 3), default=3)
     given = parser.parse_args()
-    sys.exit(not asyncio.run(main(given.seed, given.items)))
+    sys.exit(not asyncio.run(main(given.seed, given.items, given.replicas)))
