@@ -6,7 +6,9 @@ import asyncio
 import time
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from bufstore import AlreadyExists, BufstoreError, LogFull, MalformedEntry
 from bufstore.embedded import Servers
@@ -284,6 +286,27 @@ async def test_a_notifier_that_is_closed_or_hangs_fails_no_stored_enqueue(on_pos
         assert claim is not None
         await store.nack(claim)
         assert len(await store.list_dispatches("t")) == 4
+
+
+async def test_what_a_killed_server_brought_back_hides_nothing_behind_it(on_nats: Mailboxes) -> None:
+    async with on_nats.open() as (a, b):
+        thread_id, backend = fresh(), _nats(b)
+        ended = [await a.enqueue(thread_id) for _ in range(7)]
+        for _ in ended:
+            claim = await a.claim(thread_id, "w")
+            assert claim is not None
+            await a.ack(claim)
+        for d in ended:  # as a nats-server that was killed does: see ADR 13
+            body = msgspec.msgpack.encode(replace(d, position=0))
+            await backend._put([Outgoing(backend._keys.queued(d), body)])
+        wanted = await a.enqueue(thread_id)
+        (signal,) = await a.pull_signals(timeout_s=5)
+        claim = await b.claim(thread_id, "w")
+        assert claim is not None
+        assert claim.dispatch_id == wanted.dispatch_id
+        await b.ack(claim)
+        assert await signal.ack()
+        assert await a.queued_thread_ids() == []
 
 
 async def test_a_clock_of_postgres_that_goes_back_stops_no_sweeps(on_postgres: Mailboxes) -> None:

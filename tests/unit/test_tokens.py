@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from nats.errors import ConnectionClosedError
 
 from bufstore import BufstoreError, ConfigError, NatsConfig
 from bufstore.errors import Closed, LogFull, LogUnavailable
@@ -25,7 +23,6 @@ from bufstore.jetstream.errors import (
     to_error,
 )
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
-from bufstore.jetstream.pulls import Pulls
 from bufstore.tokens import ExclusiveWork, Policy, Task, TokensConfig
 from bufstore.tokens.fence import Register
 from bufstore.tokens.model import Record, attempt_of, backoff_s, decode, done_to, encode
@@ -200,22 +197,5 @@ def test_when_one_worker_fails_none_works_on() -> None:
         assert taking == 0
 
     async def nothing(_: Task) -> None: ...
-
-    run(main())
-
-
-def test_a_connection_that_is_lost_while_work_is_asked_for_leaves_nothing_unlooked_at() -> None:
-    async def main() -> None:
-        class Lost:
-            max_payload, is_connected = 1, False
-
-            async def publish(self, *_: Any, **__: Any) -> None:
-                pulls._lost()
-                raise ConnectionClosedError
-
-        connection = SimpleNamespace(client=Lost, on_connect=lambda _: None, on_lost=lambda _: None)
-        pulls = Pulls(cast(Connection, connection), "next")
-        with pytest.raises(LogUnavailable):
-            await pulls.next(5)
 
     run(main())

@@ -203,6 +203,16 @@ class NatsBackend:
         self, thread_id: str, now_ms: int, *more: str
     ) -> tuple[MailboxThread, Dispatch | None, list[Dispatch], list[int]]:
         """`first`, what was handed back or delayed, and the sequences of `more` subjects as they were before."""
+        deadline = time.monotonic() + self._config.timeout_s
+        while (looked := await self._look_once(thread_id, now_ms, more)) is None:
+            if time.monotonic() > deadline:
+                raise LogUnavailable("all that could be read of the queue in time has ended")
+        return looked
+
+    async def _look_once(
+        self, thread_id: str, now_ms: int, more: Sequence[str]
+    ) -> tuple[MailboxThread, Dispatch | None, list[Dispatch], list[int]] | None:
+        """The same; None if all that was found has ended, and was removed: what is behind it has not been read."""
         subject = self._keys.thread(thread_id)
         returned, priorities = (self._keys.of(kind, token(thread_id), "*") for kind in "rp")
         try:
@@ -222,8 +232,11 @@ class NatsBackend:
         for priority in (DEFAULT_PRIORITY, *self._keys.priorities(found.values())):
             ahead = islice((await self._read_ahead(thread_id, priority)).values(), AT_ONCE)
             heads += [d for d in ahead if d.dispatch_id not in known]
-        heads = await self._not_ended(thread_id, sorted(heads, key=lambda d: d.order)[:AT_ONCE])
-        return thread, heads[0] if heads else None, handed_back, seqs
+        heads.sort(key=lambda d: d.order)
+        left = await self._not_ended(thread_id, heads[:AT_ONCE])
+        if heads and not left:
+            return None
+        return thread, left[0] if left else None, handed_back, seqs
 
     async def _again_in(self, thread_id: str, signal: int) -> float | None:
         """See `AgainIn`. The look comes before the answer, and what comes after the look has a signal of its own."""

@@ -1,0 +1,84 @@
+"""Asking a pull consumer for deliveries: what comes is somebody's, whatever becomes of who asked."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from nats.errors import ConnectionClosedError
+
+from bufstore.errors import LogUnavailable
+from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.pulls import PullRefused, Pulls
+
+_REPLY = "$JS.ACK.stream.consumer.1.7.7.0.0"
+
+
+class _Client:
+    """Keeps what is published."""
+
+    max_payload, is_connected = 1, False
+
+    def __init__(self) -> None:
+        self.published: list[tuple[str, bytes]] = []
+
+    async def publish(self, subject: str, payload: bytes = b"", **_: Any) -> None:
+        self.published.append((subject, payload))
+
+
+def _pulls(client: Any) -> Pulls:
+    connection = SimpleNamespace(client=lambda: client, on_connect=lambda _: None, on_lost=lambda _: None)
+    return Pulls(cast(Connection, connection), "next")
+
+
+async def _asked(pulls: Pulls, asking: Any) -> asyncio.Task[Any]:
+    """The call, when it waits."""
+    task = asyncio.ensure_future(asking)
+    while not pulls._waiting:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_what_has_come_for_a_call_that_is_cancelled_goes_to_others() -> None:
+    client = _Client()
+    pulls = _pulls(client)
+    task = await _asked(pulls, pulls.ready(3))
+    pulls._on_message("s.thread", _REPLY, b"", b"")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert client.published[-1] == (_REPLY, b"-NAK")
+
+
+async def test_a_delivery_that_nobody_waits_for_goes_to_others() -> None:
+    client = _Client()
+    more = _pulls(client)._on_message("s.thread", _REPLY, b"", b"")
+    assert more is not None
+    await more
+    assert client.published == [(_REPLY, b"-NAK")]
+
+
+async def test_a_request_ends_with_what_came_or_with_why_nothing_does() -> None:
+    pulls = _pulls(_Client())
+    task = await _asked(pulls, pulls.ready(3))
+    pulls._on_message("s.thread", _REPLY, b"", b"")
+    pulls._on_message("inbox.0", "", b"", b"NATS/1.0 404 No Messages\r\n\r\n")
+    assert [(d.subject, d.seq, d.times) for d in await task] == [("s.thread", 7, 1)]
+    task = await _asked(pulls, pulls.next(5))
+    pulls._on_message("inbox.1", "", b"", b"NATS/1.0 409 Exceeded MaxWaiting\r\n\r\n")
+    with pytest.raises(PullRefused) as caught:
+        await task
+    assert caught.value.code == "409"
+
+
+async def test_a_connection_that_is_lost_while_work_is_asked_for_leaves_nothing_unlooked_at() -> None:
+    class Lost(_Client):
+        async def publish(self, *_: Any, **__: Any) -> None:
+            pulls._lost()
+            raise ConnectionClosedError
+
+    pulls = _pulls(Lost())
+    with pytest.raises(LogUnavailable):
+        await pulls.next(5)
