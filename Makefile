@@ -50,7 +50,7 @@ test: check ## Run the tests on real servers (lint, types and layers first; unde
 	$(BIN)/python -m pytest $(ALONE) -m "alone and not long"
 
 .PHONY: test-long
-test-long: $(READY) ## Run what `make test` leaves out: other ways to run Spark, Spark's rows of the benchmark (some minutes)
+test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (some minutes)
 	$(BIN)/python -m pytest -m long
 
 SPARK ?= 4.2.1

@@ -91,8 +91,6 @@ class Sequencer:
         self._waiting: deque[Queued] = deque()
         self._sending: list[Queued] = []
         self._task: asyncio.Task[None] | None = None
-        #: Whether a look at the queue is due one turn of the loop later.
-        self._due = False
         #: Units whose parts are being stored, one at a time.
         self._large: list[Queued] = []
         self._one_large = asyncio.Lock()
@@ -118,7 +116,7 @@ class Sequencer:
         """Begin to send; needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._look_at_limit()
-        self._look_soon()
+        self._work_soon()
 
     async def aclose(self) -> None:
         """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
@@ -175,8 +173,7 @@ class Sequencer:
             asyncio.get_running_loop().call_soon(_end_all, [queued], Conflict("another entry was stored first"))
             return
         self._waiting.append(queued)
-        if self._task is None and not self._due:
-            self._look_soon()
+        self._work_soon()
 
     def _heard(self, seq: int, header: str, size: int) -> int | None:
         """Note the group of another; units that wait and were overtaken by it need not wait for their turn."""
@@ -216,16 +213,9 @@ class Sequencer:
             [q.seen for q in (*self._sending[:1], *itertools.islice(self._waiting, 1), *self._large)], default=None
         )
 
-    def _look_soon(self) -> None:
-        """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
-        if self._loop is not None:
-            self._due = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._due = False
-        if self._task is None and self._waiting and not self._closed:
-            assert self._loop is not None
+    def _work_soon(self) -> None:
+        """Begin one turn of the loop later: writers that were woken together have their next entries ready then."""
+        if self._task is None and self._loop is not None and not self._closed:
             self._task = self._loop.create_task(self._work(), name="bufstore-groups")
 
     async def _work(self) -> None:
@@ -240,8 +230,8 @@ class Sequencer:
             raise
         finally:
             self._task = None
-            if again and self._waiting and not self._closed:
-                self._look_soon()
+            if again and self._waiting:
+                self._work_soon()
 
     def _take(self) -> list[Queued]:
         waiting = self._waiting
@@ -436,9 +426,12 @@ class Sequencer:
                 return AppendUnknown("what stood behind the group before it is purged")
             return Conflict("another group was stored first")
 
-        pause = wait_random_exponential(multiplier=0.005, max=_PAUSE_MAX_S)
-        outcome: Written | Exception | None = await AsyncRetrying(wait=pause, retry=retry_if_result(_is_none))(once)
-        assert outcome is not None
+        # Tried again once more at once: to begin with the retries would be a sixth of what a small group costs.
+        outcome = await once()
+        if outcome is None:
+            pause = wait_random_exponential(multiplier=0.005, max=_PAUSE_MAX_S)
+            outcome = await AsyncRetrying(wait=pause, retry=retry_if_result(_is_none))(once)
+            assert outcome is not None
         return outcome
 
 
