@@ -54,6 +54,29 @@ async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFi
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
 
 
+async def test_a_deletion_waits_until_somebody_flushes(
+    deployment: Deployment, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only Postgres knows the children of a thread: that it cannot be asked now is an outage, and no bad row."""
+    caplog.set_level(logging.INFO, "bufstore.spark")
+    await prepared(deployment)
+    thread = fresh()
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint(thread, [said(0)], run_of(thread))
+    deleted = {"thread_id": thread, "run_id": "", "position": 0, "edit": '{"delete_thread": "reject"}'}
+    writing = asyncio.create_task(asyncio.to_thread(write_rows, sink(deployment), 0, [[deleted]]))
+
+    async def waits() -> bool:
+        return "waits, and fails in" in caplog.text
+
+    await eventually(waits, 40)
+    async with deployment.store() as store:
+        found = (await writing).counts
+        assert (found.written, found.bad) == (1, 0)
+        assert found.waited_ms > 0
+        assert await store.load_thread(thread) is None
+
+
 def sorted_rows(threads: list[str], steps: range) -> list[dict[str, Any]]:
     return sorted(rows_of(threads, steps), key=lambda row: (row["thread_id"], row["position"]))
 
