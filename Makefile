@@ -54,8 +54,9 @@ test-long: $(READY) ## Run what `make test` leaves out, because it takes longest
 	$(BIN)/python -m pytest -m long
 
 SPARK ?= 4.2.1
-SPARK_TESTS ?= arrives_once or numbered or commit_fails or back_into_an_empty or beside_a_flusher or decoded or \
-	where_it_stopped or micro_batch or questions or push_their or one_position
+SPARK_FILES := foreach_batch jobs bufstore_format threadlog_format tables_on_spark
+SPARK_TESTS ?= arrives_once or beside_a_flusher or back_into_an_empty or numbered or commit_fails or decoded or \
+	where_it_stopped or questions or push_their or one_position
 .PHONY: spark-version
 spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 (some minutes; 1 GB of disk)
 	rm -rf .venv-spark && $(BIN)/python -m venv .venv-spark
@@ -63,7 +64,7 @@ spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 
 	@# All else as it is in $(VENV), behind the packages of its own.
 	@echo "import site; site.addsitedir('$$(ls -d $(CURDIR)/$(VENV)/lib/python*/site-packages)')" \
 		> "$$(ls -d .venv-spark/lib/python*/site-packages)/rest.pth"
-	.venv-spark/bin/python -m pytest -rA -q -W default -k "$(SPARK_TESTS)" tests/spark --continue-on-collection-errors; \
+	.venv-spark/bin/python -m pytest -rA -q -W default -k "$(SPARK_TESTS)" $(SPARK_FILES:%=tests/spark/test_%.py); \
 		found=$$?; rm -rf .venv-spark; exit $$found
 
 .PHONY: unit

@@ -335,6 +335,28 @@ async def test_postgres_reads_no_more_than_is_asked_for(deployment: Deployment) 
     assert await read_by(numPartitions=1) == 5000
 
 
+async def test_a_read_that_is_broken_off_leaves_no_transaction(deployment: Deployment) -> None:
+    """As by a LIMIT, which takes the first rows."""
+    async with deployment.store() as store:
+        for n in range(3):
+            await store.checkpoint(f"t-{n}", [said(i) for i in range(2000)], run_of(f"t-{n}"))
+        await store.force_flush_all()
+    reader = BufstoreFormat(options(deployment, "messages", numPartitions=1)).reader(StructType([]))
+    found = reader.read(reader.partitions()[0])
+
+    async def reading() -> bool:
+        there = "SELECT pid FROM pg_stat_activity WHERE query LIKE %s AND xact_start < now()"
+        return bool(await query(deployment.servers.postgres.dsn, there, f'%"{deployment.name}".messages%'))
+
+    async def over() -> bool:
+        return not await reading()
+
+    assert 0 < (await asyncio.to_thread(next, found)).num_rows < 6000
+    assert await reading()
+    await asyncio.to_thread(found.close)
+    await eventually(over)
+
+
 async def told(fetched: Callable[[], Any], before: int, least: int) -> int:
     found = await fetched() - before
     return found if found >= least else 0
