@@ -163,6 +163,7 @@ def langgraph(stage: Stage, console: Console) -> None:
     )
     kinds: dict[str, Kind] = {
         "AsyncPostgresSaver": TimedPlainSaver,
+        "without its lock": (TimedPlainSaver, {"unlocked": True}),
         "ours, without a flusher": (TimedSaver, {"flusher": False}),
         "ours": TimedSaver,
         "InMemorySaver": TimedMemorySaver,
@@ -183,10 +184,13 @@ def langgraph(stage: Stage, console: Console) -> None:
                 found[name].append([steps["client_cpu"], steps["rate"], 1e3 * spent / turns, turns / took])
                 if name == "ours":
                     worker.call("flush")
+        load = {"callers": stage.count(_CALLERS, 8), "seconds": stage.seconds(1.0), "label": "profile"}
+        where = workers["ours, without a flusher"].call("profiled", name="load", **load)
     for name, rounds in found.items():
         step, rate, turn, turns_rate = (median(figures) for figures in zip(*rounds, strict=True))
         table.add_row(name, f"{step:.0f}", f"{rate:.0f}", f"{turn:.2f}", f"{turns_rate:.0f}")
     console.print(table)
+    console.print(where, highlight=False)
 
 
 def drain(stage: Stage, console: Console) -> None:
