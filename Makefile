@@ -155,5 +155,5 @@ constraints: ## Renew constraints.txt from the newest versions that pyproject.to
 
 .PHONY: clean
 clean: ## Remove what make and the tools have made
-	rm -rf $(VENV) .venv-new build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-new .venv-spark build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

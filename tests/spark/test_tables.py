@@ -16,7 +16,8 @@ from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 from pyspark.sql.types import StructType
 
 from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, ThreadMetadata
-from bufstore.spark import PositionPassed, hold_position
+from bufstore.buffer.places import group_of
+from bufstore.spark import DataLoss, PositionPassed, hold_position
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.tables.table_options import table_options
 from bufstore.spark.tables.table_reader import PushedTableReader
@@ -24,7 +25,7 @@ from bufstore.threads import edits
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
 from hostile import publish_entry
-from spark.jobs import settings_of, where
+from spark.jobs import purge, settings_of, where
 
 
 def options(deployment: Deployment, table: str, **more: Any) -> dict[str, str]:
@@ -239,6 +240,27 @@ async def test_a_held_position_shows_one_moment_while_everything_goes_on(deploym
             await read(deployment, "threads", **asked)
         with pytest.raises(Exception, match="the log ends before"):
             await read(deployment, "threads", endingPosition=held.position << 1)
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+async def test_a_position_that_is_held_longer_than_the_log_keeps_its_tail_is_a_loss(
+    deployment: Deployment, all_of_it: bool
+) -> None:
+    """What Postgres did not have then has left the log: no thread is shown without it."""
+    deployment.verified = False
+    await half_flushed(deployment)
+    async with deployment.store(flusher=False) as store:
+        middle = group_of(await store.buffer.log.end(5.0))
+        await store.checkpoint_append("t-0", [said(2)], run_of("t-0"))
+    with hold_position(where(deployment)) as held:
+        asked = {name: held.options[name] for name in ("endingPosition", "postgresSnapshot")}
+        assert len(await read(deployment, "messages", **asked)) == 25
+        async with deployment.store() as store:
+            await store.force_flush_all()
+        await purge(deployment, group_of(held.position) if all_of_it else middle)
+        for table in TABLES:
+            with pytest.raises(DataLoss):
+                await read(deployment, table, **asked)
 
 
 async def test_a_position_is_held_where_idle_transactions_are_ended(deployment: Deployment) -> None:
