@@ -110,6 +110,7 @@ class BlockingBulkWriter(_Part):
     claim = _blocking(BulkWriter.claim)
     write = _blocking(BulkWriter.write)
     edit = _blocking(BulkWriter.edit)
+    delete = _blocking(BulkWriter.delete)
 
 
 class BlockingBufferedStore(BlockingThreadStore):

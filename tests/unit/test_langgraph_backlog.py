@@ -16,7 +16,8 @@ _MAX = 20_000
 
 
 async def _settle() -> None:
-    for _ in range(10):
+    """Until nothing moves any more: some turns of the loop for each of those who go on one after the other."""
+    for _ in range(300):
         await asyncio.sleep(0)
 
 

@@ -91,6 +91,8 @@ class Sequencer:
         self._waiting: deque[Queued] = deque()
         self._sending: list[Queued] = []
         self._task: asyncio.Task[None] | None = None
+        #: Whether a look at the queue is due one turn of the loop later.
+        self._due = False
         #: Units whose parts are being stored, one at a time.
         self._large: list[Queued] = []
         self._one_large = asyncio.Lock()
@@ -116,7 +118,7 @@ class Sequencer:
         """Begin to send; needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._look_at_limit()
-        self._work_soon()
+        self._look_soon()
 
     async def aclose(self) -> None:
         """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
@@ -173,7 +175,8 @@ class Sequencer:
             asyncio.get_running_loop().call_soon(_end_all, [queued], Conflict("another entry was stored first"))
             return
         self._waiting.append(queued)
-        self._work_soon()
+        if self._task is None and not self._due:
+            self._look_soon()
 
     def _heard(self, seq: int, header: str, size: int) -> int | None:
         """Note the group of another; units that wait and were overtaken by it need not wait for their turn."""
@@ -213,9 +216,16 @@ class Sequencer:
             [q.seen for q in (*self._sending[:1], *itertools.islice(self._waiting, 1), *self._large)], default=None
         )
 
-    def _work_soon(self) -> None:
-        """Begin one turn of the loop later: writers that were woken together have their next entries ready then."""
-        if self._task is None and self._loop is not None and not self._closed:
+    def _look_soon(self) -> None:
+        """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
+        if self._loop is not None:
+            self._due = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._due = False
+        if self._task is None and self._waiting and not self._closed:
+            assert self._loop is not None
             self._task = self._loop.create_task(self._work(), name="bufstore-groups")
 
     async def _work(self) -> None:
@@ -230,8 +240,8 @@ class Sequencer:
             raise
         finally:
             self._task = None
-            if again and self._waiting:
-                self._work_soon()
+            if again and self._waiting and not self._closed:
+                self._look_soon()
 
     def _take(self) -> list[Queued]:
         waiting = self._waiting
