@@ -45,7 +45,7 @@ ALONE := -n 2 --dist loadfile
 WITHOUT_SERVERS := -n logical --dist loadfile tests/unit
 
 .PHONY: test
-test: check ## Run the tests on real servers (lint, types and layers first; under 15 minutes)
+test: check ## Run the tests on real servers (lint, types and layers first; about 16 minutes)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long"
 	$(BIN)/python -m pytest $(ALONE) -m "alone and not long"
 
@@ -68,7 +68,7 @@ spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 
 		found=$$?; rm -rf .venv-spark; exit $$found
 
 .PHONY: unit
-unit: $(READY) ## Run the tests that need no servers (under a minute)
+unit: $(READY) ## Run the tests that need no servers (about a minute)
 	$(BIN)/python -m pytest -q $(WITHOUT_SERVERS)
 
 .PHONY: check

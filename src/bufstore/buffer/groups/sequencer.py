@@ -436,7 +436,7 @@ class Sequencer:
                 return AppendUnknown("what stood behind the group before it is purged")
             return Conflict("another group was stored first")
 
-        # Tried again once more at once: to begin with the retries would be a sixth of what a small group costs.
+        # Almost always the first try does it, and preparing retries costs more than drafting a small group.
         outcome = await once()
         if outcome is None:
             pause = wait_random_exponential(multiplier=0.005, max=_PAUSE_MAX_S)
