@@ -136,6 +136,30 @@ def test_many_threads_that_are_written_first_at_once_ask_postgres_together() -> 
     test(main)
 
 
+def test_who_needs_the_content_reads_the_last_entry_only_with_it() -> None:
+    """The log's last entry was looked up first, and read again with the others: a whole group each time."""
+
+    async def main(world: World, one: Instance) -> None:
+        two = Instance(world)
+        await one.checkpoint(["a"])
+        await two.checkpoint(["of another"], "another")
+        looked_up, last = list[str](), two.log.last
+
+        async def counted(subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+            looked_up.extend(subjects)
+            return await last(subjects, timeout_s)
+
+        two.log.last = counted  # type: ignore[method-assign]
+        assert (await two.append(["b"])).version == 2
+        assert not looked_up
+        await one.checkpoint(["c"], "third", key="k")
+        assert (await two.append(["c"], "third", key="other")).version == 2
+        assert set(looked_up) == {SUBJECTS.of("third")}, "what may repeat another write is answered without content"
+        assert await world.messages() == ["a", "b"]
+
+    test(main)
+
+
 def test_when_postgres_cannot_say_which_threads_are_new_each_is_asked_for() -> None:
     async def main(world: World, one: Instance) -> None:
         asked = 0

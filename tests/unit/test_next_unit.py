@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append import next_unit as module
-from bufstore.buffer.append.next_unit import Drafted, Limits, Need, NotTried, Taken, next_unit
+from bufstore.buffer.append.next_unit import Drafted, Limits, Need, NotTried, Taken, needs_content, next_unit
 from bufstore.buffer.append.tip import Draft, NeedBase, Tip
 from bufstore.buffer.entry import Base, StoredEntry, items_of
 from bufstore.errors import AlreadyExists, IdempotencyConflict, TooLarge
@@ -269,3 +269,19 @@ def test_a_unit_ends_before_the_write_that_would_be_too_much() -> None:
         queue = [Waits(id_, size=size) for id_, size in enumerate(sizes, 1)]
         outcomes, _ = decide(queue, a_tip(), looked_up=False)
         assert [type(o) for o in outcomes] == [Drafted] * fit
+
+
+@pytest.mark.parametrize(
+    ("write", "needed"),
+    [
+        (Waits(1, "needs the content"), True),
+        (Waits(1, "drafts"), False),
+        (Waits(1, "is refused"), False),
+        (Waits(1, "breaks"), False),
+        (Waits(1, "needs the content", keyed=True), False),
+        (Waits(1, "needs the content", mark=MARKS[0]), False),
+    ],
+)
+def test_only_what_cannot_repeat_another_write_goes_straight_for_the_content(write: Waits, *, needed: bool) -> None:
+    assert needs_content(write) is needed
+    assert not write.content.drafted, "what was drafted to find out is undone"

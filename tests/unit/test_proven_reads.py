@@ -235,14 +235,14 @@ def test_a_tail_of_one_who_lacks_what_was_proved_is_not_shown() -> None:
         async with await BufferedThreadStore.open(inner, nats=nats, config=config) as store:
             for n in range(1, 4):
                 await store.checkpoint(thread_id, list(range(n)), run_of(thread_id, steps=n))
-            after, old = store.buffer.log.after, 5
+            after, old = store.buffer.log.seen_after, 5
 
             async def of_an_old_leader(*args: Any) -> list[StoredMessage]:
                 nonlocal old
                 old -= 1
                 return (await after(*args))[: -2 if old > 0 else None]
 
-            store.buffer.log.after = of_an_old_leader  # type: ignore[method-assign]
+            store.buffer.log.seen_after = of_an_old_leader  # type: ignore[method-assign]
             assert await store.load_messages(thread_id) == [0, 1, 2]
             store._reads.store.down, old = "it is away", 5
             assert await store.load_messages(thread_id) == [0, 1, 2]

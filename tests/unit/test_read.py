@@ -226,9 +226,15 @@ def test_a_store_that_fails_when_nobody_waits_for_it_any_more_leaves_no_complain
             raise StoreUnavailable("the connection was closed")
 
         async def fails(*_: str) -> Any:
-            world.log.fault = lambda kind: over.set() or ""  # type: ignore[func-returns-value]
             raise StoreUnavailable("no connection")
 
+        tail = one.reads._log.seen_after
+
+        async def tail_while_it_fails(*args: Any) -> Any:
+            over.set()
+            return await tail(*args)
+
+        one.reads._log.seen_after = tail_while_it_fails  # type: ignore[method-assign]
         one.reads._reader.state = fails_late  # type: ignore[method-assign]
         one.reads._reader.answers = fails  # type: ignore[method-assign]
         assert await shown(one) == ["a"]

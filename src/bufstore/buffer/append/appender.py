@@ -25,7 +25,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
 from bufstore.buffer.append.lost_answer import Torn, resolve
-from bufstore.buffer.append.next_unit import Limits, Need, next_unit, other_content
+from bufstore.buffer.append.next_unit import Limits, Need, needs_content, next_unit, other_content
 from bufstore.buffer.append.tip import Prepare, Tip, TipCache
 from bufstore.buffer.append.tip_finder import Known, Stored, TipFinder
 from bufstore.buffer.append.unresolved import Unresolved
@@ -305,7 +305,11 @@ class Appender(Generic[S, M]):
             return
         tip = tip or self._tips.get(lane.thread_id)
         if tip is None:
-            self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
+            # Not before this process has looked at the log at all: what it finds meanwhile, it looks for once more.
+            if self._life and needs_content(lane.queue[0]):
+                self._spawn(self._find(lane, lambda: self._finder.of_content(lane.thread_id), for_head=True))
+            else:
+                self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
         try:
             limits = self._limits(lane.thread_id)

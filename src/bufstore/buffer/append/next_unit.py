@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, Protocol
 import msgspec
 
 from bufstore.buffer import producers, recent_keys
-from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip
+from bufstore.buffer.append.tip import Draft, NeedBase, Prepare, Tip, tip_unknown
 from bufstore.buffer.domain import M
 from bufstore.buffer.entry import Base, Entry, encode
 from bufstore.buffer.groups.group import size_of
@@ -145,6 +145,23 @@ def next_unit(
             refused.append(write)
         outcomes.append(outcome)
     return Taken(outcomes)
+
+
+def needs_content(write: QueuedWrite[M]) -> bool:
+    """Whether it needs the thread's content, whatever the log's last entry is: then it need not be looked up before.
+
+    What may repeat another write is left to that look: its answer needs no content, and so no Postgres.
+    """
+    if write.keyed or write.mark is not None:
+        return False
+    nothing_known: Tip[M] = tip_unknown(0, 0.0)
+    try:
+        write.prepare(nothing_known).undo()
+    except NeedBase:
+        return True
+    except Exception:  # it is judged, and told, behind the tip
+        return False
+    return False
 
 
 def _judge(

@@ -55,6 +55,7 @@ class TipFinder(Generic[S, M]):
         self._tips = tips
         self._last = Lookups(lambda subjects: self._log.last(subjects, self._timeout_s))
         self._nowhere = Lookups(self._found_nowhere)
+        self._end = Lookups(self._found_end)
         self._known, self._known_again_at = known, float("-inf")
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
@@ -223,6 +224,9 @@ class TipFinder(Generic[S, M]):
         self._tips.put(thread_id, tip)
         return tip
 
+    async def _found_end(self, _: list[str]) -> dict[str, int]:
+        return {"": await self._log.end(self._timeout_s)}
+
     async def _seen_lately(self) -> int:
         """A position at or above everything that has been purged by now.
 
@@ -232,7 +236,7 @@ class TipFinder(Generic[S, M]):
         seq, at = self._seen
         now, suspended_s = self._loop.time(), elapsed.suspended_s()
         if now - at + suspended_s - self._suspended_s > self._seen_for_s:
-            seq = await self._log.end(self._timeout_s)
+            seq = await self._end.of("") or 0
             self._suspended_s = suspended_s
             self._seen = max(self._seen, (seq, now)) if seq >= self._seen[0] else (seq, now)
         return seq

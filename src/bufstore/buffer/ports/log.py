@@ -184,7 +184,8 @@ class Log(Generations, Protocol):
         ...
 
     async def seen_after(self, subject: str, seq: int, timeout_s: float) -> list[StoredMessage]:
-        """The thread's entries above `seq`, as far as this process has seen the log: after a conflict it has."""
+        """The thread's entries above `seq`, as far as this process has seen the log: after a conflict it has, and up to
+        what it was told of by `latest` or `ends`."""
         ...
 
     @property

@@ -198,7 +198,8 @@ class Reads(Generic[S]):
         subject = self._subjects.of(thread_id)
         pause = 0.001
         while last > above:
-            messages = await self._log.after(subject, above, self._config.read_timeout_s)
+            # The look that told of `last` has seen all up to it: to look again would cost a request.
+            messages = await self._log.seen_after(subject, above, self._config.read_timeout_s)
             if messages and messages[-1].seq >= last:
                 return messages, messages[-1].seq
             # It has left since, or the server that answered lacked it: report nothing without what stands there.
