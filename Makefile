@@ -54,9 +54,9 @@ test-long: $(READY) ## Run what `make test` leaves out, because it takes longest
 	$(BIN)/python -m pytest -m long
 
 SPARK ?= 4.2.1
-SPARK_FILES := foreach_batch jobs bufstore_format threadlog_format tables_on_spark
+SPARK_FILES := foreach_batch jobs bufstore_format threadlog_format tables_on_spark catalog
 SPARK_TESTS ?= arrives_once or beside_a_flusher or back_into_an_empty or numbered or commit_fails or decoded or \
-	where_it_stopped or questions or push_their or one_position
+	where_it_stopped or questions or push_their or one_position or of_the_catalog
 .PHONY: spark-version
 spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 (some minutes; 1 GB of disk)
 	rm -rf .venv-spark && $(BIN)/python -m venv .venv-spark

@@ -99,6 +99,13 @@ def submitted(settings: dict[str, Any]) -> None:
     spark.stop()
 
 
+def sql(settings: dict[str, Any]) -> None:
+    """Statements, in a session whose servers the environment names; what they return."""
+    spark = session("sql", "local[2]", **settings["spark"])
+    print(json.dumps({"rows": [[list(row) for row in spark.sql(s).collect()] for s in settings["statements"]]}))
+    spark.stop()
+
+
 def programs(settings: dict[str, Any]) -> None:
     """Programs one after the other, each with a session of its own, in one JVM; how each ended and what it printed."""
     found = []
@@ -122,6 +129,5 @@ def programs(settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    {"killed": killed, "connect": connect, "speculating": speculating, "programs": programs}[sys.argv[1]](
-        json.loads(sys.argv[2])
-    )
+    jobs = {"killed": killed, "connect": connect, "speculating": speculating, "programs": programs, "sql": sql}
+    jobs[sys.argv[1]](json.loads(sys.argv[2]))

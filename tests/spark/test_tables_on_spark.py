@@ -114,10 +114,3 @@ async def test_a_plan_of_a_table_shows_no_login(
     assert "thread_id" in said
     assert login not in said
     assert given["postgresUrl"] not in said
-
-
-async def test_a_table_of_the_catalog_is_refused(spark: Any, deployment: Deployment) -> None:
-    """Spark (4.3) keeps no options of it for who reads."""
-    pairs = ", ".join(f"{name} '{value}'" for name, value in options(deployment, "threads").items())
-    with pytest.raises(Exception, match="CREATE TEMPORARY VIEW"):
-        await asyncio.to_thread(spark.sql, f"CREATE TABLE kept USING bufstore OPTIONS ({pairs})")

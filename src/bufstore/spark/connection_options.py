@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 from bufstore.config import LogConfig, NatsConfig, split_url
@@ -24,28 +25,43 @@ CONNECTION = {
 }
 #: Spark's own, which it hands over as well.
 _SPARKS = ("path", "checkpointLocation")
-#: Among the properties of a table of SQL.
-_PROVIDER = "provider"
+#: Names the server where no option does; as for the command line.
+NATS_VARIABLE = "BUFSTORE_NATS"
+POSTGRES_VARIABLE = "BUFSTORE_POSTGRES"
+#: Its login. Not for a server that an option names: whoever names it would get the login.
+_LOGIN_VARIABLES = {
+    "credentialsFile": "BUFSTORE_NATS_CREDS",
+    "user": "BUFSTORE_NATS_USER",
+    "password": "BUFSTORE_NATS_PASSWORD",
+    "token": "BUFSTORE_NATS_TOKEN",
+}
 
 
 def named(given: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
-    """The options, spelled as in `names` and CONNECTION. Raises ConfigError for an option that is in neither."""
-    if _PROVIDER in given:
-        raise ConfigError(
-            "Spark (4.3) does not tell a source in Python the options of its table when it reads: use CREATE TEMPORARY "
-            "VIEW name USING threadlog OPTIONS (…) instead of CREATE TABLE"
-        )
+    """The options, spelled as in `names` and CONNECTION; servers that none of them names are the environment's.
+
+    Raises ConfigError for an option that is in neither.
+    """
     known = {name.lower(): name for name in (*CONNECTION, *names, *_SPARKS)}
     for name in given:
         if name.lower() not in known:
             raise ConfigError(f"there is no option {name}; the options are {', '.join((*CONNECTION, *names))}")
-    return {known[name.lower()]: value for name, value in given.items() if known[name.lower()] not in _SPARKS}
+    found = {known[name.lower()]: value for name, value in given.items() if known[name.lower()] not in _SPARKS}
+    if NATS_VARIABLE in os.environ and not found.keys() & {"nats", "natsUrl"}:
+        logins = {name: os.environ[variable] for name, variable in _LOGIN_VARIABLES.items() if variable in os.environ}
+        found = {"natsUrl": os.environ[NATS_VARIABLE]} | logins | found
+    if POSTGRES_VARIABLE in os.environ and "postgres" in names and not found.keys() & {"postgres", "postgresUrl"}:
+        found["postgresUrl" if "postgresUrl" in names else "postgres"] = os.environ[POSTGRES_VARIABLE]
+    return found
 
 
 def connection(found: Mapping[str, str]) -> NatsConfig:
     """How to reach NATS. Raises ConfigError."""
     if ("nats" in found) == ("natsUrl" in found):
-        raise ConfigError("give one of the options nats and natsUrl: the URL of a NATS server")
+        raise ConfigError(
+            f"give one of the options nats and natsUrl, or {NATS_VARIABLE} in the driver's environment: the URL of a "
+            "NATS server"
+        )
     return NatsConfig(
         servers=tuple(words(found, "nats") or words(found, "natsUrl")),
         credentials=found.get("credentialsFile"),

@@ -33,6 +33,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.types import StructType
 
 from bufstore.errors import ConfigError
+from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.connection_options import connection, named
 from bufstore.spark.sink.app_id import AppId, check_bad
@@ -43,7 +44,7 @@ from bufstore.spark.sink.settled import ROW, RowKey, Settled, key_of, position_o
 from bufstore.spark.sink.spark_ledger import Query
 from bufstore.spark.tables.table_options import table_options
 from bufstore.spark.tables.table_reader import reader_of
-from bufstore.spark.tables.table_rows import schema_of
+from bufstore.spark.tables.table_rows import TABLES
 
 #: What one task may hand over, packed: all of it passes through the driver.
 _TASK_BYTES_MAX = 64 << 20
@@ -70,12 +71,15 @@ class BufstoreFormat(DataSource):
     def name(cls) -> str:
         return "bufstore"
 
-    def schema(self) -> str:
-        options = table_options(self.options)
-        return schema_of(options.table, options.columns)
+    def schema(self) -> StructType:
+        kept = of_catalog(self.options)
+        options = table_options(self.options if kept is None else kept)
+        return schema_of({name: TABLES[options.table][name] for name in options.columns}, kept)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return reader_of(self.options)
+        options = table_options(with_kept(self.options, schema))
+        check_same_columns(options.columns, schema)
+        return reader_of(options)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         if overwrite:

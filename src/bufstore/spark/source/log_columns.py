@@ -60,9 +60,9 @@ _ARROW: Mapping[str, Any] = {
 }
 
 
-def schema_of(columns: Sequence[str]) -> str:
+def types_of(columns: Sequence[str]) -> dict[str, Any]:
     types = {**MESSAGE_COLUMNS, **ENTRY_COLUMNS}
-    return ", ".join(f"{name} {types[name]}" for name in columns)
+    return {name: _ARROW[types[name]] for name in columns}
 
 
 class LogItem(msgspec.Struct, frozen=True):

@@ -25,9 +25,10 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from bufstore.nats.ranges import LogState
+from bufstore.spark.catalog_options import check_same_columns, of_catalog, schema_of, with_kept
 from bufstore.spark.process_loop import loop
 from bufstore.spark.source import log_scan
-from bufstore.spark.source.log_columns import schema_of
+from bufstore.spark.source.log_columns import types_of
 from bufstore.spark.source.offsets import Offset, Range, begin_at, check, offset_of, parts_of, split
 from bufstore.spark.source.options import ReadOptions, read_options
 
@@ -42,14 +43,21 @@ class ThreadLogSource(DataSource):
     def name(cls) -> str:
         return "threadlog"
 
-    def schema(self) -> str:
-        return schema_of(read_options(self.options).columns)
+    def schema(self) -> StructType:
+        kept = of_catalog(self.options)
+        options = read_options(self.options if kept is None else kept)
+        return schema_of(types_of(options.columns), kept)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return _Batch(read_options(self.options))
+        return _Batch(self._read_options(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        return _Stream(read_options(self.options))
+        return _Stream(self._read_options(schema))
+
+    def _read_options(self, schema: StructType) -> ReadOptions:
+        options = read_options(with_kept(self.options, schema))
+        check_same_columns(options.columns, schema)
+        return options
 
 
 class _RangePartition(InputPartition):

@@ -11,7 +11,7 @@ from bufstore.config import LogConfig, NatsConfig, Secretive
 from bufstore.errors import ConfigError
 from bufstore.postgres.connection.migrate import check_schema
 from bufstore.postgres.connection.pool import check_conninfo
-from bufstore.spark.connection_options import check_masked, connection, named, words
+from bufstore.spark.connection_options import POSTGRES_VARIABLE, check_masked, connection, named, words
 from bufstore.spark.option_values import count, ids, number, timestamp_ns
 from bufstore.spark.source.options import ReadOptions
 from bufstore.spark.tables.narrowing import ALL, Narrowing
@@ -103,7 +103,10 @@ def table_options(given: Mapping[str, str]) -> TableOptions:
 
 def _postgres(found: Mapping[str, str]) -> str:
     if ("postgres" in found) == ("postgresUrl" in found):
-        raise ConfigError("give one of the options postgres and postgresUrl: the database")
+        raise ConfigError(
+            f"give one of the options postgres and postgresUrl, or {POSTGRES_VARIABLE} in the driver's environment: "
+            "the database"
+        )
     if "postgres" in found and "password" in check_conninfo(found["postgres"]):
         raise ConfigError("option postgres has a password, which plans would show: give it as postgresUrl")
     return found.get("postgres") or found["postgresUrl"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from bufstore.spark.process_loop import loop
 from bufstore.spark.tables import table_scan
 from bufstore.spark.tables.narrowing import narrowed_by
 from bufstore.spark.tables.shares import Share
-from bufstore.spark.tables.table_options import TableOptions, table_options
+from bufstore.spark.tables.table_options import TableOptions
 from bufstore.spark.tables.table_rows import TABLES
 
 if TYPE_CHECKING:
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 _PUSHING = "pyspark.sql.worker.data_source_pushdown_filters"
 
 
-def reader_of(given: Mapping[str, str]) -> DataSourceReader:
-    """The reader for these options. Raises ConfigError."""
-    options = table_options(given)
+def reader_of(options: TableOptions) -> DataSourceReader:
+    """The reader for these options."""
     # While `spark.sql.python.filterPushdown.enabled` is off, which is Spark's default, it refuses a reader that takes
     # filters; with it on, it asks from this module.
     return PushedTableReader(options) if _PUSHING in sys.modules else TableReader(options)

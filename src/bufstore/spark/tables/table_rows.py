@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow
 
 from bufstore.spark.source.log_columns import as_json
-from bufstore.spark.typed_columns import MESSAGE, NUMBER, RUN, TEXT, TIME, ddl_of, message_columns, run_columns
+from bufstore.spark.typed_columns import MESSAGE, NUMBER, RUN, TEXT, TIME, message_columns, run_columns
 from bufstore.threads.model import Run, Thread, decode_message
 
 _COMMON = {
@@ -44,11 +44,6 @@ TABLES: Mapping[str, Mapping[str, Any]] = {
     "runs": {"thread_id": TEXT, **RUN, **_COMMON},
     "messages": {"thread_id": TEXT, "message": pyarrow.struct(list(MESSAGE.items())), **_COMMON},
 }
-
-
-def schema_of(table: str, columns: Sequence[str]) -> str:
-    """Columns of a table, as Spark writes them."""
-    return ddl_of({name: TABLES[table][name] for name in columns})
 
 
 def batch_of(table: str, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> pyarrow.RecordBatch:

@@ -1,0 +1,88 @@
+"""Options of a table of SQL's catalog: ``CREATE TABLE … USING threadlog OPTIONS (…)``.
+
+Spark (4.3) tells a table's options to a source in Python when the table is made, and not when it is read. What it does
+hand over then is the table's schema, with the metadata of its columns; so the options stand there, too
+(docs/adr/0043). A catalog is read by many, so it takes no login.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pyarrow
+
+from bufstore.config import split_url
+from bufstore.errors import ConfigError
+from bufstore.spark.connection_options import NATS_VARIABLE, POSTGRES_VARIABLE, words
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+#: Among what Spark hands over for a table of a catalog only.
+_PROVIDER = "provider"
+#: What stands in front of an option there; without it, it might be one of TBLPROPERTIES.
+_OPTION = "option."
+#: In the metadata of the first column.
+_KEPT = "bufstore.options"
+#: Each is one question: whoever reads a table may answer it in another of these words.
+_ALTERNATIVES = (
+    {"nats", "natsurl"},
+    {"postgres", "postgresurl"},
+    {"startingposition", "startingtimestamp"},
+    {"endingposition", "endingtimestamp"},
+    {"threads", "partitions"},
+)
+
+
+def of_catalog(given: Mapping[str, str]) -> dict[str, str] | None:
+    """The options of a table that is being made in a catalog; None: it is none. Raises ConfigError for a login."""
+    if _PROVIDER not in given:
+        return None
+    kept = {name.removeprefix(_OPTION).lower(): value for name, value in given.items() if name.startswith(_OPTION)}
+    for name in kept:
+        if _has_login(name, kept):
+            raise ConfigError(
+                f"option {name} has a login, which everybody would see who may read the catalog: give the server with "
+                f"its login in the environment of the driver ({NATS_VARIABLE}, {POSTGRES_VARIABLE}), or the login in a "
+                "credentialsFile or libpq's passfile, or as an option of those who read the table"
+            )
+    return kept
+
+
+def _has_login(name: str, kept: Mapping[str, str]) -> bool:
+    if name in ("nats", "natsurl"):
+        return any(split_url(url)[1] is not None for url in words(kept, name))
+    if name in ("postgres", "postgresurl"):
+        from bufstore.postgres.connection.pool import check_conninfo  # the log alone is read without psycopg
+
+        return "password" in check_conninfo(kept[name])
+    return name in ("password", "token")
+
+
+def schema_of(columns: Mapping[str, Any], kept: Mapping[str, str] | None) -> StructType:
+    """Columns of these types of Arrow, as Spark has them, with the options that a catalog keeps."""
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    found = from_arrow_schema(pyarrow.schema(list(columns.items())))
+    if kept is not None:
+        found.fields[0].metadata = {_KEPT: msgspec.json.encode(kept).decode()}
+    return found
+
+
+def with_kept(given: Mapping[str, str], schema: StructType) -> dict[str, str]:
+    """The options of a read: its own, and those of its table that they do not replace."""
+    kept = msgspec.json.decode(schema.fields[0].metadata.get(_KEPT, "{}"), type=dict[str, str])
+    named = {name.lower() for name in given}
+    answered = named.union(*(one for one in _ALTERNATIVES if one & named))
+    return {name: value for name, value in kept.items() if name.lower() not in answered} | dict(given)
+
+
+def check_same_columns(wanted: Sequence[str], schema: StructType) -> None:
+    """Raise ConfigError unless a read gives the columns that its table has."""
+    if list(wanted) != schema.fieldNames():
+        raise ConfigError(
+            f"the table has the columns {', '.join(schema.fieldNames())}, and a read with these options gives "
+            f"{', '.join(wanted)}: make the table without naming its columns (option columns says which it has)"
+        )
