@@ -6,11 +6,12 @@ A release that does not know a kind cannot apply it: it quarantines the entry, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import msgspec
 
-from bufstore.langgraph.model import CheckpointRow, Delete, Drop, Operation, Put, Rows, Writes
+from bufstore.langgraph.model import BlobRow, CheckpointRow, Delete, Drop, Operation, Put, Rows, WriteRow, Writes
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
@@ -41,43 +42,36 @@ def holds_nul(json: bytes) -> bool:
 
 def _check(operation: Operation) -> None:
     """Raise ValueError for what Postgres would refuse: found here, the fault is one entry's at once."""
-    for text in _texts(operation):
-        if text is not None and "\0" in text:
-            raise ValueError("a NUL in a text")
-    writes = (
-        operation.rows if isinstance(operation, Writes) else operation.writes if isinstance(operation, Rows) else ()
-    )
-    if any(not -_INT4 <= write.idx < _INT4 for write in writes):
-        raise ValueError("an index that is no int4")
-    for row in _checkpoints(operation):
+    match operation:
+        case Put(checkpoint, blobs, _):
+            _check_rows([checkpoint], blobs, ())
+        case Writes(rows, _):
+            _check_rows((), (), rows)
+        case Rows(checkpoints, blobs, writes):
+            _check_rows(checkpoints, blobs, writes)
+        case Drop(checkpoints, namespaces, keys):
+            _check_texts([*chain.from_iterable(checkpoints), *namespaces, *chain.from_iterable(keys)])
+        case Delete():
+            pass
+
+
+def _check_rows(checkpoints: Sequence[CheckpointRow], blobs: Sequence[BlobRow], writes: Sequence[WriteRow]) -> None:
+    texts: list[str] = []
+    for row in checkpoints:
+        texts += (row.ns, row.id, row.parent or "")
         for json in (row.checkpoint, row.metadata):
             _skim(json)
             if holds_nul(json):
                 raise ValueError("a NUL in JSON")
-
-
-def _checkpoints(operation: Operation) -> Iterator[CheckpointRow]:
-    if isinstance(operation, Put):
-        yield operation.checkpoint
-    elif isinstance(operation, Rows):
-        yield from operation.checkpoints
-
-
-def _texts(operation: Operation) -> Iterator[str | None]:
-    for row in _checkpoints(operation):
-        yield from (row.ns, row.id, row.parent)
-    match operation:
-        case Put(_, blobs, _) | Rows(_, blobs, _):
-            for blob in blobs:
-                yield from (*blob.key, blob.type)
-        case Drop(checkpoints, namespaces, keys):
-            for key in (*checkpoints, *keys):
-                yield from key
-            yield from namespaces
-        case Delete() | Writes():
-            pass
-    writes = (
-        operation.rows if isinstance(operation, Writes) else operation.writes if isinstance(operation, Rows) else ()
-    )
+    for blob in blobs:
+        texts += (blob.ns, blob.channel, blob.version, blob.type)
     for write in writes:
-        yield from (write.ns, write.checkpoint_id, *write.order[:2], write.channel, write.type)
+        texts += (write.ns, write.checkpoint_id, write.task_id, write.channel, write.type, write.task_path)
+        if not -_INT4 <= write.idx < _INT4:
+            raise ValueError("an index that is no int4")
+    _check_texts(texts)
+
+
+def _check_texts(texts: Iterable[str]) -> None:
+    if "\0" in "".join(texts):
+        raise ValueError("a NUL in a text")

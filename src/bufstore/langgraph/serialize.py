@@ -23,7 +23,8 @@ from bufstore.langgraph.model import TASKS, BlobRow, CheckpointRow, Put, Tables,
 from bufstore.langgraph.payload import holds_nul
 from bufstore.types import check_id
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+#: What refers to itself is too deep, and need not be found earlier.
+_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")).encode
 #: An index entry of Postgres holds 2704 bytes at most; all of a row's key is in one.
 _KEY_BYTES = 2600
 
@@ -62,7 +63,7 @@ def put_of(
     inline: dict[str, Any] = {}
     blobs: list[BlobRow] = []
     others: list[BlobRow] = []
-    versions: ChannelVersions = {**checkpoint["channel_versions"], **new_versions}
+    versions = checkpoint["channel_versions"]
     for channel, value in checkpoint["channel_values"].items():
         if value is None or isinstance(value, (str, int, float, bool)):
             inline[channel] = value
@@ -77,7 +78,7 @@ def put_of(
                 others.append(BlobRow(ns, channel, str(versions[channel]), *serde.dumps_typed(value)))
     told = new_versions
     if carry_bytes and sum(len(blob.blob or b"") for blob in others) <= carry_bytes:
-        blobs, told = [*blobs, *others], versions
+        blobs, told = [*blobs, *others], {**versions, **new_versions}
     carried = {blob.channel for blob in blobs}
     empty = [(channel, str(version)) for channel, version in told.items() if channel not in carried]
     row = CheckpointRow(
@@ -87,10 +88,11 @@ def put_of(
         _json({**checkpoint, "channel_values": inline}, "the checkpoint"),
         _json(get_serializable_checkpoint_metadata(config, metadata), "its metadata"),
     )
-    base = _check_key(thread_id, ns)
-    _check_key(row.id, beside=base)
-    for channel, version in told.items():
-        _check_key(channel, str(version), beside=base)
+    if not _surely_fit([thread_id, ns, row.id, *told, *map(str, told.values())]):
+        base = _check_key(thread_id, ns)
+        _check_key(row.id, beside=base)
+        for channel, version in told.items():
+            _check_key(channel, str(version), beside=base)
     return Put(row, blobs, empty)
 
 
@@ -105,23 +107,17 @@ def writes_of(
     thread_id, ns, checkpoint_id = at
     if checkpoint_id is None:
         raise InvalidId("writes need the id of a checkpoint")
-    _check_key(thread_id, ns, checkpoint_id, task_id)
+    channels = [channel for channel, _ in writes]
+    if not _surely_fit([thread_id, ns, checkpoint_id, task_id, task_path, *channels]):
+        _check_key(thread_id, ns, checkpoint_id, task_id)
+        for text in (*channels, task_path):
+            _check_text(text)
     rows = []
     for i, (channel, value) in enumerate(writes):
-        _check_text(channel)
-        rows.append(
-            WriteRow(
-                ns,
-                checkpoint_id,
-                task_id,
-                WRITES_IDX_MAP.get(channel, i),
-                channel,
-                *serde.dumps_typed(value),
-                task_path,
-            )
-        )
-    _check_text(task_path)
-    return Writes(rows, all(channel in WRITES_IDX_MAP for channel, _ in writes))
+        type_, blob = serde.dumps_typed(value)
+        index = WRITES_IDX_MAP.get(channel, i)
+        rows.append(WriteRow(ns, checkpoint_id, task_id, index, channel, type_, blob, task_path))
+    return Writes(rows, WRITES_IDX_MAP.keys() >= set(channels))
 
 
 def tuple_of(
@@ -172,6 +168,15 @@ def _json(value: Any, what: str) -> bytes:
     if holds_nul(text):
         raise InvalidRecord(f"{what} has a NUL character, which Postgres cannot hold")
     return text
+
+
+def _surely_fit(texts: Sequence[str]) -> bool:
+    """Whether these texts could all be in one key. They almost always could; then nobody has to look at each."""
+    for text in texts:
+        if type(text) is not str:
+            return False
+    text = "".join(texts)
+    return len(text) <= _KEY_BYTES and text.isascii() and "\0" not in text
 
 
 def _check_key(*parts: str, beside: int = 0) -> int:
