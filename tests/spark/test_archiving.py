@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql.types import StructType
 
 from bufstore import ConfigError, StoreUnavailable
 from bufstore.buffer.places import first_place
@@ -128,7 +127,8 @@ async def messages_of(deployment: Deployment) -> list[dict[str, Any]]:
     options = read_options(deployment, form="messages", numPartitions=1)
 
     def read() -> list[dict[str, Any]]:
-        reader: Any = ThreadLogSource(options).reader(StructType([]))
+        source = ThreadLogSource(options)
+        reader: Any = source.reader(source.schema())
         return [row for p in reader.partitions() for batch in reader.read(p) for row in batch.to_pylist()]
 
     return await asyncio.to_thread(read)

@@ -9,7 +9,6 @@ from typing import Any
 import nats
 import pytest
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.types import StructType
 
 from bufstore.spark import DataLoss
 from bufstore.spark.source import log_scan
@@ -21,7 +20,8 @@ from spark.jobs import prepared, read_options, write
 
 def planned(deployment: Deployment, **more: Any) -> tuple[Any, list[Any]]:
     """A reader, and its partitions as Spark takes them."""
-    reader: Any = ThreadLogSource(read_options(deployment, **more)).reader(StructType([]))
+    source = ThreadLogSource(read_options(deployment, **more))
+    reader: Any = source.reader(source.schema())
     return reader, list(reader.partitions()) or [InputPartition(None)]
 
 
@@ -106,7 +106,8 @@ async def test_a_micro_batch_waits_for_rows_and_not_for_ever(deployment: Deploym
     options = read_options(deployment, startingPosition="earliest", minOffsetsPerTrigger=3, maxTriggerDelay="1h")
 
     def stream(**more: Any) -> Any:
-        return ThreadLogSource(options | more).streamReader(StructType([]))
+        source = ThreadLogSource(options | more)
+        return source.streamReader(source.schema())
 
     def latest(reader: Any, start: Any) -> Any:
         return reader.latestOffset(start, reader.getDefaultReadLimit())

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from psycopg.conninfo import make_conninfo
 from pyspark.sql.datasource import EqualTo, In, StringStartsWith
-from pyspark.sql.types import StructType
 
 from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, ThreadMetadata
 from bufstore.buffer.places import group_of
@@ -46,7 +45,8 @@ def rows_of(reader: Any) -> list[dict[str, Any]]:
 
 
 async def read(deployment: Deployment, table: str, **more: Any) -> list[dict[str, Any]]:
-    reader = BufstoreFormat(options(deployment, table, **more)).reader(StructType([]))
+    source = BufstoreFormat(options(deployment, table, **more))
+    reader = source.reader(source.schema())
     return await asyncio.to_thread(rows_of, reader)
 
 
@@ -363,7 +363,8 @@ async def test_a_read_that_is_broken_off_leaves_no_transaction(deployment: Deplo
         for n in range(3):
             await store.checkpoint(f"t-{n}", [said(i) for i in range(2000)], run_of(f"t-{n}"))
         await store.force_flush_all()
-    reader = BufstoreFormat(options(deployment, "messages", numPartitions=1)).reader(StructType([]))
+    source = BufstoreFormat(options(deployment, "messages", numPartitions=1))
+    reader = source.reader(source.schema())
     found = reader.read(reader.partitions()[0])
 
     async def reading() -> bool:
