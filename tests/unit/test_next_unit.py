@@ -64,6 +64,8 @@ class Waits:
         match self.does:
             case "needs the content" if tip.memory is None:
                 raise NeedBase
+            case "needs an entry or the content" if tip.memory is None and not tip.seq:
+                raise NeedBase
             case "is refused":
                 raise AlreadyExists("it is there")
             case "breaks":
@@ -275,6 +277,7 @@ def test_a_unit_ends_before_the_write_that_would_be_too_much() -> None:
     ("write", "needed"),
     [
         (Waits(1, "needs the content"), True),
+        (Waits(1, "needs an entry or the content"), False),
         (Waits(1, "drafts"), False),
         (Waits(1, "is refused"), False),
         (Waits(1, "breaks"), False),
