@@ -14,7 +14,7 @@ from bench.rows.backlog import backlog, fresh_options
 from bench.stage import Stage
 
 _ROUNDS_MAX = 2
-_MEMORY_MAX_MIB = 300.0
+_MEMORY_MAX_MIB = 200.0
 
 
 class Drainer(Ours):
@@ -51,4 +51,4 @@ def drain(stage: Stage) -> Iterator[Benchmark]:
     found = stage.interleave({"ours": ours, "limit": limit}, min(stage.rounds, _ROUNDS_MAX))
     yield compared("drain.rate", "1/s", {name: [r for r, _ in results] for name, results in found.items()})
     memory = {name: [m for _, m in results] for name, results in found.items()}
-    yield compared("drain.memory", "MiB", memory | {"300 MiB": [_MEMORY_MAX_MIB]})
+    yield compared("drain.memory", "MiB", memory | {"200 MiB": [_MEMORY_MAX_MIB]})

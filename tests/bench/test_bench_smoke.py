@@ -91,6 +91,9 @@ _OTHERS = (
     "growth_history coalescing mailbox langgraph_steps langgraph_react"
 )
 _REST = [*_OTHERS.split(), "mailbox_claim", "notify", "tokens"]
+#: The heart of it, which `make test` runs, and what its results are called.
+_HEART = ["append", "reads", "end_to_end", "tokens"]
+_OF_HEART = re.compile(r"(append(_\d+)?|processor time|reads?(_clean|_tail)?|end_to_end(_hot)?|tokens)(\..*)?")
 #: Not run: the same functions as "append_8x8" and "append_r3", with other numbers.
 _ALIKE = ["append_4x16", "append_16x4", "append_16x16", "append_r3_lazy"]
 
@@ -99,7 +102,7 @@ _ALIKE = ["append_4x16", "append_16x4", "append_16x16", "append_r3_lazy"]
 class SmallRun:
     """A run of some rows, scaled down."""
 
-    spark: bool
+    kind: str
     folder: Path
     printed: str
 
@@ -113,7 +116,9 @@ class SmallRun:
         return {entry["name"]: entry for entry in self.results["benchmarks"]}
 
     def has(self, name: str) -> bool:
-        return name.startswith("spark") == self.spark
+        if self.kind == "heart":
+            return _OF_HEART.fullmatch(name) is not None
+        return name.startswith("spark") == (self.kind == "spark")
 
 
 def small_run(folder: Path, rows: list[str]) -> str:
@@ -126,12 +131,16 @@ def small_run(folder: Path, rows: list[str]) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module", params=["others", pytest.param("spark", marks=pytest.mark.long)])
+_RUNS = {"heart": _HEART, "spark": _SPARK, "rest": _REST}
+
+
+@pytest.fixture(
+    scope="module", params=["heart", *(pytest.param(run, marks=pytest.mark.long) for run in ("spark", "rest"))]
+)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """One small run of the rows of Spark, and one of all others."""
-    spark = request.param == "spark"
+    """One small run of some rows, one of those of Spark, and one of all others."""
     folder = tmp_path_factory.mktemp(f"bench-{request.param}")
-    return SmallRun(spark, folder, small_run(folder, _SPARK if spark else _REST))
+    return SmallRun(request.param, folder, small_run(folder, _RUNS[request.param]))
 
 
 # First, so that each run has the time of a test of its own.
@@ -176,7 +185,7 @@ def test_both_promised_the_same_and_say_so(run: SmallRun) -> None:
     assert durability["nats"] == "sync_interval: always"
     assert (durability["fsync"], durability["synchronous_commit"]) == ("on", "on")
     assert "sync_interval: always" in run.printed
-    if not run.spark:
+    if run.kind == "rest":
         assert run.results["machine"]["conversations"] == "generated"
 
 
@@ -194,11 +203,10 @@ def test_the_table_says_of_every_target_whether_it_was_met(run: SmallRun) -> Non
 
 def test_the_plots_are_drawn_from_the_results(run: SmallRun) -> None:
     pytest.importorskip("matplotlib")
-    if run.spark:
-        assert not list(run.folder.glob("*.png")), "none is of these rows"
-        return
-    for name in ("latency", "throughput", "processes", "growth", "coalescing"):
-        assert (run.folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    drawn = {"spark": "", "heart": "latency throughput", "rest": "coalescing growth latency processes throughput"}
+    assert sorted(picture.stem for picture in run.folder.glob("*.png")) == drawn[run.kind].split()
+    for picture in run.folder.glob("*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_row_that_does_not_exist_is_refused() -> None:

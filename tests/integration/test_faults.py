@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import nats
@@ -334,24 +334,22 @@ async def test_what_others_append_between_two_looks_into_the_log_is_built_upon(o
     """With Postgres just back, a writer looks for the end, then the tail, then reads the row: they must agree."""
     deployment = Deployment(own_servers)
     async with deployment.store() as one, deployment.store(flusher=False) as two:
-        thread_id, looks = fresh(), 0
+        thread_id, overtaken = fresh(), False
+        ends = two.buffer.log.ends
 
-        def overtaken(look: Any) -> Any:
-            async def looked(*arguments: Any, **options: Any) -> Any:
-                nonlocal looks
-                looks += 1
-                found = await look(*arguments, **options)
-                if looks == 2:  # the first one is for the thread's tip
-                    assert not found
-                    await one.checkpoint_append(thread_id, ["one"], run_of(thread_id))
-                return found
+        async def overtaken_behind_the_end(filters: Sequence[str], timeout_s: float) -> list[int]:
+            nonlocal overtaken
+            found = await ends(filters, timeout_s)
+            if not overtaken:
+                assert found == [0]
+                overtaken = True
+                await one.checkpoint_append(thread_id, ["one"], run_of(thread_id))
+            return found
 
-            return looked
-
-        two.buffer.log.last, two.buffer.log.after = overtaken(two.buffer.log.last), overtaken(two.buffer.log.after)  # type: ignore[method-assign]
+        two.buffer.log.ends = overtaken_behind_the_end  # type: ignore[method-assign]
         two._reads.store.down = "the test says so"
         await two.checkpoint_append(thread_id, ["two"], run_of(thread_id))
-        assert looks > 2
+        assert overtaken
         await one.force_flush(thread_id)
         assert await one.quarantined() == 0
         assert await one.load_messages(thread_id, consistency=Consistency.EVENTUAL) == ["one", "two"]

@@ -42,10 +42,24 @@ def test_a_new_member_moves_few_partitions() -> None:
 
 
 def test_who_does_not_renew_his_record_is_not_alive_however_long_the_server_keeps_it() -> None:
-    pulse = Pulse(3.0)
-    assert pulse.look({"a": 1, "b": 2}, 10.0) == (["a", "b"], [])
-    assert pulse.look({"a": 3, "b": 2}, 12.0) == (["a", "b"], [])
-    assert pulse.look({"a": 4, "b": 2}, 13.5) == (["a"], [])
-    assert pulse.look({"a": 5, "b": 2}, 16.5) == (["a"], ["b"])
-    assert pulse.look({"a": 6, "b": 9}, 17.0) == (["a", "b"], []), "it is back"
-    assert pulse.look({"a": 6}, 30.0) == ([], ["a"])
+    pulse, now = Pulse(3.0, 0.75), 10.0
+    assert pulse.look({"a": 1, "b": 2}, now) == (["a", "b"], [])
+    for number in (3, 4):
+        assert pulse.look({"a": number, "b": 2}, now := now + 0.75) == (["a", "b"], [])
+    assert pulse.look({"a": 5, "b": 2}, now := now + 0.75) == (["a"], []), "it holds by now, if it lives"
+    for number in range(6, 11):
+        assert pulse.look({"a": number, "b": 2}, now := now + 0.75) == (["a"], [])
+    assert pulse.look({"a": 11, "b": 2}, now := now + 0.75) == (["a"], ["b"])
+    assert pulse.look({"a": 12, "b": 9}, now := now + 0.75) == (["a", "b"], []), "it is back"
+
+
+@given(st.lists(st.floats(0.0, 20.0), max_size=12))
+def test_who_could_not_look_gives_others_the_time_to_renew(pauses: list[float]) -> None:
+    """After an outage of the shared state all look at once, and none of them has renewed its record yet."""
+    pulse, now = Pulse(3.0, 0.75), 10.0
+    for looks, pause in enumerate([0.0, *pauses]):
+        alive, dead = pulse.look({"b": 1}, now := now + pause)
+        assert alive or looks >= 3, "three intervals are the least"
+        assert not dead or looks > 8
+        if looks >= 3 and min(pauses[:looks]) >= 0.75:
+            assert not alive, "and the most, of one who can look"

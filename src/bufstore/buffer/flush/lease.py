@@ -29,8 +29,8 @@ class Lease:
     gives the reason) leaves the list, so that others flush its partitions, and joins again when it can.
 
     Others flush a member's partitions within `lease_s` of its end. Half of that is the time to live of its record. The
-    rest is for the server to remove the record (it looks once a second), and for the others to see that and take the
-    partitions.
+    others do not wait for the server to remove it (it looks once a second): when they have seen no renewal for as long
+    as after which the member itself would hold, they take its partitions. The rest is for those who see that late.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Lease:
         self._hold = hold
         self._unable = unable
         self._trouble = trouble
-        self._pulse = Pulse(self._ttl_s)
+        self._pulse = Pulse(self._ttl_s, self._interval_s)
         self._until = 0.0
         self._announced = False
         self._changed = asyncio.Event()

@@ -20,24 +20,32 @@ from hashlib import blake2b
 class Pulse:
     """Which members are alive: those whose record was renewed lately, as far as one observer has seen.
 
-    The server removes a record that is not renewed. But a server that was killed may have lost the record's expiry: the
-    record stays forever, and nobody would flush its member's partitions.
+    The server removes a record that is not renewed, but some time later, as it looks once a second. And a server that
+    was killed may have lost the record's expiry: the record stays forever, and nobody would flush its member's
+    partitions. Time in which the observer could not look does not count: the others could not renew either.
     """
 
-    def __init__(self, ttl_s: float) -> None:
-        """`ttl_s`: within this time a live member renews its record several times."""
-        self._ttl_s = ttl_s
-        #: The number of each record, and when it was first seen.
+    def __init__(self, ttl_s: float, interval_s: float) -> None:
+        """`ttl_s`: of a record. `interval_s`: a live member renews it so often, and the observer looks so often.
+
+        A member that could not renew its record holds one interval before its end: others take its partitions then.
+        """
+        self._ttl_s, self._interval_s = ttl_s, interval_s
+        #: The number of each record, and for how long it was seen.
         self._seen: dict[str, tuple[int, float]] = {}
+        self._looked_at = float("-inf")
 
     def look(self, records: Mapping[str, int], now: float) -> tuple[list[str], list[str]]:
         """The members in `records` that are alive, and those that certainly are not."""
-        self._seen = {
-            name: self._seen[name] if self._seen.get(name, (None,))[0] == number else (number, now)
-            for name, number in records.items()
-        }
-        age = {name: now - since for name, (_, since) in self._seen.items()}
-        return [m for m in age if age[m] <= self._ttl_s], [m for m in age if age[m] > 2 * self._ttl_s]
+        more = min(now - self._looked_at, self._interval_s)
+        self._looked_at = now
+        age: dict[str, float] = {}
+        for name, number in records.items():
+            before, so_long = self._seen.get(name, (None, 0.0))
+            age[name] = so_long + more if before == number else 0.0
+        self._seen = {name: (records[name], age[name]) for name in records}
+        holds_s = self._ttl_s - self._interval_s
+        return [m for m in age if age[m] < holds_s], [m for m in age if age[m] > 2 * self._ttl_s]
 
 
 def owners(members: Iterable[str], partitions: int) -> dict[int, str]:
