@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from bufstore import Consistency
+from bufstore import Consistency, ThreadQuarantined
 from bufstore.embedded import Servers
 from bufstore.langgraph import AsyncBufferedSaver
 from helpers import eventually, fresh, query
@@ -27,28 +27,36 @@ def _said(found: Any) -> str:
     return str(text)
 
 
+def _asked(saver: AsyncBufferedSaver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Postgres is asked from now on."""
+    asked: list[str] = []
+    store: Any = saver.engine._store
+    fetch = store._fetch
+
+    async def fetched(name: str, *rest: Any) -> Any:
+        asked.append(name)
+        return await fetch(name, *rest)
+
+    monkeypatch.setattr(store, "_fetch", fetched)
+    return asked
+
+
 @pytest.mark.parametrize("level", [Consistency.READ_YOUR_WRITES, Consistency.EVENTUAL])
 async def test_a_read_asks_postgres_once(servers: Servers, level: Consistency, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what this process does not remember."""
     place, thread_id = Place(servers), fresh()
     async with place.saver() as saver:
         at = await _put(saver, thread_id, "flushed")
         await saver.force_flush()
     async with place.saver(consistency=level) as saver:
-        asked: list[str] = []
-        store: Any = saver.engine._store
-        fetch = store._fetch
-
-        async def fetched(name: str, *rest: Any) -> Any:
-            asked.append(name)
-            return await fetch(name, *rest)
-
-        monkeypatch.setattr(store, "_fetch", fetched)
+        asked = _asked(saver, monkeypatch)
         for named, question in ((config(thread_id), "latest"), (at, "one"), (config(thread_id), "latest")):
             found = await saver.aget_tuple(named)
             assert found is not None
             assert _said(found) == "flushed"
             assert asked == [question]
             asked.clear()
+            saver.engine._recent.forget(None)
         assert await saver.aget_tuple(config(fresh())) is None
         assert asked == ["latest"]
 
@@ -82,3 +90,54 @@ async def test_what_waits_in_postgres_is_read(servers: Servers) -> None:
             await lock.rollback()
         await saver.force_flush(thread_id)
         assert _said(await saver.aget_tuple(config(thread_id))) == "second"
+
+
+async def test_a_process_goes_on_with_what_it_knows_until_another_writes(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, thread_id = Place(servers), fresh()
+    async with place.saver() as one, place.saver() as other:
+        assert await one.aget_tuple(config(fresh())) is None
+        asked = _asked(one, monkeypatch)
+        assert await one.aget_tuple(config(thread_id)) is None
+        first = at = await _put(one, thread_id, "0")
+        for n in range(1, 5):
+            at = await _put(one, thread_id, f"{n}", at)
+            await one.aput_writes(at, [("said", n)], "task")
+            for named in (config(thread_id), at):
+                found = await one.aget_tuple(named)
+                assert found is not None
+                assert (_said(found), found.pending_writes) == (f"{n}", [("task", "said", n)])
+                assert found.config == at
+        assert await one.aget_tuple(config(thread_id, ns="inner:1")) is None
+        assert asked == ["latest", "state"], "the first read and the first write"
+        asked.clear()
+        assert _said(await one.aget_tuple(first)) == "0"
+        assert asked == ["one"]
+        at = await _put(other, thread_id, "other", at)
+        assert _said(await one.aget_tuple(config(thread_id))) == "other"
+        assert asked == ["one", "latest"]
+        await other.adelete_thread(thread_id)
+        assert await one.aget_tuple(config(thread_id)) is None
+
+
+async def test_what_another_flusher_parks_is_soon_known(servers: Servers) -> None:
+    """Nobody writes to the thread any more: its last entry in the log stays that of this process."""
+    place, thread_id = Place(servers), fresh()
+    async with place.saver(flusher=False) as writer, place.saver(flush_interval_s=3600.0) as flusher:
+        assert await writer.aget_tuple(config(thread_id)) is None
+        await _put(writer, thread_id, "poison")
+        await query(
+            place.dsn, f"ALTER TABLE {place.schema}.checkpoint_blobs ADD CONSTRAINT no CHECK (channel <> 'said')"
+        )
+        assert _said(await writer.aget_tuple(config(thread_id))) == "poison"
+        await flusher.force_flush(thread_id)
+
+        async def known() -> bool:
+            try:
+                await writer.aget_tuple(config(thread_id))
+            except ThreadQuarantined:
+                return True
+            return False
+
+        await eventually(known, 5)

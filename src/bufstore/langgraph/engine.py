@@ -20,6 +20,7 @@ from bufstore.langgraph.payload import encode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.read_cache import ReadCache
 from bufstore.langgraph.reads import CachingReader, CheckpointBuffer, CheckpointReads
+from bufstore.langgraph.recent import End, Recent
 from bufstore.langgraph.write import Appending
 from bufstore.nats.session import Nats, session_to
 from bufstore.types import Consistency, Receipt
@@ -67,19 +68,22 @@ class CheckpointEngine:
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
         self._is_down = self._store_is_down
         ledger, backing = store.behind(config)
-        cache = ReadCache(cache_bytes)
+        cache = ReadCache(cache_bytes // 2)
+        # Where history is left out, a flush may give the newest checkpoint another parent.
+        self._recent = Recent(cache_bytes // 2 if store.history == "all" else 0)
         reader = CachingReader(backing.reader, cache)
         session = session_to(nats, config, f"{name}-{secrets.token_hex(8)}")
         backing = dataclasses.replace(backing, reader=reader)
         self.buffer: CheckpointBuffer = Buffer(LANGGRAPH, session, ledger, backing, config)
         reader.watch = self.buffer.reads.store
-        self._reads = CheckpointReads(store, self.buffer, cache)
+        self._reads = CheckpointReads(store, self.buffer, cache, self._recent)
         #: What waits for the log.
         self.backlog = Backlog(_BACKLOG_BYTES, config.append_timeout_s)
 
     async def open(self) -> Self:
         """See `bufstore.buffer.buffer.Buffer.open`."""
         await self.buffer.open()
+        await self.buffer.shared.on_parked(self._recent.forget)
         return self
 
     async def aclose(self) -> None:
@@ -101,14 +105,16 @@ class CheckpointEngine:
         prepare = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen)
         cost = self.backlog.enter(len(payload))
         try:
-            return await self.buffer.appender.append(thread_id, prepare)
+            receipt = await self.buffer.appender.append(thread_id, prepare)
         except StoreUnavailable:
             if not self._assume_new:
                 raise
             # Now it is known that the store is away.
-            return await self.buffer.appender.append(thread_id, prepare)
+            receipt = await self.buffer.appender.append(thread_id, prepare)
         finally:
             self.backlog.leave(cost)
+        self._recent.wrote(thread_id, prepare.behind, End(receipt.id, receipt.thread_seq), payload)
+        return receipt
 
     async def checkpoint(
         self, thread_id: str, ns: str, checkpoint_id: str | None, *, since: CheckpointKey | None = None
@@ -165,7 +171,7 @@ class CheckpointEngine:
         Raises FlushTimeout, StoreUnavailable, LogUnavailable.
         """
         if self._consistency is not Consistency.EVENTUAL:
-            await self._flush(query.thread_id)
+            await self.flush(query.thread_id)
         after: Cursor | None = None
         left = limit
         while left is None or left > 0:
@@ -179,11 +185,14 @@ class CheckpointEngine:
                 return
             left = left - len(found) if left is not None else None
 
-    async def _flush(self, thread_id: str | None) -> None:
+    async def flush(self, thread_id: str | None, *, timeout_s: float | None = None) -> None:
+        """Return once everything (of the thread) that is acknowledged now is in Postgres. Raises FlushTimeout."""
         if thread_id is None:
-            await self.buffer.force_flush_all()
+            await self.buffer.force_flush_all(timeout_s=timeout_s)
         else:
-            await self.buffer.force_flush(thread_id)
+            await self.buffer.force_flush(thread_id, timeout_s=timeout_s)
+        # Who waits for a flush wants to know what Postgres has made of it, and is not told of what it has parked first.
+        self._recent.forget(thread_id)
 
     async def delete(self, thread_id: str) -> None:
         """Delete the thread: an entry like any other. Raises like `append`."""
@@ -193,7 +202,7 @@ class CheckpointEngine:
         """Delete what these runs have saved in any thread. Raises like `pages` and `append`."""
         if not run_ids:
             return
-        await self._flush(None)
+        await self.flush(None)
         gone: dict[str, set[tuple[str, str]]] = {}
         for thread_id, ns, id_ in await self._store.of_runs(run_ids):
             gone.setdefault(thread_id, set()).add((ns, id_))
@@ -207,7 +216,7 @@ class CheckpointEngine:
 
     async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
         """Prune or delete the threads whose last checkpoint is older than this time; which they are."""
-        await self._flush(None)
+        await self.flush(None)
         done: list[str] = []
         for thread_id in await self._store.idle(before):
             if not delete:
@@ -238,7 +247,7 @@ class CheckpointEngine:
     async def erase(self, thread_id: str) -> None:
         """Delete the thread, and remove what the log and the quarantine hold of it."""
         receipt = await self.append(thread_id, Delete())
-        await self._flush(thread_id)
+        await self.flush(thread_id)
         await self.buffer.eraser.erase({thread_id: receipt.thread_seq}, lambda t: self.append(t, Delete()))
         quarantine = self.buffer.quarantine
         while found := await quarantine.page(thread_id=thread_id, limit=_PAGE):
@@ -246,7 +255,7 @@ class CheckpointEngine:
 
     async def outlines(self, thread_id: str) -> list[Outline]:
         """The thread's checkpoints without their values, once it is flushed."""
-        await self._flush(thread_id)
+        await self.flush(thread_id)
         return await self._store.outlines(thread_id)
 
     async def _drop(self, thread_id: str, drop: Drop | None) -> None:

@@ -205,6 +205,13 @@ class Tables:
     def _drop(self, drop: Drop) -> None:
         self.checkpoints, self.blobs, self.writes = left_by(drop, self.checkpoints, self.blobs, self.writes)
 
+    @property
+    def size(self) -> int:
+        """About how many bytes the rows take."""
+        rows = sum(len(c.checkpoint) + len(c.metadata) for c in self.checkpoints.values())
+        blobs = sum(len(b.blob or b"") for b in self.blobs.values())
+        return 500 + rows + blobs + sum(len(w.blob) for w in self.writes.values())
+
     def latest(self, ns: str) -> CheckpointRow | None:
         """The namespace's newest checkpoint."""
         newest = max((key for key in self.checkpoints if key[0] == ns), default=None)

@@ -102,8 +102,4 @@ class ReadCache:
 
 
 def _size(part: Part) -> int:
-    tables = part.tables
-    rows = sum(len(c.checkpoint) + len(c.metadata) for c in tables.checkpoints.values())
-    blobs = sum(len(b.blob or b"") for b in tables.blobs.values())
-    names = sum(map(len, part.namespaces or ()))
-    return 500 + rows + blobs + names + sum(len(w.blob) for w in tables.writes.values())
+    return part.tables.size + sum(map(len, part.namespaces or ()))

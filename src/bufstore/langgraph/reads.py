@@ -16,12 +16,14 @@ from bufstore.buffer.chain import Watermark
 from bufstore.buffer.domain import StateReader
 from bufstore.buffer.entry import Malformed, items_of
 from bufstore.buffer.read.store_watch import StoreWatch, end
-from bufstore.errors import ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.errors import LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.jetstream.messages import AppendUnknown
 from bufstore.langgraph.domain import CACHE, LOG, STORE, Known, Tail
 from bufstore.langgraph.model import CheckpointKey, CheckpointRow, LangGraphChange, Tables, takes_sends, versions_of
 from bufstore.langgraph.payload import decode_payload
 from bufstore.langgraph.protocol import CheckpointStore, Part
 from bufstore.langgraph.read_cache import Asked, ReadCache
+from bufstore.langgraph.recent import End, Newest, Recent
 from bufstore.types import Consistency
 
 CheckpointBuffer = Buffer[LangGraphChange, Tail, Known]
@@ -31,6 +33,7 @@ NAMESPACES_MAX = 1000
 #: A read begins again when a flush or an outage comes between its two questions.
 _TRIES = 4
 _LOOK_S = 0.1
+_RECENT_FOR_S = 60.0
 
 #: Rows that this read has asked for already: with them comes what the first question for the thread's state would tell.
 _on_the_way: ContextVar[list[asyncio.Future[Part]] | None] = ContextVar("rows on the way", default=None)
@@ -83,8 +86,12 @@ class CachingReader:
 class CheckpointReads:
     """Reads single checkpoints."""
 
-    def __init__(self, store: CheckpointStore, buffer: CheckpointBuffer, cache: ReadCache) -> None:
-        self._store, self._buffer, self._cache = store, buffer, cache
+    def __init__(self, store: CheckpointStore, buffer: CheckpointBuffer, cache: ReadCache, recent: Recent) -> None:
+        self._store, self._buffer, self._cache, self._recent = store, buffer, cache, recent
+        #: So long after Postgres has told of a thread it is asked again: the log must reach back to what is read while
+        #: it is away, and nobody may go on for ever without having heard of a quarantine.
+        self._recent_for_s = min(_RECENT_FOR_S, buffer.config.retain_after_flush_s / 2)
+        buffer.log.on_forget(lambda everything: recent.forget(None) if everything else None)
 
     async def checkpoint(
         self,
@@ -100,6 +107,10 @@ class CheckpointReads:
 
         Raises what `bufstore.buffer.read.reads.Reads.thread` raises.
         """
+        if level is Consistency.READ_YOUR_WRITES:
+            recent = await self._newest(thread_id, ns, checkpoint_id)
+            if recent is not None:
+                return recent.end.id, (recent.tables, recent.row) if recent.row is not None else None
         try:
             return await self._checkpoint(thread_id, ns, checkpoint_id, level)
         except (StoreUnavailable, ReadNotFresh):
@@ -109,6 +120,24 @@ class CheckpointReads:
             if told is None:
                 raise
             return told
+
+    async def _newest(self, thread_id: str, ns: str, checkpoint_id: str | None) -> Newest | None:
+        """The checkpoint from what this process has read and written, if that has the thread's last entry."""
+        log, subject = self._buffer.log, self._buffer.subjects.of(thread_id)
+
+        def known() -> Newest | None:
+            since = elapsed.now_s() - self._recent_for_s
+            return self._recent.newest(thread_id, ns, checkpoint_id, since)
+
+        before = known()
+        if before is None or log.known_head(subject) != before.end.seq:
+            return None
+        try:
+            last = await log.latest(subject, self._buffer.config.read_timeout_s)
+        except (LogUnavailable, AppendUnknown):
+            return None
+        now = known()  # an entry of ours may have come
+        return now if now is not None and 0 < last <= now.end.seq else None
 
     async def _from_log(
         self, thread_id: str, ns: str, checkpoint_id: str | None, since: CheckpointKey | None
@@ -141,23 +170,33 @@ class CheckpointReads:
     async def _checkpoint(
         self, thread_id: str, ns: str, checkpoint_id: str | None, level: Consistency
     ) -> tuple[int, tuple[Tables, CheckpointRow] | None]:
+        at, life = elapsed.now_s(), self._recent.life
         part, state = await self._read(thread_id, (ns, checkpoint_id), level)
         tables = _with_tail(part, state)
         row = tables.latest(ns) if checkpoint_id is None else tables.checkpoints.get((ns, checkpoint_id))
         last = state.watermark.applied_id
-        if row is None:
-            return last, None
+        if row is not None:
+            await self._complete(thread_id, part, state, tables, row)
+        fresh = level is Consistency.READ_YOUR_WRITES and state.base == STORE and life == self._recent.life
+        if fresh and checkpoint_id is None:
+            found = Newest(End(last, state.watermark.flushed_seq), tables, row)
+            self._recent.read(thread_id, ns, found, at, whole=state.new)
+        return last, (tables, row) if row is not None else None
+
+    async def _complete(self, thread_id: str, part: Part, state: Tail, tables: Tables, row: CheckpointRow) -> None:
+        """Add what the checkpoint names and neither the rows that were read nor the tail have."""
         missing = versions_of(row) - tables.known
         # What was sent to it came with it, if it was read.
-        read = (ns, row.id) in part.tables.checkpoints
-        sends = [(ns, row.parent)] if takes_sends(row) and not read and row.parent is not None else []
-        if (missing or sends) and state.base != LOG:
-            if state.base == CACHE:
-                raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
-            more = _with_tail(await self._store.rows(thread_id, sorted(missing), sends), state)
-            tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
-            tables.writes |= {key: write for key, write in more.writes.items() if key[:2] in sends}
-        return last, (tables, row)
+        read = (row.ns, row.id) in part.tables.checkpoints
+        sends = [(row.ns, row.parent)] if takes_sends(row) and not read and row.parent is not None else []
+        if not (missing or sends) or state.base == LOG:
+            return
+        if state.base == CACHE:
+            raise StoreUnavailable(f"only Postgres can tell what thread {thread_id!r} holds: {self._down}")
+        more = _with_tail(await self._store.rows(thread_id, sorted(missing), sends), state)
+        tables.blobs |= {key: more.blobs[key] for key in missing if key in more.blobs}
+        tables.known |= missing
+        tables.writes |= {key: write for key, write in more.writes.items() if key[:2] in sends}
 
     @property
     def _down(self) -> str:

@@ -63,7 +63,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
         `store`: a PostgresCheckpointStore or MemoryCheckpointStore, opened and closed with the saver. `nats`: where the
         log is; a `bufstore.memory.MemoryNats` for tests without a server. `config` names the log (by default stream
-        LANGGRAPH). `cache_bytes`: how much of what was read is remembered, to read on while Postgres is away.
+        LANGGRAPH). `cache_bytes`: how much is remembered of what was read and written, to read on without Postgres.
         `new_threads`: what a thread is taken for of which the log shows nothing while Postgres is away: "ask" raises
         StoreUnavailable, "assume" takes it for a new one. `on_conflict`: whether two workers may write to a thread at
         once, as with LangGraph's own saver, or "reject" raises ConcurrentWriter in the one that comes second.
@@ -133,10 +133,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
 
     async def force_flush(self, thread_id: str | None = None, *, timeout_s: float | None = None) -> None:
         """Return once everything (of the thread) that is acknowledged now is in Postgres. Raises FlushTimeout."""
-        if thread_id is None:
-            await self.engine.buffer.force_flush_all(timeout_s=timeout_s)
-        else:
-            await self.engine.buffer.force_flush(thread_id, timeout_s=timeout_s)
+        await self.engine.flush(thread_id, timeout_s=timeout_s)
 
     # --- one checkpoint ---------------------------------------------------------------------------------------
 

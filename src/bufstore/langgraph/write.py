@@ -11,7 +11,7 @@ from bufstore.errors import ConcurrentWriter, StoreUnavailable, ThreadQuarantine
 from bufstore.langgraph.domain import Known
 
 
-class Appending(msgspec.Struct, frozen=True, gc=False):
+class Appending(msgspec.Struct, gc=False):
     """Makes the entry that may stand behind any other, as a checkpoint may be saved by anybody; see `Prepare`.
 
     Whether the thread's chain is whole is looked up before a process writes to it; with the store away it is enough
@@ -34,6 +34,8 @@ class Appending(msgspec.Struct, frozen=True, gc=False):
     #: The id of the thread's last entry when it was read; if that is another by now, and not one of this process,
     #: ConcurrentWriter is raised.
     seen: Callable[[], int] | None = None
+    #: The id of the entry that the last draft stands behind, if it was drafted on that.
+    behind: int | None = None
 
     def __call__(self, tip: Tip[Known]) -> Draft[Known]:
         memory, alone, seen = tip.memory, self.deletes, self.seen
@@ -49,6 +51,7 @@ class Appending(msgspec.Struct, frozen=True, gc=False):
             raise ConcurrentWriter(self.thread_id)
         if memory is not None and memory.new and not tip.seq:
             alone = True
+        self.behind = tip.id if tip.seq or (memory is not None and not memory.cached) else None
         after = Known(own=True) if memory is not None or alone else None
         return Draft(self.payload, alone, tip.version + 1, after, _nothing)
 
