@@ -82,8 +82,8 @@ def flush_now_and_then(saver: AsyncBufferedSaver, likely: float) -> None:
     engine, chance = saver.engine, random.Random(7)
     append = engine.append
 
-    async def appended(thread_id: str, operation: Any) -> Receipt:
-        receipt = await append(thread_id, operation)
+    async def appended(thread_id: str, operation: Any, **options: Any) -> Receipt:
+        receipt = await append(thread_id, operation, **options)
         if chance.random() < likely:
             await engine.buffer.force_flush_all()
         return receipt

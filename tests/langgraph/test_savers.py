@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -91,6 +92,41 @@ async def test_a_fork_finds_the_values_of_its_branch(saver: AsyncBufferedSaver) 
     assert found is not None
     assert found.checkpoint["channel_values"] == {"a": [1], "b": [3]}
     assert found.parent_config == one
+
+
+@pytest.mark.parametrize("how", ["prune", "delete_for_runs", "prune_idle"])
+async def test_a_fork_beside_a_prune_keeps_its_values(place: Place, how: str) -> None:
+    """Another worker goes on behind an older checkpoint, whose values it names, while what is to go is looked for."""
+    thread_id, meta = fresh(), {**META, "run_id": "first"}
+    async with place.saver() as one, place.saver() as other:
+        base = await other.aput(config(thread_id), checkpoint({"a": "1"}, {"a": [1]}), meta, {"a": "1"})  # type: ignore[arg-type]
+        await one.aput(base, checkpoint({"a": "2"}, {"a": [2]}), META, {"a": "2"})
+        forks: list[Any] = []
+        store: Any = one.engine._store
+        outlines = store.outlines
+
+        looks = 2 if how == "prune" else 1  # the first one asks for something else
+
+        async def looked(of: str) -> Any:
+            nonlocal looks
+            found = await outlines(of)
+            looks -= 1
+            if not looks:
+                fork = checkpoint({"a": "1", "b": "3"}, {"a": [1], "b": [3]})
+                forks.append(await other.aput(base, fork, META, {"b": "3"}))
+            return found
+
+        store.outlines = looked
+        if how == "prune":
+            await one.aprune([thread_id])
+        elif how == "prune_idle":
+            await one.aprune_idle(timedelta(seconds=-60))
+        else:
+            await one.adelete_for_runs(["first"])
+        await one.force_flush()
+        found = await one.aget_tuple(forks[0])
+        assert found is not None
+        assert found.checkpoint["channel_values"] == {"a": [1], "b": [3]}
 
 
 async def test_a_large_value_comes_back(saver: AsyncBufferedSaver) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
+from functools import partial
 from typing import Literal, Self, get_args
 
 from bufstore.buffer.buffer import Buffer
@@ -37,6 +39,8 @@ _PAGE = 100
 _CARRY_BYTES = 1 << 20
 #: How much may wait for the log in one process: more than it ever does while the log answers.
 _BACKLOG_BYTES = 64 << 20
+#: How often what is to go of a thread is chosen anew because somebody writes to it.
+_DROP_TRIES = 10
 #: About how large an entry of a copied thread is.
 _COPY_BYTES = 4 << 20
 
@@ -93,8 +97,10 @@ class CheckpointEngine:
 
     # --- one checkpoint ---------------------------------------------------------------------------------------
 
-    async def append(self, thread_id: str, operation: Operation) -> Receipt:
+    async def append(self, thread_id: str, operation: Operation, *, only_behind: int | None = None) -> Receipt:
         """Append the operation. Returns once it is durable in the log.
+
+        `only_behind`: the id of the only entry that it may stand behind; else ConcurrentWriter is raised.
 
         Raises LogFull, LogUnavailable (nothing stored), OutcomeUnknown, ThreadQuarantined, TooLarge, ConcurrentWriter;
         StoreUnavailable for a thread that only Postgres could tell about.
@@ -102,7 +108,7 @@ class CheckpointEngine:
         seen = (lambda: self._last_seen(thread_id)) if self._seen is not None else None
         payload, deletes = encode_payload(operation), isinstance(operation, Delete)
         del operation  # what waits for the log holds no more than it must
-        prepare = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen)
+        prepare = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen, only_behind)
         cost = self.backlog.enter(len(payload))
         try:
             receipt = await self.buffer.appender.append(thread_id, prepare)
@@ -207,42 +213,38 @@ class CheckpointEngine:
         for thread_id, ns, id_ in await self._store.of_runs(run_ids):
             gone.setdefault(thread_id, set()).add((ns, id_))
         for thread_id, keys in gone.items():
-            outlines = await self._store.outlines(thread_id)
-            await self._drop(thread_id, drop_of([o for o in outlines if (o.ns, o.id) in keys], outlines))
+            await self._drop(thread_id, partial(_these, keys))
 
     async def prune(self, thread_id: str) -> None:
         """Delete all checkpoints of the thread but the newest of each namespace. Raises like `delete_for_runs`."""
-        await self._drop(thread_id, all_but_latest(await self.outlines(thread_id)))
+        await self._drop(thread_id, all_but_latest)
 
     async def prune_idle(self, before: str, *, delete: bool) -> list[str]:
         """Prune or delete the threads whose last checkpoint is older than this time; which they are."""
         await self.flush(None)
         done: list[str] = []
         for thread_id in await self._store.idle(before):
-            if not delete:
-                outlines = await self._store.outlines(thread_id)
-                drop = None if any(o.delta for o in outlines) else all_but_latest(outlines)
-                if drop is None:
-                    continue
-                await self._drop(thread_id, drop)
-            elif not await self._delete_as_it_is(thread_id, before):
+            if not delete and any(o.delta for o in await self._store.outlines(thread_id)):
                 continue
-            done.append(thread_id)
+            with contextlib.suppress(ConcurrentWriter):  # it is not idle any more
+                if delete:
+                    await self._delete_as_it_is(thread_id, before)
+                elif not await self._drop(thread_id, all_but_latest):
+                    continue
+                done.append(thread_id)
         return done
 
-    async def _delete_as_it_is(self, thread_id: str, before: str) -> bool:
-        """Delete the thread unless somebody writes to it meanwhile; whether it was deleted."""
+    async def _delete_as_it_is(self, thread_id: str, before: str) -> None:
+        """Delete the thread. Raises ConcurrentWriter if somebody has written to it."""
+        last = await self._flushed_to(thread_id)
+        if last is None or any(outline.ts >= before for outline in await self._store.outlines(thread_id)):
+            raise ConcurrentWriter(thread_id)
+        await self.append(thread_id, Delete(), only_behind=last)
+
+    async def _flushed_to(self, thread_id: str) -> int | None:
+        """The id of the thread's last entry, if all of the thread is in Postgres: what is read there now is all."""
         state, _ = await self.buffer.reads.joined(thread_id)
-        last = state.watermark.applied_id
-        if any(outline.ts >= before for outline in await self._store.outlines(thread_id)) or state.operations:
-            return False
-        try:
-            payload = encode_payload(Delete())
-            prepare = Appending(thread_id, payload, self._is_down, deletes=True, seen=lambda: last)
-            await self.buffer.appender.append(thread_id, prepare)
-        except ConcurrentWriter:
-            return False
-        return True
+        return None if state.operations else state.watermark.applied_id
 
     async def erase(self, thread_id: str) -> None:
         """Delete the thread, and remove what the log and the quarantine hold of it."""
@@ -258,9 +260,24 @@ class CheckpointEngine:
         await self.flush(thread_id)
         return await self._store.outlines(thread_id)
 
-    async def _drop(self, thread_id: str, drop: Drop | None) -> None:
-        if drop is not None:
-            await self.append(thread_id, drop)
+    async def _drop(self, thread_id: str, choose: Callable[[list[Outline]], Drop | None]) -> bool:
+        """Append what is chosen of the thread's checkpoints; whether that is anything.
+
+        Behind nothing else than what was seen: a checkpoint that comes meanwhile may name values that are to go.
+        Raises ConcurrentWriter if others write all the time.
+        """
+        for _ in range(_DROP_TRIES):
+            await self.flush(thread_id)
+            last = await self._flushed_to(thread_id)
+            drop = choose(await self._store.outlines(thread_id)) if last is not None else None
+            if last is None:
+                continue
+            if drop is None:
+                return False
+            with contextlib.suppress(ConcurrentWriter):
+                await self.append(thread_id, drop, only_behind=last)
+                return True
+        raise ConcurrentWriter(thread_id)
 
     async def copy(self, source: str, target: str) -> None:
         """Copy all checkpoints of a thread, with their blobs and writes. Raises like `delete_for_runs`.
@@ -283,3 +300,8 @@ class CheckpointEngine:
             size += added
         if rows.checkpoints:
             await self.append(target, rows)
+
+
+def _these(keys: Container[CheckpointKey], outlines: list[Outline]) -> Drop | None:
+    """What deletes these of a thread's checkpoints."""
+    return drop_of([o for o in outlines if (o.ns, o.id) in keys], outlines)

@@ -224,7 +224,7 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete the checkpoints that these runs have saved, in any thread, and their writes.
 
-        Raises like `alist` and `aput`.
+        Raises like `aprune`.
         """
         await self.engine.delete_for_runs(list(run_ids))
 
@@ -236,7 +236,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
         """Delete the threads ("delete"), or all but the newest checkpoint of each namespace ("keep_latest").
 
         Raises NotImplementedError, before anything is deleted, for "keep_latest" on a thread with a DeltaChannel,
-        whose value stands in earlier checkpoints; and like `alist` and `aput`.
+        whose value stands in earlier checkpoints; ConcurrentWriter for one to which others write all the time; and like
+        `alist` and `aput`.
         """
         if isinstance(thread_ids, str):
             raise TypeError("thread_ids is a sequence of ids, not a str")

@@ -34,12 +34,14 @@ class Appending(msgspec.Struct, gc=False):
     #: The id of the thread's last entry when it was read; if that is another by now, and not one of this process,
     #: ConcurrentWriter is raised.
     seen: Callable[[], int] | None = None
+    #: The id of the only entry that it may stand behind: if anybody has written since, ConcurrentWriter is raised.
+    only_behind: int | None = None
     #: The id of the entry that the last draft stands behind, if it was drafted on that.
     behind: int | None = None
 
     def __call__(self, tip: Tip[Known]) -> Draft[Known]:
         memory, alone, seen = tip.memory, self.deletes, self.seen
-        if memory is None and (not alone or seen is not None):
+        if memory is None and (not alone or seen is not None or self.only_behind is not None):
             if not self.store_is_down() or not (tip.seq or self.assume_new):
                 raise NeedBase
             alone = not tip.seq
@@ -48,6 +50,8 @@ class Appending(msgspec.Struct, gc=False):
                 raise StoreUnavailable(f"only Postgres can tell whether thread {self.thread_id!r} is whole")
             raise ThreadQuarantined(self.thread_id, tip.seq)
         if seen is not None and not (memory is not None and memory.own) and tip.id != seen():
+            raise ConcurrentWriter(self.thread_id)
+        if self.only_behind is not None and tip.id != self.only_behind:
             raise ConcurrentWriter(self.thread_id)
         if memory is not None and memory.new and not tip.seq:
             alone = True
