@@ -83,7 +83,7 @@ def read(message: StoredMessage) -> Entry | None:
     return entry
 
 
-@examples(300)
+@examples(150)
 @given(header=st.none() | st.text(max_size=80) | st.binary(max_size=60).map(lambda b: b.decode("latin-1")), body=...)
 @example(header="1.0.", body=b"")
 @example(header="1.-1.AA==", body=b"")
@@ -94,7 +94,7 @@ def test_any_header_and_body_is_an_entry_or_malformed(header: str | None, body: 
     read(StoredMessage(SUBJECT, 1, header, body))
 
 
-@examples(300)
+@examples(150)
 @given(
     meta=st.lists(JUNK, max_size=12) | JUNK, body=st.binary(max_size=20), version=st.sampled_from(["1", "0", "2", ""])
 )
@@ -102,7 +102,7 @@ def test_any_sealed_header_is_an_entry_or_malformed(meta: Any, body: bytes, vers
     read(sealed(b64encode(msgspec.msgpack.encode(meta)), body, version))
 
 
-@examples(400)
+@examples(200)
 @given(entry=ENTRIES, data=st.data())
 def test_a_mutated_entry_is_itself_or_malformed_and_with_its_checksum_mended_harmless(
     entry: Entry, data: st.DataObject
@@ -148,7 +148,7 @@ PAYLOADS = [
 ]
 
 
-@examples(400)
+@examples(200)
 @given(data=st.data(), raw=st.none() | st.binary(max_size=40) | JUNK.map(msgspec.msgpack.encode))
 def test_any_payload_is_one_or_a_value_error(data: st.DataObject, raw: bytes | None) -> None:
     raw = raw if raw is not None else _mutated(data.draw(st.sampled_from(PAYLOADS)), data)
@@ -180,7 +180,7 @@ def test_a_bomb_costs_no_memory(bomb: bytes, around: bytes) -> None:
 QUERIES = [(MessageQuery(), int), (RunQuery(), tuple[int, str]), (ThreadQuery(roots=True), tuple[int, str])]
 
 
-@examples(300)
+@examples(150)
 @given(
     which=st.sampled_from(QUERIES), data=st.data(), text=st.none() | st.text(max_size=40) | st.binary().map(b64encode)
 )
@@ -204,7 +204,7 @@ def test_any_cursor_is_a_position_or_an_invalid_query(which: Any, data: st.DataO
 # --- addresses and the command line -------------------------------------------------------------------------------
 
 
-@examples(300)
+@examples(150)
 @given(
     text=st.text(max_size=30) | st.from_regex(r"(nats|tls|ws)://([^@]{0,9}@)?[a-z0-9:.\[\]/@%]{0,12}", fullmatch=True)
 )
@@ -220,7 +220,7 @@ def test_any_nats_url_is_usable_or_a_config_error_that_does_not_show_it(text: st
     NatsConfig(servers=text)
 
 
-@examples(300)
+@examples(150)
 @given(text=st.text(max_size=30) | st.from_regex(r"postgres(ql)?://[a-z:@/?=%#&\[\],0-9]{0,20}", fullmatch=True))
 def test_any_connection_string_is_usable_or_a_config_error_that_does_not_show_it(text: str) -> None:
     try:

@@ -100,7 +100,7 @@ def start_at(oracle: Oracle, floor: int, heads: Heads) -> None:
 
 
 @given(st.randoms(use_true_random=False), st.integers(0, 14))
-@examples(300)
+@examples(150)
 def test_everybody_knows_the_same_however_he_sees_it(chance: random.Random, count: int) -> None:
     oracle = Oracle(chance, count)
     end = oracle.groups[-1].seq if oracle.groups else 0

@@ -127,7 +127,7 @@ async def world_row(store: BufferedThreadStore) -> Watermark:
     return rows["t"][0] if "t" in rows else Watermark()
 
 
-@examples(60)
+@examples(40)
 @given(
     operations=OPERATIONS,
     parts=st.lists(
@@ -164,7 +164,7 @@ def test_a_thread_in_parts_and_again_is_as_it_was(
     run(main())
 
 
-@examples(80)
+@examples(50)
 @given(operations=OPERATIONS, cuts=st.sets(st.integers(0, 12)))
 def test_the_table_says_what_a_thread_holds(operations: list[tuple[str, int, list[int]]], cuts: set[int]) -> None:
     """Its messages are those of entries that are applied, without what later ones do not keep; in parts, too."""

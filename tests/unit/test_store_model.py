@@ -104,7 +104,7 @@ class Store(RuleBasedStateMachine):
 
 TestStore = Store.TestCase
 TestStore.settings = examples(
-    60,
+    40,
     stateful_step_count=40,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
