@@ -16,8 +16,10 @@ from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 
 from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, ThreadMetadata
 from bufstore.buffer.places import group_of
+from bufstore.nats.ranges import LogReader
 from bufstore.spark import DataLoss, PositionPassed, hold_position
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
+from bufstore.spark.tables import tail
 from bufstore.spark.tables.table_options import table_options
 from bufstore.spark.tables.table_reader import PushedTableReader
 from bufstore.threads import edits
@@ -261,6 +263,60 @@ async def test_a_position_that_is_held_longer_than_the_log_keeps_its_tail_is_a_l
         for table in TABLES:
             with pytest.raises(DataLoss):
                 await read(deployment, table, **asked)
+
+
+async def test_planning_reads_the_tail_once_and_tasks_what_was_written_since(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that are flushed, parked or go on between planning and its tasks are shown as they are then."""
+    await half_flushed(deployment)
+    sequences: list[int] = []
+    read_range = LogReader.read
+
+    async def counted(self: LogReader, *given: Any, **more: Any) -> Any:
+        async for some in read_range(self, *given, **more):
+            sequences.extend(one.message.seq for one in some)
+            yield some
+
+    monkeypatch.setattr(LogReader, "read", counted)
+    readers = {}
+    for table in TABLES:
+        source = BufstoreFormat(options(deployment, table))
+        readers[table] = source.reader(source.schema())
+    planned = {table: await asyncio.to_thread(reader.partitions) for table, reader in readers.items()}
+    assert sequences
+    sequences.clear()
+
+    async def rows(table: str) -> list[dict[str, Any]]:
+        found = [b for part in planned[table] for b in await asyncio.to_thread(list, readers[table].read(part))]
+        return [row for batch in found for row in batch.to_pylist()]
+
+    assert len(await rows("threads")) == 12
+    assert not sequences, "nothing was written since"
+    async with deployment.store() as store:
+        await store.force_flush_all()
+        await store.checkpoint_append("t-9", [said(2)], run_of("t-9", 1, agent_id="eve"))
+        await store.bulk.edit(edits.delete_thread("t-10"), None)
+        await store.checkpoint("t-12", [said(0), said(1)], run_of("t-12"))
+    first = max(row["position"] for row in await rows("threads") if row["thread_id"] in ("t-9", "t-12"))
+    assert min(sequences) > group_of(first) - 3, "only what is new"
+    for table, expected in (("threads", 12), ("runs", 13), ("messages", 25)):
+        fresh_read = await everything(deployment, table)
+        assert len(fresh_read) == expected
+        assert sorted(json.dumps(row, default=str, sort_keys=True) for row in await rows(table)) == fresh_read
+
+
+async def test_a_tail_that_is_too_large_for_the_driver_is_read_by_each_task(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await half_flushed(deployment)
+    found = {table: await everything(deployment, table) for table in TABLES}
+    for limit in (0, 500):  # before it is read, and while it is
+        monkeypatch.setattr(tail, "_HANDED_BYTES", limit)
+        source = BufstoreFormat(options(deployment, "threads"))
+        parts = await asyncio.to_thread(source.reader(source.schema()).partitions)
+        assert [part.task.handed for part in parts] == [None] * 3  # type: ignore[attr-defined]
+        assert {table: await everything(deployment, table) for table in TABLES} == found
 
 
 async def test_a_position_is_held_where_idle_transactions_are_ended(deployment: Deployment) -> None:

@@ -64,16 +64,21 @@ async def test_views_of_sql_push_their_filters_down(spark: Any, deployment: Depl
         leaf = found._jdf.queryExecution().executedPlan().collectLeaves().apply(0)
         return answer, leaf.metrics().get("numOutputRows").get().value()
 
-    one = "SELECT * FROM said WHERE thread_id = 't-7'"
-    assert await asyncio.to_thread(ask, one) == (3, 30), "Spark's default"
-    spark.conf.set(PUSHDOWN, "true")
+    answers = {
+        "SELECT * FROM said WHERE thread_id = 't-7'": (3, 3),
+        "SELECT * FROM said WHERE thread_id IN ('t-1', 't-7', 'x')": (6, 6),
+        "SELECT * FROM said WHERE message.number = 1": (10, 30),
+        "SELECT * FROM said WHERE changed_at < timestamp'2020-01-01'": (0, 0),
+    }
+    assert spark.conf.get(PUSHDOWN) == "true", "bufstore.spark.session sets it"
+    for query, expected in answers.items():
+        assert await asyncio.to_thread(ask, query) == expected
+    spark.conf.set(PUSHDOWN, "false")  # Spark's default
     try:
-        assert await asyncio.to_thread(ask, one) == (3, 3)
-        assert await asyncio.to_thread(ask, "SELECT * FROM said WHERE thread_id IN ('t-1', 't-7', 'x')") == (6, 6)
-        assert await asyncio.to_thread(ask, "SELECT * FROM said WHERE message.number = 1") == (10, 30)
-        assert await asyncio.to_thread(ask, "SELECT * FROM said WHERE changed_at < timestamp'2020-01-01'") == (0, 0)
+        for query, (rows, _) in answers.items():
+            assert await asyncio.to_thread(ask, query) == (rows, 30)
     finally:
-        spark.conf.unset(PUSHDOWN)
+        spark.conf.set(PUSHDOWN, "true")
 
 
 async def test_tables_at_one_position_fit_together(spark: Any, deployment: Deployment) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 
 from bufstore.buffer.entry import Item, Malformed, item_of
 from bufstore.buffer.groups.group import Record, decode_header, hash_of
@@ -12,7 +12,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.errors import DataLoss, MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.nats.ranges import LogReader, LogState, Read
-from bufstore.spark.group_entries import EntryMessage, entries_of
+from bufstore.spark.group_entries import EntryMessage, Taken, entries_of
 from bufstore.spark.source.log_columns import LogItem
 from bufstore.spark.source.offsets import Range
 from bufstore.spark.source.options import ReadOptions
@@ -49,41 +49,35 @@ class Wanted:
 class LogEntries:
     """The entries of a range of the log."""
 
-    def __init__(
-        self,
-        reader: LogReader,
-        log: LogState,
-        options: ReadOptions,
-        part: Range,
-        of_thread: Callable[[str], bool] = lambda _: True,
-    ) -> None:
-        """`of_thread`: only entries of threads for which it is true."""
+    def __init__(self, reader: LogReader, log: LogState, options: ReadOptions, part: Range) -> None:
         self._reader = reader
         self._subjects = log.subjects
         self._wanted = Wanted(log.subjects, options)
         self._fails = options.fail_on_data_loss
         self._part = part
-        self._of_thread = of_thread
 
     async def of(self, read: Read) -> AsyncIterator[LogItem]:
         """What of a message is asked for. Raises DataLoss when a part of an entry is gone."""
         message = read.message
         if message.subject == self._subjects.groups:
-            for partition, what in entries_of(message, self._subjects, self._in_range):
-                if what.thread_id is not None and not self._of_thread(what.thread_id):
-                    continue
-                item = what if isinstance(what, Malformed) else await self._item(what)
+            for partition, what in self.taken(read):
+                item = what if isinstance(what, Malformed) else await self.item(what)
                 if item is not None:
                     yield LogItem(item, read.stored_at_ns, partition)
         elif self._wanted.rows(message):  # anybody may publish
             none = Malformed(message.subject, first_place(message.seq), (message,), "not a group of entries")
             yield LogItem(none, read.stored_at_ns, -1)
 
+    def taken(self, read: Read) -> Iterator[Taken]:
+        """What of a group is asked for; of any other message, nothing."""
+        if read.message.subject == self._subjects.groups:
+            yield from entries_of(read.message, self._subjects, self._in_range)
+
     def _in_range(self, position: int, record: Record) -> bool:
         return self._part.holds(position) and self._wanted.record(record)
 
-    async def _item(self, found: EntryMessage) -> Item | None:
-        """None: it is being erased."""
+    async def item(self, found: EntryMessage) -> Item | None:
+        """The entry, with its payload; None: it is being erased. Raises DataLoss when a part of it is gone."""
         thread_id, message, elsewhere = found
         if not elsewhere:
             return item_of(message, thread_id)

@@ -35,3 +35,8 @@ def shares(tasks: int) -> list[Share]:
     """All threads, as so many shares of the same size."""
     edges = [HASHES * n // tasks for n in range(tasks + 1)]
     return [Share(low, high) for low, high in pairwise(edges)]
+
+
+def share_of(thread_id: str, tasks: int) -> int:
+    """Which of so many `shares` has the thread."""
+    return ((hash_of(thread_id) + 1) * tasks - 1) // HASHES

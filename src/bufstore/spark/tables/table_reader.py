@@ -13,9 +13,9 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from bufstore.spark.process_loop import loop
 from bufstore.spark.tables import table_scan
 from bufstore.spark.tables.narrowing import narrowed_by
-from bufstore.spark.tables.shares import Share
 from bufstore.spark.tables.table_options import TableOptions
 from bufstore.spark.tables.table_rows import TABLES
+from bufstore.spark.tables.table_scan import Task
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import Filter
@@ -31,9 +31,9 @@ def reader_of(options: TableOptions) -> DataSourceReader:
     return PushedTableReader(options) if _PUSHING in sys.modules else TableReader(options)
 
 
-class _SharePartition(InputPartition):
-    def __init__(self, share: Share) -> None:
-        self.share = share
+class _TaskPartition(InputPartition):
+    def __init__(self, task: Task) -> None:
+        self.task = task
 
 
 class TableReader(DataSourceReader):
@@ -43,12 +43,12 @@ class TableReader(DataSourceReader):
         self.options = options
 
     def partitions(self) -> Sequence[InputPartition]:
-        return [_SharePartition(share) for share in loop().run(table_scan.planned(self.options))]
+        return [_TaskPartition(task) for task in loop().run(table_scan.planned(self.options))]
 
     def read(self, partition: InputPartition) -> Iterator[pyarrow.RecordBatch]:
         """The rows of a share of the threads, as batches of Arrow."""
-        assert isinstance(partition, _SharePartition)
-        found = table_scan.batches(self.options, partition.share)
+        assert isinstance(partition, _TaskPartition)
+        found = table_scan.batches(self.options, partition.task)
         try:
             while (batch := loop().run(_next(found))) is not None:
                 yield batch

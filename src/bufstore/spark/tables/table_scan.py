@@ -6,28 +6,28 @@ rows is a thread as a read of the store would have shown it then.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, MutableMapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 import pyarrow
 
-from bufstore.buffer.places import first_place, group_of, number_of
+from bufstore.buffer.places import first_place
 from bufstore.buffer.target import check_flushable, check_same
-from bufstore.errors import ConfigError, DataLoss, LogUnavailable, PositionPassed
-from bufstore.nats.ranges import LogReader, LogState
+from bufstore.errors import ConfigError, LogUnavailable, PositionPassed
+from bufstore.nats.ranges import LogState
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.ledger.waiting import waiting_item
-from bufstore.spark.source.log_entries import LogEntries
-from bufstore.spark.source.log_scan import messages, patiently, reader_of
-from bufstore.spark.source.offsets import Holes, Range, parts_of
+from bufstore.spark.source.log_scan import patiently, reader_of
+from bufstore.spark.source.offsets import parts_of
 from bufstore.spark.tables.moment import Ledger, Moment
 from bufstore.spark.tables.narrowing import Narrowing
 from bufstore.spark.tables.overlaid import Late, Overlaid, overlaid
 from bufstore.spark.tables.shares import Share, shares
 from bufstore.spark.tables.table_options import TableOptions
 from bufstore.spark.tables.table_rows import batch_of, message_row, run_row, thread_row
+from bufstore.spark.tables.tail import Handed, lowest, span_of, tail_of, taken_apart
 from bufstore.threads.model import Run, Thread, decode_run
 from bufstore.threads.postgres.rows import thread_of
 from bufstore.threads.postgres.store import PostgresThreadStore
@@ -43,8 +43,16 @@ _THREADS = 500
 Sized = tuple[dict[str, Any], int]
 
 
-async def planned(options: TableOptions) -> list[Share]:
-    """The tasks of a read. Raises ConfigError, ConfigDrift, LogUnavailable, StoreUnavailable."""
+class Task(msgspec.Struct, frozen=True):
+    """What one task reads."""
+
+    share: Share
+    #: What planning has read of it; None: nothing.
+    handed: Handed | None
+
+
+async def planned(options: TableOptions) -> list[Task]:
+    """The tasks of a read. Raises ConfigError, ConfigDrift, DataLoss, LogUnavailable, StoreUnavailable."""
     reader = await reader_of(options.log)
     async with Moment(options.postgres, options.schema, options.snapshot) as moment:
         ledger = await moment.ledger()
@@ -53,12 +61,14 @@ async def planned(options: TableOptions) -> list[Share]:
     check_same(options.stream, log.target, ledger.target)
     until = _until(options, log, ledger)
     threads = options.narrowing.threads
-    start = group_of(_lowest(options, log, ledger))
-    tasks = parts_of(log.bytes_between(start, group_of(until) + 1), exactly=options.tasks, at_least=options.min_tasks)
-    return shares(tasks if threads is None else max(min(tasks, len(threads)), 1))
+    span = span_of(log, lowest(options, log, ledger), until)
+    tasks = parts_of(log.bytes_between(span.start, span.end), exactly=options.tasks, at_least=options.min_tasks)
+    found = shares(tasks if threads is None else max(min(tasks, len(threads)), 1))
+    handed = await taken_apart(options, reader, log, span, until, found)
+    return [Task(share, handed[n] if handed is not None else None) for n, share in enumerate(found)]
 
 
-async def batches(options: TableOptions, share: Share) -> AsyncGenerator[pyarrow.RecordBatch]:
+async def batches(options: TableOptions, task: Task) -> AsyncGenerator[pyarrow.RecordBatch]:
     """The rows of a share of the threads.
 
     Raises PositionPassed when Postgres has entries from behind the position that is asked for, DataLoss when the log
@@ -69,10 +79,11 @@ async def batches(options: TableOptions, share: Share) -> AsyncGenerator[pyarrow
         ledger = await moment.ledger()
         log = await patiently(reader.look)  # behind the moment: nothing that Postgres has is missing
         until = _until(options, log, ledger)
-        scan = _Scan(options, share, moment, until)
+        scan = _Scan(options, task.share, moment, until)
         if options.ending_position is not None:
             await scan.check_not_passed()
-        late = await scan.overlay(reader, log, ledger)
+        tail = await tail_of(options, task.share, reader, log, ledger, until, task.handed)
+        late = await scan.overlay(tail)
         found: list[dict[str, Any]] = []
         size = 0
         async with aclosing(scan.rows(late)) as rows:
@@ -111,19 +122,11 @@ def _until(options: TableOptions, log: LogState, ledger: Ledger) -> int:
     return options.ending_position
 
 
-def _lowest(options: TableOptions, log: LogState, ledger: Ledger) -> int:
-    """The position up to which all threads that are read are flushed, or wait; 0: it is not known."""
-    threads = options.narrowing.threads
-    subjects = log.subjects
-    partitions = range(subjects.partitions) if threads is None else {subjects.partition(t) for t in threads}
-    return min((ledger.cursors.get(p, 0) for p in partitions), default=0)
-
-
 class _Scan:
     """One share of the threads, at one moment of Postgres, up to one position of the log."""
 
     def __init__(self, options: TableOptions, share: Share, moment: Moment, until: int) -> None:
-        self._options, self._share, self._moment, self._until = options, share, moment, until
+        self._options, self._moment, self._until = options, moment, until
         narrowing = options.narrowing
         prefix = narrowing.thread_prefix
         self._hashes = (share.low, share.high - 1)
@@ -140,13 +143,12 @@ class _Scan:
             thread_id, flushed = found[0]
             raise PositionPassed(self._until, f"thread {thread_id!r} is flushed up to {flushed}")
 
-    async def overlay(self, reader: LogReader, log: LogState, ledger: Ledger) -> dict[str, Overlaid]:
-        """The threads of which there is more than is flushed."""
+    async def overlay(self, tail: MutableMapping[str, list[Late]]) -> dict[str, Overlaid]:
+        """The threads of which there is more than is flushed. Empties `tail`."""
         waiting: dict[str, list[Late]] = {}
         asked = ("waiting_of_share", *self._hashes, self._until, *self._ids)
         for thread_id, seq, blob, since in await self._moment.rows(*asked):
             waiting.setdefault(thread_id, []).append(Late(waiting_item(thread_id, seq, blob), since))
-        tail = await self._tail(reader, log, ledger)
         threads = sorted(waiting.keys() | tail.keys())
         found: dict[str, Overlaid] = {}
         for at in range(0, len(threads), _THREADS):
@@ -156,33 +158,6 @@ class _Scan:
                 if one is not None:
                     found[thread_id] = one
         return found
-
-    async def _tail(self, reader: LogReader, log: LogState, ledger: Ledger) -> dict[str, list[Late]]:
-        """What the log holds of each thread above the cursor of its partition."""
-        lowest = _lowest(self._options, log, ledger)
-        end = group_of(self._until) + bool(number_of(self._until))
-        # Where nothing was flushed, nothing was removed: the log is whole from its beginning on.
-        whole_from = group_of(lowest) + 1 if lowest else log.first
-        if whole_from < end <= log.first:
-            raise DataLoss(f"the log begins at message {log.first}: what Postgres did not have then is gone from it")
-        start = max(group_of(lowest), log.first)
-        if start >= end:
-            return {}
-        part = Range(start=start, end=end, created=log.created, until=self._until)
-        holes = Holes(whole_from)
-        entries = LogEntries(reader, log, self._options.log, part, self._has)
-        found: dict[str, list[Late]] = {}
-        async with aclosing(messages(reader, log, part, holes, fails=True)) as parts:
-            async for reads in parts:
-                for read in reads:
-                    async for entry in entries.of(read):
-                        thread_id = entry.what.thread_id
-                        if thread_id is not None and entry.what.seq > ledger.cursors.get(entry.partition, 0):
-                            found.setdefault(thread_id, []).append(Late(entry.what, entry.stored_at_ns // 1000))
-        return found
-
-    def _has(self, thread_id: str) -> bool:
-        return self._options.narrowing.has_thread(thread_id) and self._share.has(thread_id)
 
     async def rows(self, late: Mapping[str, Overlaid]) -> AsyncGenerator[Sized]:
         """The rows of the share."""

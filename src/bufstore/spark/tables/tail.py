@@ -1,0 +1,151 @@
+"""What the log holds above Postgres, read once: planning a read takes it apart for the tasks.
+
+A group holds entries of many threads, so whoever wants some of them reads all of it. A task gets the entries of its
+threads from planning, and reads what was written since. A large tail, which the driver should not hold, each task
+reads itself (docs/adr/0044).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from bufstore.buffer.places import group_of, number_of
+from bufstore.errors import DataLoss
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.nats.ranges import LogReader, LogState
+from bufstore.spark.group_entries import EntryMessage
+from bufstore.spark.source.log_entries import LogEntries
+from bufstore.spark.source.log_scan import messages
+from bufstore.spark.source.offsets import Holes, Range
+from bufstore.spark.tables.moment import Ledger
+from bufstore.spark.tables.overlaid import Late
+from bufstore.spark.tables.shares import Share, share_of
+from bufstore.spark.tables.span import Span
+from bufstore.spark.tables.table_options import TableOptions
+
+#: Of a tail that planning takes apart: it passes through the driver.
+_HANDED_BYTES = 32 << 20
+
+
+class TailEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An entry as it stands in a group."""
+
+    thread_id: str
+    seq: int
+    partition: int
+    stored_at_ns: int
+    header: str | None
+    payload: bytes
+    #: Whether the payload only says where its parts stand.
+    elsewhere: bool
+
+
+class Handed(msgspec.Struct, frozen=True):
+    """What planning has read of a task's threads."""
+
+    span: Span
+    #: `TailEntry`s, packed.
+    entries: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[TailEntry])
+
+
+def lowest(options: TableOptions, log: LogState, ledger: Ledger) -> int:
+    """The position up to which all threads that are read are flushed, or wait; 0: it is not known."""
+    threads = options.narrowing.threads
+    subjects = log.subjects
+    partitions = range(subjects.partitions) if threads is None else {subjects.partition(t) for t in threads}
+    return min((ledger.cursors.get(p, 0) for p in partitions), default=0)
+
+
+def span_of(log: LogState, flushed: int, until: int) -> Span:
+    """The tail: what is above `flushed` (`lowest`), up to before position `until`."""
+    # Where nothing was flushed, nothing was removed: the log is whole from its beginning on.
+    whole_from = group_of(flushed) + 1 if flushed else log.first
+    start = max(group_of(flushed), log.first)
+    return Span(log.created, start, group_of(until) + bool(number_of(until)), whole_from)
+
+
+async def taken_apart(
+    options: TableOptions, reader: LogReader, log: LogState, span: Span, until: int, shares: Sequence[Share]
+) -> list[Handed] | None:
+    """The tail, by share; None: it is too large for that, or for one task only."""
+    if len(shares) < 2 or log.bytes_between(span.start, span.end) > _HANDED_BYTES:
+        return None
+    found: list[list[TailEntry]] = [[] for _ in shares]
+    size = 0
+    async with aclosing(_entries(options, reader, log, span, until, options.narrowing.has_thread)) as entries:
+        async for entry in entries:
+            found[share_of(entry.thread_id, len(shares))].append(entry)
+            size += len(entry.payload)
+            if size > _HANDED_BYTES:
+                return None
+    return [Handed(span, _encoder.encode(some)) for some in found]
+
+
+async def tail_of(
+    options: TableOptions,
+    share: Share,
+    reader: LogReader,
+    log: LogState,
+    ledger: Ledger,
+    until: int,
+    handed: Handed | None,
+) -> dict[str, list[Late]]:
+    """What the log holds of each thread of the share above the cursor of its partition.
+
+    Raises DataLoss, LogUnavailable.
+    """
+    span = span_of(log, lowest(options, log, ledger), until)
+    rest = span.behind(handed.span if handed is not None else None)
+    known = LogEntries(reader, log, options.log, _range(span, until))
+    found: dict[str, list[Late]] = {}
+
+    async def add(entry: TailEntry) -> None:
+        if not ledger.cursors.get(entry.partition, 0) < entry.seq < until:
+            return
+        message = StoredMessage(log.subjects.of(entry.thread_id), entry.seq, entry.header, entry.payload)
+        item = await known.item(EntryMessage(entry.thread_id, message, entry.elsewhere))
+        if item is not None:
+            found.setdefault(entry.thread_id, []).append(Late(item, entry.stored_at_ns // 1000))
+
+    if handed is not None and handed.span.serves(span):
+        for entry in _decoder.decode(handed.entries):
+            await add(entry)
+
+    def has(thread_id: str) -> bool:
+        return options.narrowing.has_thread(thread_id) and share.has(thread_id)
+
+    async with aclosing(_entries(options, reader, log, rest, until, has)) as entries:
+        async for entry in entries:
+            await add(entry)
+    return found
+
+
+def _range(span: Span, until: int) -> Range:
+    return Range(start=span.start, end=span.end, created=span.created, until=until)
+
+
+async def _entries(
+    options: TableOptions, reader: LogReader, log: LogState, span: Span, until: int, has: Callable[[str], bool]
+) -> AsyncGenerator[TailEntry]:
+    if span.whole_from < span.end <= log.first:
+        raise DataLoss(f"the log begins at message {log.first}: what Postgres did not have then is gone from it")
+    if span.start >= span.end:
+        return
+    part = _range(span, until)
+    known = LogEntries(reader, log, options.log, part)
+    async with aclosing(messages(reader, log, part, Holes(span.whole_from), fails=True)) as parts:
+        async for reads in parts:
+            for read in reads:
+                for partition, what in known.taken(read):
+                    if isinstance(what, EntryMessage) and has(what.thread_id):
+                        m = what.message
+                        yield TailEntry(
+                            what.thread_id, m.seq, partition, read.stored_at_ns, m.header, m.body, what.elsewhere
+                        )
