@@ -135,15 +135,18 @@ def _query_of(df: DataFrame) -> Query:
 
 def _stopped(df: DataFrame, query: Query) -> Callable[[], bool]:
     """Whether somebody has stopped the query, which waits for us until then."""
+    from pyspark.sql import SparkSession
 
+    if not query.query_id:
+        return lambda: False
     # The session of a batch is a copy, which knows no queries: they are known where the program began.
-    began = getattr(type(df.sparkSession), "_instantiatedSession", None)
+    began = SparkSession.builder.getOrCreate()
 
     def stopped() -> bool:
-        found = began.streams.get(query.query_id) if began is not None else None
+        found = began.streams.get(query.query_id)
         return found is not None and not found.isActive
 
-    return stopped if query.query_id else lambda: False
+    return stopped
 
 
 def _task(
