@@ -17,8 +17,10 @@ from msgspec.structs import replace
 
 from bufstore import BufstoreError, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
-from bufstore.jetstream.messages import AppendUnknown
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
+from bufstore.mailbox.nats_keys import Keys
+from bufstore.mailbox.nats_reads import NatsReads
 from bufstore.mailbox.store import MailboxStore
 from helpers import eventually, fresh
 from mailboxes import Mailboxes
@@ -334,6 +336,99 @@ async def test_an_unknown_step_is_called_unknown(servers: Servers) -> None:
         store.backend.write = write  # type: ignore[method-assign]
         with pytest.raises(StepUnknown):
             await store.nack(claim)
+
+
+async def test_an_ack_that_was_done_is_done_although_its_answer_is_lost_and_another_has_the_thread(
+    servers: Servers,
+) -> None:
+    async with Mailboxes("memory", servers).open(2) as (store, other):
+        put = [await store.enqueue("t") for _ in range(2)]
+        claim = await store.claim("t", "w")
+        assert claim is not None
+        write, find = store.backend.write, store.backend.find
+
+        async def lost(*args: Any) -> Any:
+            store.backend.write = write  # type: ignore[method-assign]
+            await write(*args)
+            assert await other.claim("t", "another")
+            raise AppendUnknown("lost on its way back")
+
+        store.backend.write = lost  # type: ignore[method-assign]
+        assert (await store.ack(claim)).status is Status.ACKED
+        claim = await other.load_dispatch("t", put[1].dispatch_id)
+        assert claim is not None
+        # When nobody can be asked, it is not said that nothing was done.
+        await other.enqueue("t")
+
+        async def away(*_: Any) -> Any:
+            raise LogUnavailable("away")
+
+        store.backend.write, store.backend.find = lost, away  # type: ignore[method-assign]
+        with pytest.raises(StepUnknown):
+            await store.ack(claim)
+        store.backend.find = find  # type: ignore[method-assign]
+        assert (await store.ack(claim)).ended_by == claim.token
+
+
+async def test_claims_are_taken_back_once_although_answers_are_lost(servers: Servers) -> None:
+    async with Mailboxes("memory", servers).open(1) as (store,):
+        for n in range(3):
+            await store.enqueue(f"t{n}")
+            assert await store.claim(f"t{n}", "w", lease_s=1, now_ms=0)
+        write, writes = store.backend.write, 0
+
+        async def lossy(*args: Any) -> Any:
+            nonlocal writes
+            writes += 1
+            if writes == 1:
+                raise LogUnavailable("no leader")
+            after = await write(*args)
+            if writes == 2:
+                raise AppendUnknown("lost on its way back")
+            return after
+
+        store.backend.write = lossy  # type: ignore[method-assign]
+        assert sorted(d.thread_id for d in await store.reclaim_expired()) == ["t0", "t1", "t2"]
+        assert store.statistics().counts["reclaimed"] == 3
+
+
+async def test_when_the_store_goes_away_what_was_taken_back_is_told(servers: Servers) -> None:
+    async with Mailboxes("memory", servers).open(1, timeout_s=0.05) as (store,):
+        for n in range(3):
+            await store.enqueue(f"t{n}")
+            assert await store.claim(f"t{n}", "w", lease_s=1, now_ms=0)
+        write, left = store.backend.write, 2
+
+        async def away(*args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise LogUnavailable("away")
+            return await write(*args)
+
+        store.backend.write = away  # type: ignore[method-assign]
+        assert len(await store.reclaim_expired()) == 2
+        with pytest.raises(LogUnavailable):
+            await store.reclaim_expired()
+
+
+async def test_what_cannot_be_asked_is_unavailable_and_no_inner_error() -> None:
+    """A leader that is to prove that it leads may go meanwhile; a purge of nothing has done nothing."""
+
+    class Stream:
+        async def last(self, subjects: list[str], _: float) -> dict[str, Any]:
+            return {}
+
+        async def prove(self, *_: Any) -> None:
+            raise AppendUnknown("the connection was lost")
+
+    keys = Keys("bucket")
+    reads = NatsReads(Stream(), keys, replicated=True, timeout_s=1.0)  # type: ignore[arg-type]
+    reads.open = True
+    written = Outgoing(keys.thread("t"), b"state")
+    reads.wrote([written], 7)
+    with pytest.raises(LogUnavailable):
+        await reads.last([written.subject])
 
 
 @pytest.mark.parametrize("kind", DURABLE)

@@ -24,6 +24,7 @@ from bufstore.mailbox import (
     Sweeper,
 )
 from bufstore.mailbox.nats import NatsBackend
+from bufstore.mailbox.steps import AT_ONCE
 from bufstore.notify import MemoryNotifier
 from helpers import fresh, query
 from mailboxes import Mailboxes
@@ -236,6 +237,45 @@ async def test_an_interrupt_ends_in_time_and_says_how_far_it_came(mailboxes: Mai
         assert claim.dispatch_id == after.dispatch_id
         assert (await other.interrupt(thread_id)).superseded == []
         assert (await other.interrupt(thread_id)).complete
+
+
+async def test_an_interrupt_is_complete_only_when_nothing_superseded_is_left(on_nats: Mailboxes) -> None:
+    """Neither what a killed server brought back nor what came since hides what is behind it."""
+    async with on_nats.open(3) as (store, other, slow):
+        thread_id, backend = fresh(), _nats(store)
+        ended = await asyncio.gather(*(store.enqueue(thread_id) for _ in range(AT_ONCE)))
+        while (claim := await store.claim(thread_id, "w")) is not None:
+            await store.ack(claim)
+        for d in ended:  # as a server does that is killed when what replaced the messages is gone
+            await backend._put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
+        queued = [await store.enqueue(thread_id) for _ in range(3)]
+        done = await other.interrupt(thread_id)
+        assert done.complete
+        assert sorted(d.dispatch_id for d in done.superseded) == sorted(d.dispatch_id for d in queued)
+        # An enqueue that has seen the thread before the interrupt is stored after it, behind others.
+        seen, go_on, write = asyncio.Event(), asyncio.Event(), _nats(slow)._put
+
+        async def later(messages: Any) -> int:
+            seen.set()
+            await go_on.wait()
+            return await write(messages)
+
+        _nats(slow)._put = later  # type: ignore[method-assign]
+        late = asyncio.create_task(slow.enqueue(thread_id))
+        await seen.wait()
+        look = backend.queued
+
+        async def first(*args: Any) -> Any:
+            backend.queued = look  # type: ignore[method-assign]
+            await asyncio.gather(*(other.enqueue(thread_id) for _ in range(AT_ONCE)))
+            go_on.set()
+            await late
+            return await look(*args)
+
+        backend.queued = first  # type: ignore[method-assign]
+        done = await store.interrupt(thread_id)
+        assert done.complete
+        assert [d.dispatch_id for d in done.superseded] == [late.result().dispatch_id]
 
 
 async def test_an_id_that_is_used_again_while_its_record_is_purged_is_kept(mailboxes: Mailboxes) -> None:

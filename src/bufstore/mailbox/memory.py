@@ -196,8 +196,8 @@ class MemoryBackend:
             return thread, thread.active
         return thread, self._shared.dispatches.get(thread_id, {}).get(dispatch_id)
 
-    async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
-        return [d for d in self.waiting(thread_id) if below_epoch is None or d.epoch < below_epoch][:limit]
+    async def queued(self, thread_id: str, below_epoch: int, limit: int) -> list[Dispatch]:
+        return [d for d in self.waiting(thread_id) if d.epoch < below_epoch][:limit]
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         return await self.thread(thread_id), list(self._shared.dispatches.get(thread_id, {}).values())

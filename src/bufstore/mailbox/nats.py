@@ -24,7 +24,7 @@ from bufstore.jetstream.drift import check
 from bufstore.jetstream.ensure import ensure_stream, seconds
 from bufstore.jetstream.errors import TooManyResults
 from bufstore.jetstream.group_commit import GroupCommit
-from bufstore.jetstream.messages import BatchRefused, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
@@ -51,6 +51,8 @@ _AHEAD_MAX = 512
 _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
 _OVERHEAD = 512
+#: How long whoever asks again soon waits for a copy, which may have died with the question.
+_SOON_S = 1.0
 
 
 class NatsBackend:
@@ -280,7 +282,11 @@ class NatsBackend:
         )
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        found = await self._reads.copy([self._keys.thread(t) for t in thread_ids])
+        try:
+            async with asyncio.timeout(_SOON_S):
+                found = await self._reads.copy([self._keys.thread(t) for t in thread_ids])
+        except TimeoutError:
+            raise LogUnavailable("the copy that was asked has not answered soon; the next may") from None
         states = [self._keys.state(found.get(self._keys.thread(t)), t) for t in thread_ids]
         return {s.thread_id: (s.active.token if s.active is not None else 0, s.epoch) for s in states if s.version}
 
@@ -343,14 +349,21 @@ class NatsBackend:
                 return thread, None
             version = thread.version
 
-    async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
-        t = token(thread_id)
-        active = (await self.thread(thread_id)).active
-        found = [d for d, _ in self._reads.dispatches(await self._reads.all(self._keys.of("q", t, "*", "*"), limit))]
-        found += self._noted(await self._reads.all(self._keys.of("r", t, "*")))
-        known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
-        wanted = [d for d in known.values() if below_epoch is None or d.epoch < below_epoch][:limit]
-        return await self._not_ended(thread_id, wanted)
+    async def queued(self, thread_id: str, below_epoch: int, limit: int) -> list[Dispatch]:
+        t, deadline = token(thread_id), time.monotonic() + self._config.timeout_s
+        most: int | None = limit
+        while time.monotonic() < deadline:
+            active = (await self.thread(thread_id)).active
+            messages = await self._reads.all(self._keys.of("q", t, "*", "*"), most)
+            found = [d for d, _ in self._reads.dispatches(messages)]
+            found += self._noted(await self._reads.all(self._keys.of("r", t, "*")))
+            known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
+            wanted = [d for d in known.values() if d.epoch < below_epoch][:limit]
+            left = await self._not_ended(thread_id, wanted)
+            if left or (not wanted and (most is None or len(messages) < limit)):
+                return left
+            most = limit if wanted else None  # those have ended, and were removed; or what is first came later
+        raise LogUnavailable("all that could be read of the queue in time has ended")
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         t, subject = token(thread_id), self._keys.thread(thread_id)
@@ -415,7 +428,7 @@ class NatsBackend:
         self._set_clock(await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}"))
         try:
             await self._put([Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s)))])
-        except Conflict:
+        except (Conflict, AppendUnknown):
             return False
         await self._signals.forget_answered()
         return True

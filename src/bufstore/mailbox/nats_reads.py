@@ -15,7 +15,7 @@ from contextlib import suppress
 from itertools import islice
 
 from bufstore.errors import Closed, LogUnavailable, MalformedEntry
-from bufstore.jetstream.messages import Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import untoken
 from bufstore.mailbox.model import Dispatch, MailboxThread
@@ -56,7 +56,10 @@ class NatsReads:
             if not older:
                 break
             # A leader that the others have left answers for seconds; or it is gone since.
-            await self._stream.prove(self._keys.of("unused", "*"), self._timeout_s)
+            try:
+                await self._stream.prove(self._keys.of("unused", "*"), self._timeout_s)
+            except AppendUnknown as e:  # of a purge of nothing
+                raise LogUnavailable(f"nobody proves to lead the mailbox: {e}") from None
             found |= await self._stream.last(older, self._timeout_s)
         else:
             for s in older:

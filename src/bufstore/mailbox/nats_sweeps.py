@@ -94,8 +94,7 @@ class NatsSweeps:
                 seen = await self._reads.last(self._told_by([t]))
                 queued = (await self._reads.last([first[t].subject])).get(first[t].subject)
                 if self._untold([t], seen) and queued is not None and queued.seq == first[t].seq:
-                    await self._put([self._keys.signal(t)])
-                    lost += 1
+                    lost += not await self.write_each([self._keys.signal(t)])
         return lost
 
     def _told_by(self, thread_ids: Iterable[str]) -> list[str]:

@@ -111,8 +111,8 @@ class Backend(Protocol):
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]: ...
 
-    async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
-        """Queued dispatches, in any order; `below_epoch`: those of earlier epochs."""
+    async def queued(self, thread_id: str, below_epoch: int, limit: int) -> list[Dispatch]:
+        """Queued dispatches of earlier epochs, in any order; none only if there are none."""
         ...
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:

@@ -238,9 +238,8 @@ class PostgresBackend:
         row = (await self._run("find", thread_id, dispatch_id))[0]
         return _state(thread_id, row), _dispatch(row[9:15]) if row[9] is not None else None
 
-    async def queued(self, thread_id: str, below_epoch: int | None, limit: int) -> list[Dispatch]:
-        below = (1 << 62) if below_epoch is None else below_epoch
-        return _readable((*row, None) for row in await self._run("queued", thread_id, below, limit))
+    async def queued(self, thread_id: str, below_epoch: int, limit: int) -> list[Dispatch]:
+        return _readable((*row, None) for row in await self._run("queued", thread_id, below_epoch, limit))
 
     async def all_of(self, thread_id: str) -> tuple[MailboxThread, list[Dispatch]]:
         rows = await self._run("all_of", thread_id)

@@ -90,15 +90,17 @@ class Steps:
 
     def known(self, claim: Dispatch) -> Load:
         """What we last wrote of the claim's thread, the first time; then, what there is."""
-        asked = False
+        last = self._last.get(claim.thread_id)
+        held = last is not None and last.active is not None and last.active.token == claim.token
+        return self.seen(claim.thread_id, last if held else None)
+
+    def seen(self, thread_id: str, thread: MailboxThread | None) -> Load:
+        """This state, if there is one, the first time; then, what there is."""
 
         async def load() -> MailboxThread:
-            nonlocal asked
-            last = self._last.get(claim.thread_id)
-            if not asked and last is not None and last.active is not None and last.active.token == claim.token:
-                asked = True
-                return last
-            return await self._backend.thread(claim.thread_id)
+            nonlocal thread
+            first, thread = thread, None
+            return first if first is not None else await self._backend.thread(thread_id)
 
         return load
 

@@ -239,8 +239,11 @@ class MailboxStore:
         try:
             with self.counters.timed("ack"):
                 ended = await self._end(claim, now, lambda thread: decisions.ack(thread, claim, now))
-        except StaleClaim:
-            _, found = await self.backend.find(claim.thread_id, claim.dispatch_id)
+        except (StaleClaim, StepUnknown) as e:  # its answer may be lost, and the thread another's since
+            try:
+                _, found = await self.backend.find(claim.thread_id, claim.dispatch_id)
+            except BufstoreError as now_away:
+                raise (e if isinstance(e, StepUnknown) else now_away) from None
             if found is None or found.status is not Status.ACKED or found.ended_by != claim.token:
                 raise
             return found
@@ -396,18 +399,23 @@ class MailboxStore:
         return sorted(await self.backend.queued_threads(limit))
 
     async def reclaim_expired(self, *, limit: int = 1000, now_ms: int | None = None) -> list[Dispatch]:
-        """Take back claims whose lease is over: queued again, dead or superseded, as with `nack`."""
+        """Take back claims whose lease is over: queued again, dead or superseded, as with `nack`.
+
+        Fewer than there are when the store goes away meanwhile; the rest is found again.
+        """
         now = self._now(now_ms)
         reclaimed: list[Dispatch] = []
-        for thread in await self.backend.expiring(now, limit):
-            step = decisions.expire(thread, now)
-            if step is None:
-                continue
+        for found in await self.backend.expiring(now, limit):
+            load = self._steps.seen(found.thread_id, found)
             try:
-                await self._steps.write(thread, step, secrets.token_hex(8), now)
-            except (Conflict, AppendUnknown):
-                continue  # its holder or another sweeper was faster; what is unknown comes with the next pass
-            after = step.moves[0].after
+                done = await self._steps.change(found.thread_id, now, load, lambda t: decisions.expire(t, now))
+            except BufstoreError:
+                if reclaimed:
+                    break
+                raise
+            if done is None:
+                continue  # its holder or another sweeper was faster
+            after = done[1].moves[0].after
             assert after is not None
             reclaimed.append(after)
             self.counters.count("reclaimed")
