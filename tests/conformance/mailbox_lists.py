@@ -5,6 +5,7 @@ from __future__ import annotations
 from bufstore.mailbox.model import Status
 from bufstore.testing.basics import Check, fresh, registrar
 from conformance.mailbox_queue import Stores, claimed, ids, now
+from helpers import eventually
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
@@ -14,6 +15,8 @@ _check = registrar(CHECKS)
 async def what_is_finished_is_listed_and_purged(stores: Stores) -> None:
     a, b = stores[:2]
     thread_id, t = fresh(), now()
+    while await b.purge_finished(t):  # what is purged first has finished first, whatever time it says
+        pass
     old = await a.enqueue(thread_id, dedupe_key="key", now_ms=t - 9000)
     await a.ack(await claimed(a, thread_id, now_ms=t - 9000), now_ms=t - 9000)
     young = await a.enqueue(thread_id, now_ms=t)
@@ -22,9 +25,13 @@ async def what_is_finished_is_listed_and_purged(stores: Stores) -> None:
     mine = [d for d in await b.list_finished(limit=10_000) if d.thread_id == thread_id]
     assert ids(mine) == ids([old, young])
     assert len(await b.list_finished(limit=1)) == 1
-    while await b.purge_finished(t - 8000):
-        pass
-    assert ids(await a.list_dispatches(thread_id, {Status.ACKED})) == [young.dispatch_id]
+
+    async def purged() -> bool:
+        # A copy that is behind its leader shows for a moment neither what has just ended nor that it was purged.
+        await b.purge_finished(t - 8000)
+        return ids(await a.list_dispatches(thread_id, {Status.ACKED})) == [young.dispatch_id]
+
+    await eventually(purged, 60)
     assert await a.load_dispatch(thread_id, old.dispatch_id) is None
     assert (await claimed(b, thread_id)).dispatch_id == queued.dispatch_id
 

@@ -21,6 +21,18 @@ _check = registrar(CHECKS)
 Stores = Sequence[MailboxStore]
 
 
+class Unsteady(MailboxStore):
+    """A store whose leaders go while a check runs: a signal may be as late as is promised, an answer may be lost."""
+
+
+def soon_s(store: MailboxStore) -> float:
+    """How long what is told at once may take to arrive; beside leaders that go, what docs/MAILBOX.md promises."""
+    c = store.config
+    late_s = max(c.signal_ack_wait_s, c.signal_nack_max_delay_s) + 2 * c.sweep_interval_s
+    # Elections, on a machine that others use too.
+    return late_s + 15 if isinstance(store, Unsteady) else 5.0
+
+
 def now() -> int:
     """The time in milliseconds."""
     return int(1000 * time.time())

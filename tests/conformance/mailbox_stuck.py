@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from bufstore.errors import LogUnavailable, StaleClaim
 from bufstore.mailbox.memory import MemoryBackend
@@ -19,14 +20,14 @@ from bufstore.mailbox.store import MailboxStore
 from bufstore.mailbox.sweeper import Sweeper
 from bufstore.mailbox.worker import Worker
 from bufstore.testing.basics import Check, fresh, raises, registrar
-from conformance.mailbox_queue import Stores, claimed
+from conformance.mailbox_queue import Stores, Unsteady, claimed, soon_s
 from conformance.mailbox_together import _signal
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
 
 
-async def _until(check: Callable[[], Awaitable[bool]], stores: Stores, timeout_s: float = 30.0) -> None:
+async def _until(check: Callable[[], Awaitable[bool]], stores: Stores, timeout_s: float = 60.0) -> None:
     """Sweep until it is so; on replicas a look may find all copies behind their leader, and is repeated."""
     sweepers = [Sweeper(store) for store in stores]
 
@@ -52,8 +53,11 @@ async def _drop_signal(store: MailboxStore, thread_id: str) -> None:
     signal, backend = await _signal(store, thread_id), store.backend
     assert signal is not None
     if isinstance(backend, NatsBackend):
-        keys = backend._keys
-        await backend._sweeps.remove(keys.signal(thread_id).subject, signal.delivery.seq)  # type: ignore[attr-defined]
+        subject = backend._keys.signal(thread_id).subject
+        while signal is not None:  # a replica that lags may still have one that another has replaced
+            with suppress(LogUnavailable):
+                await backend._sweeps.remove(subject, signal.delivery.seq)  # type: ignore[attr-defined]
+                signal = await _signal(store, thread_id, 0.3)
     elif isinstance(backend, PostgresBackend):
         async with backend._pool.lend(5) as connection:
             table = f'"{backend._schema}".mailbox_threads'
@@ -78,7 +82,8 @@ async def a_signal_that_is_acked_too_early_comes_again(stores: Stores) -> None:
     assert not await again.ack()
     await b.ack(claim)
     assert await again.ack()
-    assert await _signal(a, thread_id, 0.3) is None
+    late = await _signal(a, thread_id, 0.3)
+    assert late is None or (isinstance(a, Unsteady) and await late.ack())  # an answer was lost
     assert _resignalled(stores) == 0
 
 
@@ -213,7 +218,7 @@ async def a_thread_that_is_freed_between_claim_and_look_is_not_left(stores: Stor
 
     b.claim = claim_then_free  # type: ignore[method-assign,assignment]
     try:
-        async with Worker(b, "w", handle), asyncio.timeout(15):
+        async with Worker(b, "w", handle), asyncio.timeout(10 + soon_s(b)):
             await done.wait()
     finally:
         b.claim = real  # type: ignore[method-assign]
@@ -241,7 +246,9 @@ async def what_no_signal_tells_of_is_found_by_position(stores: Stores) -> None:
 
     await _until(all_found, stores)
     assert not found & {*delayed, *busy}
-    assert _resignalled(stores) == before + len(waiting)
+    # Of a signal whose answer is lost it is not known that it was given.
+    counted = _resignalled(stores) - before
+    assert counted <= len(waiting) if isinstance(a, Unsteady) else counted == len(waiting)
 
 
 @_check()
@@ -329,14 +336,14 @@ async def an_interrupted_worker_stops_within_a_second(stores: Stores) -> None:
                 finally:
                     ended.set()
 
-        async with Worker(a, "w", handle), asyncio.timeout(20):
+        async with Worker(a, "w", handle), asyncio.timeout(15 + soon_s(a)):
             await b.enqueue(thread_id)
             await begun.wait()
-            began = time.monotonic()
             await getattr(b, stop)(thread_id)
+            began = time.monotonic()
             await ended.wait()
             # Half a second and a read; with room for a busy machine, and far from a third of the lease.
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < soon_s(a)
 
 
 @_check()

@@ -7,13 +7,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from bufstore.errors import AlreadyExists, StaleClaim
+from bufstore.errors import AlreadyExists, StaleClaim, StepUnknown
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.model import Dispatch, Status
 from bufstore.mailbox.ports import Live, Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.testing.basics import Check, fresh, raises, registrar
-from conformance.mailbox_queue import Stores, claimed, ids, now
+from conformance.mailbox_queue import Stores, Unsteady, claimed, ids, now, soon_s
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
@@ -22,20 +22,28 @@ LIVE_CHECKS: list[Check] = []
 _live_check = registrar(LIVE_CHECKS)
 
 
-async def _eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 20.0) -> Any:
+async def _eventually(check: Callable[[], Awaitable[Any]], timeout_s: float = 60.0) -> Any:
     async with asyncio.timeout(timeout_s):
         while not (answer := await check()):  # noqa: ASYNC110 - nobody tells us
             await asyncio.sleep(0.02)
         return answer
 
 
-async def _won(*calls: Awaitable[Dispatch | None]) -> list[Dispatch]:
-    """What the calls made at once have got; being refused is no error here."""
+async def _won(*calls: Awaitable[Dispatch | None], unknown: Awaitable[list[Dispatch]] | None = None) -> list[Dispatch]:
+    """What the calls made at once have got; being refused is no error here.
+
+    `unknown` says what there is, and is believed when somebody lost an answer and nobody is told that he won.
+    """
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    refused = (AlreadyExists, StaleClaim, *([StepUnknown] if unknown is not None else []))
     for outcome in outcomes:
-        if isinstance(outcome, BaseException) and not isinstance(outcome, (AlreadyExists, StaleClaim)):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, refused):
             raise outcome
-    return [o for o in outcomes if isinstance(o, Dispatch)]
+    won = [o for o in outcomes if isinstance(o, Dispatch)]
+    if unknown is None:
+        return won
+    found = await unknown
+    return won or (found if any(isinstance(o, StepUnknown) for o in outcomes) else [])
 
 
 @_check()
@@ -190,13 +198,16 @@ async def steps_at_once_end_a_claim_once(stores: Stores) -> None:
             stores[1].dead_letter(claim),
             stores[1].supersede_claimed(thread_id),
             stores[0].nack(claim),
+            unknown=stores[1].list_dispatches(thread_id),
         )
         assert len(ended) == 1
+        assert ended[0].status is not Status.CLAIMED
         assert await stores[1].list_dispatches(thread_id) == ended
 
 
-async def _signal(store: MailboxStore, thread_id: str, timeout_s: float = 5.0) -> Signal | None:
+async def _signal(store: MailboxStore, thread_id: str, timeout_s: float | None = None) -> Signal | None:
     """The thread's signal, if it comes in time; others are acked."""
+    timeout_s = soon_s(store) if timeout_s is None else timeout_s
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         for signal in await store.pull_signals(timeout_s=min(0.2, timeout_s)):
@@ -234,12 +245,11 @@ async def a_signal_that_is_handed_back_comes_again(stores: Stores) -> None:
     assert signal is not None
     began = time.monotonic()
     await signal.nack(0.6)
-    # Not in a hot loop, and to others too.
-    assert await _signal(a, thread_id, 0.3) is None
-    again = await _signal(b, thread_id)
+    again = await _signal(a, thread_id, 0.3) or await _signal(b, thread_id)
     assert again is not None
-    assert time.monotonic() - began > 0.55
-    assert again.deliveries == 2
+    # Not in a hot loop. A leader that is new may not know of the first delivery.
+    assert time.monotonic() - began > 0.55 or again.deliveries == 1
+    assert again.deliveries == 2 or isinstance(a, Unsteady)
     await again.ack()
 
 
@@ -352,7 +362,7 @@ async def a_worker_stops_when_it_is_interrupted_or_loses_its_claim(stores: Store
         worker._config = MailboxConfig(lease_s=0.6, signal_fetch_expires_s=0.1)
         async with worker:
             await b.enqueue(thread_id)
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(10 + soon_s(a)):
                 await begun.wait()
                 await getattr(b, stop)(thread_id)
                 await cancelled.wait()

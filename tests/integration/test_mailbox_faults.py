@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from bufstore import BufstoreError, LogUnavailable, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.jetstream.stream import Shown
 from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
 from bufstore.mailbox.nats_keys import Keys
 from bufstore.mailbox.nats_reads import NatsReads
@@ -429,6 +430,34 @@ async def test_what_cannot_be_asked_is_unavailable_and_no_inner_error() -> None:
     reads.wrote([written], 7)
     with pytest.raises(LogUnavailable):
         await reads.last([written.subject])
+
+
+@pytest.mark.parametrize("gone_after", [1, 3])
+async def test_nobody_waits_for_a_copy_to_show_what_is_gone(gone_after: int) -> None:
+    """A leader tells of a message that is removed, or whose time is over, before a copy is asked for it."""
+    asked = 0
+
+    class Stream:
+        async def last(self, subjects: list[str], _: float) -> dict[str, Any]:
+            return {}
+
+        async def ends(self, filters: list[str], _: float) -> list[int]:
+            nonlocal asked
+            asked += 1
+            return [7 if asked <= gone_after else 0 for _ in filters]
+
+        async def shown(self, *_: Any) -> Shown:
+            return Shown([], 0, 0)
+
+        async def read(self, *_: Any) -> list[Any]:
+            return []
+
+    reads = NatsReads(Stream(), Keys("bucket"), replicated=True, timeout_s=30.0)  # type: ignore[arg-type]
+    reads.open = True
+    async with asyncio.timeout(10):
+        assert await reads.last(["$KV.bucket.r.t.*"]) == {}
+        asked = 0
+        assert await reads.all("$KV.bucket.x.*.*") == []
 
 
 @pytest.mark.parametrize("kind", DURABLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
@@ -16,6 +17,7 @@ from bufstore.testing import Check
 from cluster import Cluster
 from conformance import LIVE_MAILBOX_CHECKS, MAILBOX_CHECKS
 from helpers import eventually, fresh
+from leaders import Leaders, unsteady
 from mailbox_chaos.faults import Place
 from mailbox_chaos.run import Run
 from mailboxes import Mailboxes
@@ -35,7 +37,7 @@ CHECKS = [check for check in (*MAILBOX_CHECKS, *LIVE_MAILBOX_CHECKS) if str(chec
 TOGETHER = [CHECKS[n::8] for n in range(8)]
 
 
-@pytest.mark.long  # the contract holds on one server, and leaders are killed on three, in the short ones, too
+@pytest.mark.long  # a part of it is below
 @pytest.mark.parametrize("checks", TOGETHER, ids=lambda checks: f"{checks[0]}-and-{len(checks) - 1}-more")
 async def test_it_keeps_the_mailbox_contract(checks: list[Check], servers: Servers, cluster: Cluster) -> None:
     async def keeps(check: Check) -> None:
@@ -51,6 +53,43 @@ async def test_it_keeps_the_mailbox_contract(checks: list[Check], servers: Serve
     async with asyncio.TaskGroup() as group:
         for check in checks:
             group.create_task(keeps(check))
+
+
+#: Steps a wall clock for the whole process: nothing can run beside it. And nothing stored has to do with the other.
+_ALONE = ("a_wall_clock_that_steps_moves_no_lease_and_no_delay",)
+BESIDE = [check for check in MAILBOX_CHECKS if str(check) not in (_ONE_SIGNAL, *_ALONE)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(_PARTS := 6))
+async def test_it_keeps_the_mailbox_contract_while_leaders_go(seed: int, cluster: Cluster) -> None:
+    """Each check again and again, until a dozen leaders have stepped down or were killed."""
+    await _keep_beside_leaders_that_go(BESIDE[seed::_PARTS], cluster, seed, 12)
+
+
+async def test_some_of_the_mailbox_contract_is_kept_while_leaders_go(cluster: Cluster) -> None:
+    await _keep_beside_leaders_that_go(random.Random(1).sample(BESIDE, 8), cluster, 7, 5)
+
+
+async def _keep_beside_leaders_that_go(checks: list[Check], cluster: Cluster, seed: int, faults: int) -> None:
+    async with AsyncExitStack() as stack:
+        every = [Mailboxes("nats", None, cluster) for _ in checks]
+        stores = [[await unsteady(b, cluster, stack) for _ in range(2)] for b in every]
+        leaders = Leaders(cluster, [f"KV_{b.name}" for b in every], seed)
+
+        async def keeps(check: Check, stores: list[MailboxStore]) -> None:
+            try:
+                await leaders.beside(lambda: check(stores), faults)
+            except Exception as e:
+                e.add_note(f"in {check}, {dict(leaders.gone)}")
+                raise
+
+        async with leaders.leave(), asyncio.TaskGroup() as group:
+            for check, of_check in zip(checks, stores, strict=True):
+                group.create_task(keeps(check, list(of_check)))
+        assert leaders.gone["killed"]
+        for of_check in stores:
+            await of_check[0].backend.destroy()
 
 
 async def test_each_signal_comes_to_one_worker_and_the_last_one_comes(servers: Servers, cluster: Cluster) -> None:

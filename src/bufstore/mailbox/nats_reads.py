@@ -89,10 +89,9 @@ class NatsReads:
         while True:
             messages, more, reached = await self._stream.shown(subjects, start, self._timeout_s)
             if reached < end and not more:
-                if time.monotonic() > deadline:
-                    raise LogUnavailable("the copies of the mailbox are behind their leader")
-                await asyncio.sleep(_BEHIND_S)
-                continue
+                if end := await self._behind(subjects, end, deadline):
+                    continue
+                return {}
             found |= {m.subject: m for m in messages}
             if not more or not messages:
                 return found
@@ -109,15 +108,26 @@ class NatsReads:
             seq = page[-1].seq if page else seq
             if len(page) >= PAGE:
                 deadline = time.monotonic() + self._timeout_s
-                continue
-            if self.replicated and seq >= end:
-                (end,) = await self._stream.ends([subject], self._timeout_s)
-            if seq >= end:
-                break
-            if time.monotonic() > deadline:
-                raise LogUnavailable("the copies of the mailbox are behind their leader")
-            await asyncio.sleep(_BEHIND_S)
+            elif seq >= end:
+                end = await self._end([subject]) if self.replicated else 0
+                if seq >= end:
+                    break
+            else:
+                end = await self._behind([subject], end, deadline)
         return messages[:limit]
+
+    async def _end(self, subjects: Sequence[str]) -> int:
+        return max(await self._stream.ends(subjects, self._timeout_s))
+
+    async def _behind(self, subjects: Sequence[str], end: int, deadline: float) -> int:
+        """Wait for a copy that is not as far as `end`, as it seems; how far it must be now.
+
+        What the leader had there may be gone since, and a copy that has nothing does not say how far it is.
+        """
+        if time.monotonic() > deadline:
+            raise LogUnavailable("the copies of the mailbox are behind their leader")
+        await asyncio.sleep(_BEHIND_S)
+        return min(end, await self._end(subjects))
 
     def dispatches(self, found: Iterable[StoredMessage]) -> Iterator[tuple[Dispatch, StoredMessage]]:
         """What can be read; what cannot is set aside: it stands where it is, and nothing waits for it."""
