@@ -98,6 +98,8 @@ def test_the_tokens_of_a_stream_made_later_are_larger() -> None:
         (10014, "consumer not found", ConsumerMissing),
         (10008, "JetStream system temporarily unavailable", LogUnavailable),
         (10009, "no leader", LogUnavailable),
+        (10005, "no suitable peers for placement, peer offline", LogUnavailable),
+        (10005, "no suitable peers for placement, tags not matched ['ssd']", ConfigError),
         (10052, "invalid configuration", ConfigError),
         (10054, "message size exceeds maximum allowed", ConfigError),
         (10058, "stream name already in use", StreamTaken),

@@ -55,10 +55,18 @@ def _store_failed(e: ApiError) -> Exception:
     return LogUnavailable(f"the log's storage failed: {e.description}")
 
 
+def _not_placed(e: ApiError) -> Exception:
+    # One code for too few nodes with such tags, and for one that starts again just now.
+    if "offline" in e.description.lower():
+        return LogUnavailable(f"a node of the cluster is away: {e.description}")
+    return ConfigError(f"no nodes for this stream: {e.description}")
+
+
 _TABLE: dict[int, Callable[[ApiError], Exception]] = {
     10071: lambda e: Conflict(e.description),  # wrong last sequence
     10164: lambda e: Conflict(e.description),  # wrong last sequence, another write in flight
     10077: _store_failed,
+    10005: _not_placed,
     10047: lambda e: LogFull(f"the NATS account has no storage left: {e.description}"),
     10023: lambda e: LogFull(f"NATS lacks resources: {e.description}"),
     10054: lambda e: ConfigError(f"the stream has a max_msg_size: {e.description}"),
