@@ -249,6 +249,7 @@ async def test_an_interrupt_is_complete_only_when_nothing_superseded_is_left(on_
         for d in ended:  # as a server does that is killed when what replaced the messages is gone
             await backend._put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
         queued = [await store.enqueue(thread_id) for _ in range(3)]
+        assert (await other.count_by_status())[Status.QUEUED] == len(queued)
         done = await other.interrupt(thread_id)
         assert done.complete
         assert sorted(d.dispatch_id for d in done.superseded) == sorted(d.dispatch_id for d in queued)

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 from nats.aio.client import Client
 
+from bufstore.config import NatsConfig
 from bufstore.jetstream.client import round_trip
+from bufstore.jetstream.connection import Connection
+
+
+async def test_closing_ends_although_connecting_swallows_that_it_was_cancelled() -> None:
+    connection, begun = Connection(NatsConfig(servers=["nats://127.0.0.1:1"]), "test"), asyncio.Event()
+
+    async def swallows() -> None:
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        connection._lost.clear()  # it is connected
+
+    connection._connect = swallows  # type: ignore[method-assign]
+    connection._lost.set()
+    connection._supervisor = asyncio.create_task(connection._supervise())
+    await begun.wait()
+    async with asyncio.timeout(10):
+        await connection.aclose()
 
 
 class Recorder:

@@ -388,14 +388,16 @@ class Connection:
         return options
 
     async def _supervise(self) -> None:
-        while True:
-            while not self._lost.is_set():
+        # nats-py, and Python's wait_for before 3.12, may swallow that this task was cancelled while it connected.
+        while not self._closed:
+            if not self._lost.is_set():
                 # The client may have lost its tasks without telling; so look now and then.
                 with contextlib.suppress(asyncio.TimeoutError):
                     async with asyncio.timeout(1):
                         await self._lost.wait()
                 if self._client is not None and not self._client.is_connected:
                     self._lost.set()
+                continue
             _log.warning("lost the connection to NATS; reconnecting: %s", self._reason, extra={"action": "nats_lost"})
             await self._discard()
             async for attempt in AsyncRetrying(
@@ -408,7 +410,8 @@ class Connection:
 
     async def _reconnect(self) -> None:
         try:
-            await self._connect()
+            if not self._closed:
+                await self._connect()
         except Exception as e:
             self._reason = text_of(e)
             raise

@@ -402,11 +402,17 @@ class NatsBackend:
                 state = self._keys.state(message, "")
                 states[state.thread_id] = state
                 counts[Status.CLAIMED] += state.active is not None
+        # Of what is in several places (see `Keys`) the last counts.
+        found: dict[tuple[str, str], tuple[Status, int]] = {}
         for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*"), self._keys.of("x", "*", "*")):
             for d, _ in self._reads.dispatches(await self._reads.all(kind)):
-                thread = states.get(d.thread_id)
-                stale = d.status is Status.QUEUED and thread is not None and d.epoch < thread.epoch
-                counts[Status.SUPERSEDED if stale else d.status] += 1
+                found[d.thread_id, d.dispatch_id] = d.status, d.epoch
+        for (thread_id, dispatch_id), (status, epoch) in found.items():
+            thread = states.get(thread_id)
+            if thread is not None and thread.active is not None and thread.active.dispatch_id == dispatch_id:
+                continue
+            stale = status is Status.QUEUED and thread is not None and epoch < thread.epoch
+            counts[Status.SUPERSEDED if stale else status] += 1
         return counts
 
     # Keeping order
