@@ -2,7 +2,7 @@
 
 Threads that do not fork tell their history in one channel (`chaos.graphs`): the rules of threads of messages hold for
 them as they are. These here look at rows, which threads that fork have as well: every checkpoint and every write by its
-key. Which rows a thread has that is deleted now and then (`edited`), the other rules say.
+key. Which rows a thread has that is deleted now and then (`edited`), the other rules say, and which its copies have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from langgraph.checkpoint.base import WRITES_IDX_MAP
 from chaos import checkers
 from chaos.checkers import FRESH, Checker, Violation
 from chaos.graphs import FIRST, LAST
-from chaos.history import EDITED, Final, History, Op, Saved, Shown, ThreadHistory
+from chaos.history import COPIED, EDITED, Final, History, Op, Saved, Shown, ThreadHistory
 
 #: Namespace and id of a checkpoint, and the task and channel of a write on top of it.
 WriteKey = tuple[str, str, str, str]
@@ -71,8 +71,26 @@ def _or_parked(check: Checker) -> Checker:
     return checked
 
 
+def _source(thread: ThreadHistory) -> Op | None:
+    """How the thread was copied, if it is a copy."""
+    return next((op for op in thread.ops if op.kind == "copy"), None)
+
+
+def _tried(history: History, thread: ThreadHistory) -> tuple[_Rows, ThreadHistory]:
+    """The rows that a thread may have, and the thread to which they were written: of a copy, its source."""
+    copied = _source(thread)
+    of = history.threads[copied.saving.id] if copied is not None and copied.saving is not None else thread
+    return _Rows.of(of), of
+
+
+def _pruned_to(thread: ThreadHistory, until: float = math.inf) -> set[str]:
+    """Checkpoints that may have lost their parents by this time."""
+    tried = (op for op in thread.ops if op.kind == "prune" and op.outcome != "rejected" and op.began <= until)
+    return {op.saving.id for op in tried if op.saving is not None}
+
+
 def _kept(history: History) -> Iterator[tuple[str, ThreadHistory, _Rows]]:
-    return ((t, h, _Rows.of(h)) for t, h in history.threads.items() if not t.startswith(EDITED))
+    return ((t, h, _Rows.of(h)) for t, h in history.threads.items() if not t.startswith((EDITED, COPIED)))
 
 
 def lost_rows(history: History, final: Final) -> list[Violation]:
@@ -97,14 +115,14 @@ def wrong_rows(history: History, final: Final) -> list[Violation]:
     """I2, I6: what is read, at any time, is what was tried by then: contents, parents, each write once, in order."""
     found = []
     for thread, h in history.threads.items():
-        rows = _Rows.of(h)
+        rows, of = _tried(history, h)
         for where, until, ns, id_, saved in _seen(thread, h, final):
             op = rows.puts.get((ns, id_))
             if op is None or op.saving is None or op.began > until or op.outcome == "rejected":
                 found.append(Violation("phantom row", thread, f"checkpoint {ns!r} {id_} {where}"))
             elif saved.content != op.saving.content:
                 found.append(Violation("wrong content", thread, f"checkpoint {ns!r} {id_} {where}"))
-            elif saved.parent != op.saving.parent:
+            elif saved.parent != op.saving.parent and not (saved.parent is None and id_ in _pruned_to(of, until)):
                 what = f"checkpoint {ns!r} {id_} {where}: {saved.parent}, it was saved behind {op.saving.parent}"
                 found.append(Violation("wrong parent", thread, what))
             found += [Violation(rule, thread, f"{what} on {id_} {where}") for rule, what in _wrong_writes(saved)]
@@ -267,7 +285,57 @@ def _wrong_winner(
             return
 
 
+def revived(history: History, final: Final) -> list[Violation]:
+    """I2, I6: what was pruned, no list shows later, and nothing of it is there at the end."""
+    found = []
+    for thread, h in history.threads.items():
+        for op in h.ops:
+            if op.kind != "prune" or not op.ok or op.saving is None or op.seq in final.quarantined:
+                continue
+            ns, kept = op.saving.ns, op.saving.id
+            shown = [("at the end", [key[1:] for key in final.checkpoints if key[0] == thread])]
+            shown += [(f"in a list at {x.began:.3f}", list(x.keys)) for x in h.listed if x.began > op.ended]
+            for where, keys in shown:
+                if back := [id_ for of, id_ in keys if of == ns and id_ < kept]:
+                    found.append(Violation("revived row", thread, f"{back[:3]} {where}, pruned to {kept} at {op.seq}"))
+    return found
+
+
+def wrong_copies(history: History, final: Final) -> list[Violation]:
+    """I1, I2: a copy has the checkpoints and writes that its source had, all of them and no others."""
+    found = []
+    for thread, h in history.threads.items():
+        op = _source(h)
+        if op is None or not op.ok or op.saving is None or op.seq in final.quarantined:
+            continue
+        had = _Rows({}, {})
+        for done in history.threads[op.saving.id].ops:
+            if done.began > op.began:
+                break
+            if done.kind == "drop":
+                had = _Rows({}, {})
+            elif done.kind == "prune" and done.saving is not None:
+                least = done.saving.id
+                had = _Rows(
+                    {key: o for key, o in had.puts.items() if key[1] >= least},
+                    {key: o for key, o in had.writes.items() if key[1] >= least},
+                )
+            else:
+                new = _Rows.of(ThreadHistory([done]))
+                had = _Rows(had.puts | new.puts, had.writes | new.writes)
+        there = {key[1:]: saved for key, saved in final.checkpoints.items() if key[0] == thread}
+        gone, more = had.puts.keys() - there.keys(), there.keys() - had.puts.keys()
+        writes = {(*key, *write[:2]) for key, saved in there.items() for write in saved.writes}
+        lost = [*sorted(gone), *sorted(key for key in had.writes.keys() - writes if key[:2] in there)]
+        if lost:
+            found.append(Violation("lost row", thread, f"{lost[:3]} of {op.saving.id} are not in its copy"))
+        if more:
+            found.append(Violation("phantom row", thread, f"{sorted(more)[:3]} were not in {op.saving.id}"))
+    return found
+
+
 CHECKERS: tuple[Checker, ...] = (
     *map(_or_parked, checkers.CHECKERS),
     lost_rows, wrong_rows, unknown_threads, orphans, stale_rows, flickering_rows, wrong_lists, contested,
+    revived, wrong_copies,
 )  # fmt: skip

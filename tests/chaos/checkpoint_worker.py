@@ -1,14 +1,16 @@
 """A process that saves and reads LangGraph's checkpoints: a writer, a reader, a flusher, or all. See `chaos.process`.
 
-A thread of which the name begins with `own` or `edited` is written by one process; `forked` ones by all of them at the
-same time, so that they fork; with an even seed these are `shared` ones instead, that may not: `on_conflict="reject"`.
+A thread of which the name begins with `own` or `edited` is written by one process, which also deletes and prunes
+`edited` ones, and copies them to `copied` ones; `forked` ones by all of them at the same time, so that they fork; with
+an even seed these are `shared` ones instead, that may not: `on_conflict="reject"`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -18,7 +20,7 @@ from langchain_core.runnables import RunnableConfig
 from bufstore import Consistency, Receipt, ThreadQuarantined
 from bufstore.langgraph import AsyncBufferedSaver, ConcurrentWriter, PostgresCheckpointStore
 from chaos.graphs import FIRST, LAST, Position, key_of, position_of, saved_of
-from chaos.history import EDITED, FORKED, OWN, SHARED, Listed, Read, Saving, Shown
+from chaos.history import COPIED, EDITED, FORKED, OWN, SHARED, Listed, Read, Saving, Shown
 from chaos.process import RETRY_PAUSE_S, Options, Reader, Worker, started
 from langgraph_savers import config
 
@@ -69,14 +71,15 @@ async def _saver(options: Options, level: Consistency) -> AsyncBufferedSaver:
     saver = await AsyncBufferedSaver.open(
         store,
         nats=options.nats,
-        config=options.config,
+        # A prune, a copy or a list waits for more than one flush, all within a call's time.
+        config=dataclasses.replace(options.config, flush_timeout_s=4.0),
         consistency=level,
         on_conflict="allow" if options.seed % 2 else "reject",
     )
     append = saver.engine.append
 
-    async def appended(thread_id: str, operation: Any) -> Receipt:
-        receipt = await append(thread_id, operation)
+    async def appended(thread_id: str, operation: Any, **options: Any) -> Receipt:
+        receipt = await append(thread_id, operation, **options)
         _receipt.set(receipt)
         return receipt
 
@@ -177,15 +180,16 @@ class Writer:
         self,
         thread: str,
         kind: str,
-        name: str,
+        names: str | Sequence[str],
         save: Callable[[], Awaitable[object]],
         saving: Callable[[int], Saving] | None = None,
     ) -> bool:
         async def call(_: str | None) -> Receipt:
+            _receipt.set(Receipt(thread, 0, 0, 0))  # a copy or prune of nothing writes nothing
             await save()
             return _receipt.get()
 
-        names = [name] if name else []
+        names = [names] if names and isinstance(names, str) else names
         gives_up = (ThreadQuarantined, ConcurrentWriter)
         return await self._worker.write(thread, kind, names, call, gives_up=gives_up, about=saving) is not None
 
@@ -249,21 +253,41 @@ class Writer:
                 await read(self._worker, self._saver, thread, ns=ns, asked=after.id)
 
     async def _edit(self, slot: int) -> None:
-        """Threads that are also deleted. Their states are known after every step."""
+        """Threads that are also deleted, pruned and copied. Their states are known after every step."""
         for generation in range(10**9):
             thread = f"{EDITED}-{self._worker.name}-{slot}-{generation}"
             at: Position | None = Position()
             for _ in range(_LENGTH):
                 if self._stopping or at is None:
                     return
-                if at.id is not None and self._chance.random() < 0.1:
-                    gone = await self._write(thread, "drop", "", lambda t=thread: self._saver.adelete_thread(t))
-                    at = Position() if gone else None
+                if at.id is not None and self._chance.random() < 0.25:
+                    at = await self._remove_or_copy(thread, at)
                 elif at.id is None or self._chance.random() < 0.6:
                     at = await self._put(thread, at, "add")
                 else:
                     at = await self._put_writes(thread, at, f"task {len(at.pending):03}", kind="add")
                 await self._worker.pause(0.1)
+
+    async def _remove_or_copy(self, thread: str, at: Position) -> Position | None:
+        """Something that is done with all of the thread; None: it is not known to be done."""
+        saver, me = self._saver, self._worker.name
+        what = self._chance.choice(("delete", "prune", "copy"))
+        if what == "delete":
+            gone = await self._write(thread, "drop", "", lambda: saver.adelete_thread(thread))
+            return Position() if gone else None
+        if what == "prune":
+
+            def left(op: int) -> Saving:
+                return Saving(me, op, at.ns, at.id or "", task="prune")
+
+            return at if await self._write(thread, "prune", "", lambda: saver.aprune([thread]), left) else None
+
+        def source(op: int) -> Saving:
+            return Saving(me, op, at.ns, thread, task="copy")
+
+        copy = f"{COPIED}-{thread}-{self._worker.ops}"
+        names = [*at.names]
+        return at if await self._write(copy, "copy", names, lambda: saver.acopy_thread(thread, copy), source) else None
 
     async def _read(self, thread: str, ns: str = "") -> Position | None:
         found = await read(self._worker, self._saver, thread, ns=ns)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 #: The first word of a thread's id says what is done with it.
-SHARED, OWN, WHOLE, EDITED, FORKED = "shared", "own", "whole", "edited", "forked"
+SHARED, OWN, WHOLE, EDITED, FORKED, COPIED = "shared", "own", "whole", "edited", "forked", "copied"
 
 
 class _Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -42,7 +42,7 @@ class Begin(_Event, tag="begin"):
     process: str
     op: int
     thread: str
-    #: append, whole, retry; add, remove, drop, saw in threads that are edited.
+    #: append, whole, retry; add, remove, drop, saw, prune in threads that are edited; copy in one that is a copy.
     kind: str
     names: tuple[str, ...]
 
@@ -72,7 +72,10 @@ class Read(_Event, tag="read"):
 
 
 class Saving(_Event, tag="saving"):
-    """What a write saves of a graph, told before it begins: a checkpoint, or what a task has written on top of one."""
+    """What a write saves of a graph, told before it begins: a checkpoint, or what a task has written on top of one.
+
+    Also which checkpoint a prune leaves, and which thread is copied (`id`): that has no channels.
+    """
 
     process: str
     op: int

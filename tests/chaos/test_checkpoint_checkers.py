@@ -193,6 +193,48 @@ def test_a_bad_history_of_checkpoints_is_found(what: str) -> None:
     assert rule in tale().broken()
 
 
+def _pruned_and_copied(source: dict[str, Saved], copy: dict[str, Saved], *listed: str) -> set[str]:
+    """The rules that are broken when a thread of 1, 2 (with a write on top) and 3 is pruned to 2 and copied before 3.
+
+    It ends with `source`, its copy with `copy`; a list behind all that shows these.
+    """
+    edited, copied = "edited-1", "copied-edited-1"
+    savings = [
+        (edited, "add", ("a",), Saving("w", 1, "", "1", None, "of 1")),
+        (edited, "add", ("b",), Saving("w", 2, "", "2", "1", "of 2")),
+        (edited, "prune", (), Saving("w", 3, "", "2", task="prune")),
+        (edited, "add", ("c",), Saving("w", 4, "", "2", task="t", channels=FIRST)),
+        (copied, "copy", ("a", "b", "c"), Saving("w", 5, "", edited, task="copy")),
+        (edited, "add", ("d",), Saving("w", 6, "", "3", "2", "of 3")),
+    ]
+    told: list[Event] = []
+    for n, (thread, kind, names, saving) in enumerate(savings, 1):
+        told += [saving, Begin(float(n), "w", n, thread, kind, names), End(n + 0.5, "w", n, "ok", n)]
+    if listed:
+        told.append(Listed("r", edited, 9.0, 9.5, tuple(("", id_) for id_ in listed)))
+        told.append(Listed("r", copied, 9.0, 9.5, (("", "2"),)))
+    rows = {(edited, "", id_): saved for id_, saved in source.items()}
+    rows |= {(copied, "", id_): saved for id_, saved in copy.items()}
+    final = Final({edited: ["a", "b", "c", "d"], copied: ["a", "b", "c"]}, {}, rows)
+    history = History.of(told)
+    return {v.rule for check in checkpoint_checkers.CHECKERS for v in check(history, final)}
+
+
+def test_what_is_pruned_stays_gone_and_a_copy_is_what_its_source_was() -> None:
+    two = Saved(None, "of 2", (("t", "log", "c"), ("t", "extra", "c")))
+    one, three = Saved(None, "of 1", ()), Saved("2", "of 3", ())
+    ends = {"2": two, "3": three}
+    assert _pruned_and_copied(ends, {"2": two}, "3", "2") == set()
+    assert _pruned_and_copied({"1": one, **ends}, {"2": two}) == {"revived row"}
+    assert _pruned_and_copied(ends, {"2": two}, "3", "2", "1") == {"revived row"}
+    assert _pruned_and_copied(ends | {"3": Saved(None, "of 3", ())}, {"2": two}) == {"wrong parent"}
+    assert _pruned_and_copied(ends, {}) == {"lost row"}
+    assert _pruned_and_copied(ends, {"2": Saved(None, "of 2", ())}) == {"lost row"}
+    assert _pruned_and_copied(ends, {"2": Saved(None, "of 1", two.writes)}) == {"wrong content"}
+    assert _pruned_and_copied(ends, ends) == {"phantom row"}
+    assert _pruned_and_copied(ends, {"1": one, "2": two}) == {"phantom row"}
+
+
 def test_of_a_thread_that_nobody_wrote_to_nothing_is_there() -> None:
     tale = clean()
     tale.final["forked-2", "", "1"] = Saved(None, "of 1", ())

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import nats
+import pytest
 
 from bufstore.embedded import Servers
 from helpers import fresh, query
@@ -58,6 +59,18 @@ async def test_a_log_is_looked_at_flushed_and_verified(servers: Servers) -> None
         shown = await command(place, "log", "show")
         assert (shown["stream"], shown["store"]) == (place.log.stream, f"bufstore.langgraph.postgres:{place.schema}")
         assert (await command(place, "repair"))["reason"] is None
+
+
+@pytest.mark.parametrize("arguments", [("erase", "a thread"), ("setup",)])
+async def test_commands_for_threads_of_messages_leave_this_log_alone(
+    servers: Servers, arguments: tuple[str, ...]
+) -> None:
+    place = Place(servers)
+    async with place.saver() as saver:
+        at = await saver.aput(config("a thread"), checkpoint({"a": "1"}, {"a": [1]}), META, {"a": "1"})
+        assert (await command(place, *arguments, code=2))["error"] == "ConfigDrift"
+        assert await saver.aget_tuple(at) is not None
+        assert (await command(place, "verify"))["findings"] == []
 
 
 async def test_what_is_in_quarantine_is_listed_and_replayed(servers: Servers) -> None:

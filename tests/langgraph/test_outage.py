@@ -91,6 +91,28 @@ async def test_only_postgres_can_tell_of_a_thread_that_nobody_here_has_read(own:
         assert (await careful.aget_tuple(config(thread_id))).checkpoint == put  # type: ignore[union-attr]
 
 
+async def test_a_thread_that_was_wrongly_assumed_to_be_new_forks_and_loses_nothing(own: Servers, place: Place) -> None:
+    """Neither the log nor this process knows that it is older."""
+    thread_id = fresh()
+    put = checkpoint({"a": "1"}, {"a": [1]})
+    metadata: Any = {"source": "loop", "step": 0, "parents": {}}
+    async with place.plain() as plain:
+        await query(place.dsn, f"CREATE SCHEMA {place.schema}")
+        await plain.setup()
+        await assistant(plain).ainvoke({"said": ["user: first"]}, config(thread_id))
+        before = [item async for item in plain.alist(config(thread_id))]
+    async with place.saver(read_timeout_s=3.0, new_threads="assume") as bold:
+        own.postgres.stop()
+        assert await bold.aget_tuple(config(thread_id)) is None
+        fork = await bold.aput(config(thread_id), put, metadata, {"a": "1"})
+        own.postgres.start()
+        await bold.force_flush()
+        found = [item async for item in bold.alist(config(thread_id))]
+        assert [item for item in found if item.config != fork] == before
+        (added,) = [item for item in found if item.config == fork]
+        assert (added.checkpoint, added.parent_config) == (put, None)
+
+
 async def test_another_process_serves_a_thread_that_is_older_than_the_log(own: Servers, place: Place) -> None:
     """It has never read it; but the run that began here has carried all values into the log."""
     thread_id = fresh()

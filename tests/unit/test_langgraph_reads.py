@@ -135,6 +135,32 @@ def test_what_was_read_counts_as_long_as_nobody_can_have_written_unseen(written_
     run(main())
 
 
+@pytest.mark.parametrize(("size", "first"), [(1000, {"a", "b"}), (1 << 20, {"b"})])
+def test_the_first_checkpoint_behind_a_read_carries_values_that_are_not_too_large(size: int, first: set[str]) -> None:
+    """With Postgres away, another process reads the thread from the log alone then."""
+
+    async def main() -> None:
+        store, nats = Store(), MemoryNats()
+        one, other = await _opened(store, nats), await _opened(store, nats)
+        values: Any = {"a": [bytes(size)], "b": [1]}
+        at = await one.aput(config("t"), checkpoint({"a": "1", "b": "1"}, values), META, {"a": "1", "b": "1"})
+        carried: list[set[str]] = []
+        append = other.engine.append
+
+        async def appended(thread_id: str, operation: Any, **options: Any) -> Any:
+            carried.append({blob.channel for blob in operation.blobs})
+            return await append(thread_id, operation, **options)
+
+        other.engine.append = appended  # type: ignore[method-assign]
+        for version in ("2", "3"):
+            at = await other.aput(at, checkpoint({"a": "1", "b": version}, values), META, {"b": version})
+        assert carried == [first, {"b"}]
+        await one.aclose()
+        await other.aclose()
+
+    run(main())
+
+
 def test_the_cache_holds_no_more_bytes_than_it_may() -> None:
     cache = ReadCache(10_000)
     for n in range(100):
