@@ -22,6 +22,8 @@ DOCUMENTED = {
     "OutcomeUnknown", "LogUnavailable", "StoreUnavailable", "StoreMisconfigured", "LogFull", "ReadNotFresh",
     "FlushTimeout", "ThreadQuarantined", "Closed", "ConcurrentWriter",
 }  # fmt: skip
+#: How much longer some calls may take: an erasure waits for twice the failover window.
+LONGER_S = {"erase": 30.0}
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,8 @@ def _edited(thread: str, h: ThreadHistory, final: list[str] | None) -> list[Viol
                 )
                 after = {shown}
         else:
-            after = {_edit(s, op) for s in before} if op.outcome != "rejected" else set()
+            # An erasure begins with a deletion, whatever becomes of the rest.
+            after = {_edit(s, op) for s in before} if op.outcome != "rejected" or op.kind == "erase" else set()
             after |= before if not op.ok else set()
         states.append(after)
     begins, ends = [o.began for o in h.ops], [o.ended for o in h.ops]
@@ -219,7 +222,7 @@ def _edited(thread: str, h: ThreadHistory, final: list[str] | None) -> list[Viol
 
 
 def _edit(state: tuple[str, ...] | None, op: Op) -> tuple[str, ...] | None:
-    if op.kind == "drop":
+    if op.kind in ("drop", "erase"):
         return None
     if op.kind == "remove":
         return tuple(n for n in state if n not in op.names) if state is not None else None
@@ -306,7 +309,7 @@ def dishonest(history: History, final: Final, *, deadline_s: float) -> list[Viol
         if f.error not in DOCUMENTED:
             found.append(Violation("undocumented error", None, what))
         stopped = sum(max(0.0, min(f.ended, b) - max(f.began, a)) for who, a, b in stops if f.process in who.split())
-        if f.ended - f.began - stopped > deadline_s:
+        if f.ended - f.began - stopped > deadline_s + LONGER_S.get(f.call, 0.0):
             found.append(Violation("deadline", None, f"{what} after {f.ended - f.began:.1f} s"))
     return found
 

@@ -312,7 +312,7 @@ def wrong_copies(history: History, final: Final) -> list[Violation]:
         for done in history.threads[op.saving.id].ops:
             if done.began > op.began:
                 break
-            if done.kind == "drop":
+            if done.kind in ("drop", "erase"):
                 had = _Rows({}, {})
             elif done.kind == "prune" and done.saving is not None:
                 least = done.saving.id
@@ -334,8 +334,13 @@ def wrong_copies(history: History, final: Final) -> list[Violation]:
     return found
 
 
+def not_erased(history: History, final: Final) -> list[Violation]:
+    """What an acknowledged erasure covers, the log does not have at the end."""
+    return [Violation("not erased", found.thread, f"the log has {found.seq}") for found in history.remains]
+
+
 CHECKERS: tuple[Checker, ...] = (
     *map(_or_parked, checkers.CHECKERS),
     lost_rows, wrong_rows, unknown_threads, orphans, stale_rows, flickering_rows, wrong_lists, contested,
-    revived, wrong_copies,
+    revived, wrong_copies, not_erased,
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """A process that saves and reads LangGraph's checkpoints: a writer, a reader, a flusher, or all. See `chaos.process`.
 
-A thread of which the name begins with `own` or `edited` is written by one process, which also deletes and prunes
-`edited` ones, and copies them to `copied` ones; `forked` ones by all of them at the same time, so that they fork; with
-an even seed these are `shared` ones instead, that may not: `on_conflict="reject"`.
+A thread of which the name begins with `own` or `edited` is written by one process, which also deletes, erases and
+prunes `edited` ones, and copies them to `copied` ones; `forked` ones by all of them at the same time, so that they
+fork; with an even seed these are `shared` ones instead, that may not: `on_conflict="reject"`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Writer:
         o = self._worker.options
         together = self._fork if o.seed % 2 else self._share
         slots = [together(n) for n in range(o.shared)]
-        slots += [self._edit(n) for n in range(max(1, o.slots // 20))]
+        slots += [self._edit(n) for n in range(max(1, o.slots // 6))]
         slots += [self._own(n) for n in range(o.slots - len(slots))]
         await asyncio.gather(*slots)
 
@@ -253,7 +253,7 @@ class Writer:
                 await read(self._worker, self._saver, thread, ns=ns, asked=after.id)
 
     async def _edit(self, slot: int) -> None:
-        """Threads that are also deleted, pruned and copied. Their states are known after every step."""
+        """Threads that are also deleted, erased, pruned and copied. Their states are known after every step."""
         for generation in range(10**9):
             thread = f"{EDITED}-{self._worker.name}-{slot}-{generation}"
             at: Position | None = Position()
@@ -271,7 +271,10 @@ class Writer:
     async def _remove_or_copy(self, thread: str, at: Position) -> Position | None:
         """Something that is done with all of the thread; None: it is not known to be done."""
         saver, me = self._saver, self._worker.name
-        what = self._chance.choice(("delete", "prune", "copy"))
+        what = self._chance.choice(("delete", "erase", *["prune"] * 4, *["copy"] * 4))
+        if what == "erase":
+            gone = await self._write(thread, "erase", "", lambda: saver.aerase_thread(thread))
+            return Position() if gone else None
         if what == "delete":
             gone = await self._write(thread, "drop", "", lambda: saver.adelete_thread(thread))
             return Position() if gone else None

@@ -9,11 +9,14 @@ import psycopg
 from langgraph.checkpoint.postgres.aio import AsyncPostgresSaver
 
 from bufstore import BufferConfig, Consistency, ThreadQuarantined
+from bufstore.buffer.entry import decode
 from bufstore.langgraph import AsyncBufferedSaver, PostgresCheckpointStore
+from bufstore.langgraph.model import Delete
+from bufstore.langgraph.payload import decode_payload
 from chaos import checkpoint_checkers
 from chaos.domain import Domain
 from chaos.graphs import key_of, position_of, saved_of
-from chaos.history import FORKED, Final, History, ParkedEntry, Read, Recorder, Saved, Shown
+from chaos.history import FORKED, Final, History, ParkedEntry, Read, Recorder, Remains, Saved, Shown
 from chaos.site import SCHEMA
 from langgraph_savers import config
 
@@ -34,6 +37,7 @@ async def _open(postgres: str, nats: str, config: BufferConfig) -> _Saver:
 
 
 async def _read_back(store: _Saver, history: History, chance: random.Random, recorder: Recorder) -> None:
+    await _look_for_erased(store, history, recorder)
     level = Consistency.READ_YOUR_WRITES.value
     for thread in chance.sample(sorted(history.threads), min(_COMPARED, len(history.threads))):
         began = time.monotonic()
@@ -47,6 +51,19 @@ async def _read_back(store: _Saver, history: History, chance: random.Random, rec
         if not thread.startswith(FORKED):
             names = position_of(found).names if found is not None else None
             recorder.write(Read("s", thread, level, 0, began, ended, names))
+
+
+async def _look_for_erased(store: _Saver, history: History, recorder: Recorder) -> None:
+    erased = {
+        thread: max(op.seq for op in h.ops if op.kind == "erase" and op.ok)
+        for thread, h in history.threads.items()
+        if any(op.kind == "erase" and op.ok for op in h.ops)
+    }
+    async for _, message in store.buffer.log.scan(threads=erased):
+        thread = store.buffer.subjects.thread_id(message.subject)
+        deletes = isinstance(decode_payload(decode(message).payload), Delete)
+        if message.seq < erased[thread] and not deletes:
+            recorder.write(Remains(thread, message.seq))
 
 
 async def _final(postgres: str, quarantined: dict[int, ParkedEntry]) -> Final:

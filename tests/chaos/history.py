@@ -42,7 +42,7 @@ class Begin(_Event, tag="begin"):
     process: str
     op: int
     thread: str
-    #: append, whole, retry; add, remove, drop, saw, prune in threads that are edited; copy in one that is a copy.
+    #: append, whole, retry; add, remove, drop, erase, saw, prune in threads that are edited; copy in one that is one.
     kind: str
     names: tuple[str, ...]
 
@@ -123,6 +123,13 @@ class Listed(_Event, tag="listed"):
     keys: tuple[tuple[str, str], ...]
 
 
+class Remains(_Event, tag="remains"):
+    """An entry of an erased thread that the log still has at the end."""
+
+    thread: str
+    seq: int
+
+
 class Failed(_Event, tag="failed"):
     """A call that raised."""
 
@@ -178,7 +185,7 @@ class Recovery(_Event, tag="recovery"):
     caught_up_s: float | None
 
 
-Event = Started | Begin | End | Read | Saving | Shown | Listed | Failed | Fault | Poison | Sample | Recovery
+Event = Started | Begin | End | Read | Saving | Shown | Listed | Remains | Failed | Fault | Poison | Sample | Recovery
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Event)
@@ -256,6 +263,7 @@ class History:
     failures: list[Failed] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
+    remains: list[Remains] = field(default_factory=list)
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> History:
@@ -270,6 +278,7 @@ class History:
             Failed: self.failures,
             Recovery: self.recoveries,
             Started: self.started,
+            Remains: self.remains,
         }
         for event in events:
             if isinstance(event, Begin):

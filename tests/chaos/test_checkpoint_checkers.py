@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 
 from chaos import checkpoint_checkers
 from chaos.graphs import FIRST, LAST
-from chaos.history import Begin, End, Event, Final, History, Listed, ParkedEntry, Poison, Read, Saved, Saving, Shown
+from chaos.history import (
+    Begin,
+    End,
+    Event,
+    Final,
+    History,
+    Listed,
+    ParkedEntry,
+    Poison,
+    Read,
+    Remains,
+    Saved,
+    Saving,
+    Shown,
+)
 
 T = "forked-1"
 Key = tuple[str, str, str]
@@ -235,6 +249,12 @@ def test_what_is_pruned_stays_gone_and_a_copy_is_what_its_source_was() -> None:
     assert _pruned_and_copied(ends, {"1": one, "2": two}) == {"phantom row"}
 
 
+def test_what_is_left_of_an_erased_thread_is_found() -> None:
+    tale = clean()
+    tale.events.append(Remains(T, 3))
+    assert tale.broken() == {"not erased"}
+
+
 def test_of_a_thread_that_nobody_wrote_to_nothing_is_there() -> None:
     tale = clean()
     tale.final["forked-2", "", "1"] = Saved(None, "of 1", ())
@@ -306,3 +326,13 @@ def test_what_a_correct_saver_does_passes_and_its_damage_does_not(chance: random
     damage += [Saved(before.parent, before.content, before.writes[:-1])] if before.writes else []
     tale.ends_with(key[2], chance.choice(damage))
     assert tale.broken()
+
+
+def test_an_erasure_that_failed_may_have_deleted_the_thread() -> None:
+    edited = "edited-1"
+    told: list[Event] = []
+    for n, (kind, names, outcome) in enumerate((("add", ("a",), "ok"), ("erase", (), "rejected")), 1):
+        told += [Begin(float(n), "w", n, edited, kind, names), End(n + 0.5, "w", n, outcome, n)]
+    for names, broken in (([], set()), (["a"], set()), (["b"], {"edits"})):
+        history, final = History.of(told), Final({edited: names})
+        assert {v.rule for check in checkpoint_checkers.CHECKERS for v in check(history, final)} == broken

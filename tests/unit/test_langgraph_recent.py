@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,14 +44,24 @@ def _read(tables: Tables, ns: str) -> Tables:
     return found
 
 
+def _as_graphs_do(operation: Operation) -> Operation:
+    """A version of a channel has one value."""
+    match operation:
+        case Put(_, blobs, _) | Rows(_, blobs, _):
+            same = [msgspec.structs.replace(blob, blob="/".join(blob.key).encode()) for blob in blobs]
+            return msgspec.structs.replace(operation, blobs=same)
+    return operation
+
+
+_operations = OPERATIONS.map(_as_graphs_do)
 _step = st.one_of(
-    OPERATIONS.map(lambda operation: ("write", operation)),
+    _operations.map(lambda operation: ("write", operation)),
     st.sampled_from(NAMESPACES).map(lambda ns: ("read", ns)),
     st.just(("another writes", "")),
 )
 
 
-@given(st.lists(OPERATIONS, max_size=4), st.lists(_step, max_size=12))
+@given(st.lists(_operations, max_size=4), st.lists(_step, max_size=12))
 def test_what_is_known_is_what_a_read_would_show(before: list[Operation], steps: list[tuple[str, Any]]) -> None:
     """`before`: what the thread has when it is first read; with nothing, all of it is known."""
     recent, tables, last = Recent(1 << 20), Tables(), 0

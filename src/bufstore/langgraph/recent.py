@@ -83,8 +83,7 @@ class _Thread:
                     return False
             if self.whole:
                 self.namespaces |= namespaces
-            if namespaces <= self.namespaces:
-                self.tables.apply(operation)
+            self.tables.apply(operation)  # rows of namespaces that are not known do not stay
         if behind:
             self._keep_newest()
         return True
