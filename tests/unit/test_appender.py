@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.groups import tail
+from bufstore.buffer.ports.log import Floor
 from bufstore.config import LogConfig
 from bufstore.errors import (
     AlreadyExists,
@@ -766,6 +767,39 @@ def test_a_token_is_good_for_as_long_as_the_log_holds_the_entry_however_much_oth
         messages = await world.messages()
         assert messages is not None
         assert messages.count("b") == 1
+        assert sorted(map(str, messages)) == sorted(["a", "b", *map(str, range(40))])
+
+    test(main)
+
+
+@pytest.mark.parametrize("fault", ["stored", "lost"])
+def test_a_token_is_good_also_when_all_of_the_thread_is_flushed_and_the_log_shows_none_of_it(fault: str) -> None:
+    """The log holds it for a day after that; nobody looks for what every Postgres has."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        world.log.fault = lambda kind: fault if kind != "read" else "unavailable"
+        with pytest.raises(OutcomeUnknown) as unknown:
+            await one.append(["b"], run_id="r")
+        world.log.fault = lambda kind: ""
+        for _ in range(8):  # whatever was under way has arrived, or never will
+            await world.log.end(1)
+        other = Instance(world)
+        for n in range(40):
+            await other.append([n])
+        await asyncio.sleep(5)
+        await world.flush()
+        for _ in range(3):
+            world.log.intrude(SUBJECTS.of("elsewhere"))
+            for partition in range(SUBJECTS.partitions):
+                world.log.bucket.put("floor", partition, Floor(world.log.last_seq, 0))
+            for log in world.log.opened:
+                await log.let_go({})
+        assert await one.log.ends([SUBJECTS.of("t")], 1) == [0]
+        assert len(world.tail("t")) > 40
+        receipt = await one.append(["b"], key=unknown.value.token, run_id="r")
+        assert receipt.repeated is (fault != "lost")
+        messages = await world.messages()
         assert sorted(map(str, messages)) == sorted(["a", "b", *map(str, range(40))])
 
     test(main)

@@ -5,6 +5,11 @@ later than that. The process that sent the write remembers which entry it was se
 stands behind that entry, as long as the log holds it. If something else stands there, the write never will be stored.
 If nothing does, the compare-and-set decides between the write and its retry.
 
+A log shows nothing of a thread whose entries are all in every Postgres there will be, though it holds them for long
+after that. Then Postgres tells whether anything was written behind that entry; if so, and others have written so much
+since that the thread's keys do not tell, the log is read from that entry on. That may take longer than a call has time,
+and it is rare.
+
 An entry that expected nothing in the log may have landed late and be superseded: the watermark tells whether it counts.
 """
 
@@ -19,7 +24,7 @@ from bufstore.buffer.chain import Watermark, counts
 from bufstore.buffer.entry import Base, Item, StoredEntry, items_of
 from bufstore.buffer.ports.log import Log
 from bufstore.buffer.subjects import Subjects
-from bufstore.jetstream.messages import AppendUnknown
+from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 
 _REMEMBERED = 10_000
 
@@ -77,12 +82,22 @@ class Unresolved:
         behind = self._behind.get((thread_id, recent_keys.hash_of(item)))
         if behind is None:
             return None
-        items = items_of(await self._log.after(self._subjects.of(thread_id), behind, timeout_s), thread_id)
-        for i in range(len(items) - 1, -1, -1):
-            found = items[i]
-            same = (
-                recent_keys.find(recent_keys.newest(found.entry.keys), item) if isinstance(found, StoredEntry) else None
-            )
-            if isinstance(found, StoredEntry) and same is not None:
-                return _Found(found, same, items[i + 1] if i + 1 < len(items) else None)
-        return None
+        found: _Found | None = None
+        for entry in items_of(await self._behind_of(thread_id, behind, item, timeout_s), thread_id):
+            if found is not None and found.behind is None:
+                found = found._replace(behind=entry)
+            if isinstance(entry, StoredEntry):
+                same = recent_keys.find(recent_keys.newest(entry.entry.keys), item)
+                found = found if same is None else _Found(entry, same, None)
+        return found
+
+    async def _behind_of(self, thread_id: str, behind: int, item: bytes, timeout_s: float) -> list[StoredMessage]:
+        """What the log holds of the thread behind a position, also where it would not show it any more."""
+        subject = self._subjects.of(thread_id)
+        messages = await self._log.after(subject, behind, timeout_s)
+        if messages or (await self._log.ends([subject], timeout_s))[0]:
+            return messages
+        watermark = await self._load_watermark(thread_id)
+        if watermark.flushed_seq <= behind or recent_keys.find(watermark.keys, item) is not None:
+            return []  # nothing was written behind it; or the thread's next writer knows of it
+        return [message async for _, message in self._log.scan(behind, threads=[thread_id])]
