@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bufstore.buffer import elapsed
 from bufstore.buffer.groups.choosing import Queued, choose, count_fitting
 from bufstore.buffer.groups.group import Group, decode_entry, decode_header, hash_of, size_of
 from bufstore.buffer.groups.heads import Heads
@@ -687,6 +688,75 @@ def test_a_group_does_not_go_out_when_its_parts_may_be_purged() -> None:
         await asyncio.wait_for(second.done.wait(), 10)
         check(world, [one])
         assert len(world.groups()) == 1
+        await one.sequencer.aclose()
+
+    run(main())
+
+
+def test_a_group_does_not_go_out_when_its_parts_were_purged_while_the_machine_was_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No gap shows it: the next group stands behind the last one that was seen, and the parts stood between them."""
+    asleep = 0.0
+    monkeypatch.setattr(elapsed, "suspended_s", lambda: asleep)
+
+    async def main() -> None:
+        world = World(random.Random(1))
+        one, two = await started(world, 2)
+        known = one.add("a", 0)
+        await asyncio.wait_for(known.done.wait(), 10)
+        publish = one.log.publish
+
+        async def suspended(message: Outgoing, timeout_s: float) -> int:
+            nonlocal asleep
+            if message.subject == SUBJECTS.groups:
+                one.log.publish = publish  # type: ignore[method-assign]
+                asleep += 2 * _PARTS_LAST_S
+                behind = two.add("c", 0)
+                await asyncio.wait_for(behind.done.wait(), 10)
+                world.stream.purge("*.*.*", world.groups()[-1][0].seq)
+            return await publish(message, timeout_s)
+
+        one.log.publish = suspended  # type: ignore[method-assign]
+        large = one.add("b", 0, size=9000)
+        await asyncio.wait_for(large.done.wait(), 10)
+        assert isinstance(large.ends[0], LogUnavailable)
+        assert [thread_id for _, thread_id, _, _ in world.entries()] == ["c"]
+        for process in (one, two):
+            await process.sequencer.aclose()
+
+    run(main())
+
+
+def test_nothing_is_forgotten_that_a_large_unit_behind_younger_ones_was_drafted_on() -> None:
+    async def main() -> None:
+        world = World(random.Random(1))
+        (one,) = await started(world)
+        publish, go_on = one.log.publish, asyncio.Event()
+
+        async def slow_parts(message: Outgoing, timeout_s: float) -> int:
+            if message.subject == SUBJECTS.parts:
+                await go_on.wait()
+            return await publish(message, timeout_s)
+
+        one.log.publish = slow_parts  # type: ignore[method-assign]
+        seen = one.heads.seen
+        large, first = one.add("a", 0, size=9000), one.add("b", 0)
+        await asyncio.wait_for(first.done.wait(), 10)
+        assert one.heads.seen > seen
+        assert one.sequencer.oldest == seen
+        one.log.lose_groups = True
+        on_its_way = one.add("c", 0)
+        await asyncio.sleep(0.1)
+        behind = one.add("d", 0)
+        go_on.set()
+        await asyncio.sleep(0.1)
+        assert one.sequencer.oldest == seen
+        one.log.lose_groups = False
+        for unit in (large, on_its_way, behind):
+            await asyncio.wait_for(unit.done.wait(), 10)
+        assert one.sequencer.oldest is None
+        check(world, [one])
         await one.sequencer.aclose()
 
     run(main())

@@ -25,6 +25,7 @@ from typing import Protocol
 import msgspec
 from tenacity import AsyncRetrying, retry_if_result, wait_random_exponential
 
+from bufstore.buffer import elapsed
 from bufstore.buffer.groups.choosing import BYTES_MAX, Chosen, Queued, choose, count_fitting, too_large
 from bufstore.buffer.groups.group import HEAD_BYTES_MAX, Draft, hash_of, size_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
@@ -212,9 +213,8 @@ class Sequencer:
     @property
     def oldest(self) -> int | None:
         """What was seen of the log when the oldest unit came that is not stored; None if there is none."""
-        return min(
-            [q.seen for q in (*self._sending[:1], *itertools.islice(self._waiting, 1), *self._large)], default=None
-        )
+        # A large one is queued when its parts are stored, behind others that came later.
+        return min((q.seen for q in (*self._sending, *self._waiting, *self._large)), default=None)
 
     def _look_soon(self) -> None:
         """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
@@ -268,7 +268,7 @@ class Sequencer:
         try:
             messages = list(queued.messages)
             async with self._one_large:
-                parts_at = asyncio.get_running_loop().time()
+                parts_at = elapsed.now_s()
                 if queued.unit.given_up:
                     end_one(queued.unit, Conflict("it was given up"))
                     return
@@ -367,7 +367,7 @@ class Sequencer:
         return choose(units, self._heads, self._subjects)
 
     def _too_late(self, parts_at: float) -> bool:
-        return asyncio.get_running_loop().time() - parts_at > self._parts_last_s()
+        return elapsed.now_s() - parts_at > self._parts_last_s()
 
     async def _send(self, draft: Draft, parts_at: float) -> Written | Exception:
         """Store the group behind the last one. `parts_at`: when the first part that it names was stored.
