@@ -62,6 +62,9 @@ class Server:
         self.sources: list[Source] = []
         self.open_sources = 0
         self.fails: Exception | None = None
+        #: Whether it makes consumers at once.
+        self.made = asyncio.Event()
+        self.made.set()
         self.feeds = Feeds(self.follow, self.split)
         for group in groups:
             self.write(group)
@@ -73,6 +76,7 @@ class Server:
 
     async def follow(self, seq: int, wake: Callable[[], None]) -> Source:
         await asyncio.sleep(0)
+        await self.made.wait()
         if self.fails is not None:
             raise self.fails
         self.sources.append(Source(self, seq, wake))
@@ -421,6 +425,36 @@ def test_whatever_is_taken_and_given_up_each_entry_is_delivered_once_and_in_orde
     run(main())
 
 
+def test_who_acknowledges_does_not_wait_for_a_consumer() -> None:
+    """One flush acknowledges all partitions, and the next one comes after that."""
+
+    async def main() -> None:
+        server = Server(["01"] * 50, ahead=8)
+        zero, one = await server.open(0), await server.open(1)
+        for _ in range(20):
+            await settled()
+            if arrived := taken(one):
+                await one.ack(arrived[-1])
+        held = taken(zero)
+        server.made.clear()
+        async with asyncio.timeout(0.5):
+            await zero.ack(held[-1])
+            server.write("01")
+            await settled()
+            await one.ack(taken(one)[-1])
+        server.made.set()
+        for _ in range(20):
+            await settled()
+            if arrived := taken(zero):
+                held += arrived
+                await zero.ack(arrived[-1])
+        assert held == server.expected(0, 0)
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
 def test_who_cannot_follow_again_is_lost() -> None:
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
@@ -431,6 +465,7 @@ def test_who_cannot_follow_again_is_lost() -> None:
                 await one.ack(arrived[-1])
         server.fails = LogUnavailable("away")
         await zero.ack(taken(zero)[-1])  # what is committed is committed
+        await settled()
         assert zero.lost is not None
         server.write("1")
         await settled()

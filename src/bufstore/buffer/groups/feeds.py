@@ -73,7 +73,7 @@ class PartitionFeed:
     async def ack(self, seq: int) -> None:
         self.passed(seq)
         if self.aside and self.acked >= self.delivered:
-            await self._source.resume(self)
+            self._source.resume(self)
         elif self.delivery is not None:
             await self.delivery.acknowledge()
 
@@ -130,16 +130,13 @@ class Feeds:
             raise
         return feed
 
-    async def resume(self, feed: PartitionFeed) -> None:
-        """Deliver again to a feed that was set aside, or have it lost."""
+    def resume(self, feed: PartitionFeed) -> None:
+        """Deliver again to a feed that was set aside, or have it lost.
+
+        It takes a consumer, which a server may be slow to make: who acknowledges, for all partitions, does not wait.
+        """
         feed.aside = False
-        try:
-            await self._attach(feed)
-        except BufstoreError as e:
-            feed.lose(f"the groups cannot be followed again: {e}")
-        except BaseException:
-            feed.lose("the groups cannot be followed again")
-            raise
+        self._tidy_soon()
 
     async def _attach(self, feed: PartitionFeed) -> None:
         async with self._changing:
@@ -215,10 +212,12 @@ class Feeds:
 
     async def _tidy(self) -> None:
         """End what has nothing more to do; serve who waited for that, or have them lost."""
+        tried = set[PartitionFeed]()
         try:
             async with self._changing:
                 await self._end_useless()
-                while not self._closed and self._late is None and (feeds := self._unserved()):
+                while not self._closed and (feeds := [f for f in self._unserved() if f not in tried]):
+                    tried.add(feeds[0])
                     try:
                         await self._serve(feeds[0])
                     except BufstoreError as e:
