@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from bufstore.buffer.groups.group import Group
 from bufstore.buffer.places import first_place, group_of
@@ -79,7 +79,7 @@ class Heads:
         #: How many entries were seen at all; those that are seen again after `start` count again.
         self.entries_seen = 0
         #: Everything behind this group was seen.
-        self._began = 0
+        self.began = 0
         #: Groups that name parts of large entries, and the first of these.
         self._named: deque[tuple[int, int]] = deque()
 
@@ -95,7 +95,7 @@ class Heads:
         self._generations, self._tops = [{}], [0]
         self._entries.clear()
         self.entries = 0
-        self._began = seen
+        self.began = seen
         self._named.clear()
 
     def observe(self, group: Group, size: int = 0) -> bool:
@@ -192,11 +192,16 @@ class Heads:
 
         None if not all of these groups were seen. Never ask for an earlier one later.
         """
-        if seq <= self._began:
+        if seq <= self.began:
             return None
         while self._named and self._named[0][0] < seq:
             self._named.popleft()
         return min([seq, *(parts for _, parts in self._named)])
+
+    def looked_back(self, seq: int, named: Sequence[tuple[int, int]]) -> None:
+        """Note of the groups from this one on, up to where this began, which name parts, and the first of these."""
+        self._named.extendleft(reversed(named))
+        self.began = seq - 1
 
     def forgets(self, floor: int) -> bool:
         """Whether `forget` would let go of heads: then what rests on them is dropped before."""

@@ -394,14 +394,32 @@ class GroupLog:
             # The last group stays: behind nothing, a late first copy of any group could be stored.
             last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
             await self._see_all()
-            needed = self._heads.first_needed(below)
             if last is not None:
-                if needed is None:  # some group that it has not seen may name parts that stand far below
-                    parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
-                    below = needed = min([below, *(part.seq for part in parts)])
+                needed = await self._first_needed(below)
                 await self._stream.purge_below(min(needed, last.seq))
                 self._purged = max(self._purged, below)
         return first_place(self._purged)
+
+    async def _first_needed(self, below: int) -> int:
+        """The first sequence that the groups from this one on need."""
+        needed = self._heads.first_needed(below)
+        if needed is not None:
+            return needed
+        # Some group that it has not seen may name parts that stand far below. It looks once: this reads the log.
+        parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
+        if not parts or parts[0].seq >= below:
+            return below
+        began, life = self._heads.began, self._heads.life
+        named: list[tuple[int, int]] = []
+        async for message in self._groups(below - 1):
+            if message.seq > began:
+                break
+            if (group := self._tail.decoded(message)) is not None and group.parts:
+                named.append((group.seq, group.parts))
+        if life != self._heads.life:
+            return parts[0].seq
+        self._heads.looked_back(below, named)
+        return self._heads.first_needed(below) or below
 
     async def fence(self, below: int) -> None:
         self._sequencer.start()

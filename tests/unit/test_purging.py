@@ -1,0 +1,53 @@
+"""What of the stream goes when owners say that they need it no more: groups, and the parts of large entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.buffer.groups.group import decode_header
+from bufstore.buffer.groups.log import GroupLog
+from bufstore.buffer.places import first_place
+from bufstore.buffer.ports.log import Floor
+from thorough import examples
+from unit.fake_log import run
+from unit.group_server import SUBJECTS, GroupServer
+from unit.write_world import Instance, World
+
+
+async def let_go(log: GroupLog, settled: int, below: int) -> None:
+    """All owners say that all is settled below one group, and that the log need not keep what stands below one."""
+    floor = Floor(first_place(settled), first_place(below))
+    await log.let_go(dict.fromkeys(range(SUBJECTS.partitions), floor))
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=10), st.data())
+@examples(30)
+def test_a_process_that_begins_late_purges_all_but_what_the_groups_that_stay_need(
+    large: Sequence[bool], data: st.DataObject
+) -> None:
+    """It has not seen which parts the groups name that stood in the log before it began."""
+
+    async def main() -> None:
+        world = World(GroupServer(4096))
+        one = Instance(world)
+        log = world.log.open(world.config)
+        begins = data.draw(st.integers(0, len(large) - 1))
+        settled = 1
+        for n, is_large in enumerate(large):
+            await one.checkpoint(["x" * 9000 if is_large else n], f"thread {n}")
+            if n == begins:
+                settled = data.draw(st.integers(1, world.log.stream.end + 1))
+                await let_go(log, settled, 1)
+        stream = world.log.stream
+        groups = [decode_header(m) for m in stream.messages if m.subject == SUBJECTS.groups]
+        for below in sorted(data.draw(st.lists(st.integers(1, groups[-1].seq), min_size=1, max_size=3))):
+            await let_go(log, max(settled, below), below)
+            parts = [group.parts for group in groups if group.seq >= below and group.parts]
+            assert stream.messages[0].seq == min(m.seq for m in stream.messages if m.seq >= min([below, *parts]))
+        await one.aclose()
+        await log.aclose()
+
+    run(main())
