@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -107,12 +108,116 @@ def test_what_a_process_forgot_that_others_have_written_to_it_builds_on_no_more(
     run(main())
 
 
+def test_a_lookup_that_takes_longer_than_the_log_takes_to_forget_something_counts() -> None:
+    """On a busy log something is forgotten every few seconds, and nothing of this thread."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner, **WINDOWS) as other:
+            await other.checkpoint(thread_id, [1], run_of(thread_id))
+            await write_many(other, "a")
+            await asyncio.sleep(120)
+            async with instance(nats, inner, **WINDOWS) as app:
+                joined, asked = app.buffer.reads.joined, 0
+
+                async def slow(thread_id: str) -> Any:
+                    nonlocal asked
+                    asked += 1
+                    found = await joined(thread_id)
+                    await asyncio.sleep(8)
+                    return found
+
+                async def busy() -> None:
+                    for n in itertools.count():
+                        await other.checkpoint("busy", [n], run_of("busy", n))
+                        await asyncio.sleep(0.5)
+
+                writer = asyncio.create_task(busy())
+                await asyncio.sleep(120)
+                life = app.buffer.appender._life
+                app.buffer.reads.joined = slow  # type: ignore[assignment,method-assign]
+                await app.checkpoint_append(thread_id, [2], run_of(thread_id, 1))
+                assert app.buffer.appender._life > life, "it did forget something meanwhile"
+                assert asked == 1
+                writer.cancel()
+                await app.force_flush_all()
+            assert await inner.load_messages(thread_id) == [1, 2]
+
+    run(main())
+
+
+def test_a_lookup_that_is_older_than_what_was_forgotten_is_made_again() -> None:
+    """Who asked for it has given up; who comes later gets its answer."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner, **WINDOWS) as other:
+            await other.checkpoint(thread_id, [1], run_of(thread_id))
+            await write_many(other, "a")
+            await asyncio.sleep(120)
+            async with instance(nats, inner, flusher=False, **WINDOWS) as app:
+                joined, go_on = app.buffer.reads.joined, asyncio.Event()
+
+                async def slow(thread_id: str) -> Any:
+                    found = await joined(thread_id)
+                    await go_on.wait()
+                    return found
+
+                app.buffer.reads.joined = slow  # type: ignore[assignment,method-assign]
+                with pytest.raises(LogUnavailable):
+                    await app.checkpoint_append(thread_id, [0], run_of(thread_id, 1))
+                await other.checkpoint_append(thread_id, [2], run_of(thread_id, 2))
+                for name in "abc":
+                    await write_many(app, name)
+                    await asyncio.sleep(120)
+                assert not known(app, thread_id)
+                second = asyncio.create_task(app.checkpoint_append(thread_id, [3], run_of(thread_id, 3)))
+                await asyncio.sleep(1)
+                go_on.set()
+                await second
+                await other.force_flush_all()
+                assert await other.quarantined() == 0
+            assert await inner.load_messages(thread_id) == [1, 2, 3]
+
+    run(main())
+
+
 def lose_floors(nats: MemoryNats) -> Any:
     """Of the shared state, what owners said; the bucket."""
     (bucket,) = nats.buckets.values()
     for partition in bucket.keys("floor"):
         bucket.remove("floor", partition)
     return bucket
+
+
+def test_a_postgres_that_was_restored_to_long_ago_gets_what_it_missed_once_the_bucket_is_gone() -> None:
+    """What owners said, that Postgres has it in every copy, is not so any more (OPERATIONS, Going back in time)."""
+
+    async def main() -> None:
+        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
+        async with instance(nats, inner, **STAYS) as one:
+            await one.checkpoint(thread_id, [1], run_of(thread_id))
+            await one.force_flush_all()
+            ledger: Any = one.buffer.ledger
+            parts = ledger._rows, ledger._cursors, inner._messages, inner._threads
+            copies = [dict(part) for part in parts]
+            await one.checkpoint_append(thread_id, [2], run_of(thread_id, 1))
+            for name in "abc":
+                await write_many(one, name)
+                await asyncio.sleep(60)
+            assert not known(one, thread_id)
+        for part, copy in zip(parts, copies, strict=True):
+            part.clear()
+            part.update(copy)
+        lose_floors(nats)
+        async with instance(nats, inner, **STAYS), instance(nats, inner, flusher=False, **STAYS) as app:
+            assert await app.load_messages(thread_id) == [1, 2]
+            await app.checkpoint_append(thread_id, [3], run_of(thread_id, 2))
+            await app.force_flush_all()
+            assert await inner.load_messages(thread_id) == [1, 2, 3]
+            assert await app.quarantined() == 0
+
+    run(main())
 
 
 def test_what_owners_said_is_said_again_when_it_was_lost_though_nothing_moves() -> None:

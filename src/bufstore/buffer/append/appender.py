@@ -82,7 +82,7 @@ class Appender(Generic[S, M]):
         self._explain = explain
         #: When the log was full last, and how many entries had been appended then.
         self._full = (float("-inf"), 0)
-        #: Grows when the log forgets who wrote to which thread: what was looked up before may be out of date.
+        #: Grows when the log forgets who wrote to which thread.
         self._life = 0
         #: How often the log began anew, and forgot everything.
         self._anew = 0
@@ -131,6 +131,8 @@ class Appender(Generic[S, M]):
             head = self._log.known_head(self._subjects.of(thread_id))
             if everything or (head and head != tip.seq):
                 self._tips.drop(thread_id)
+        for thread_id, lane in self._lanes.items():
+            lane.forgotten = max(lane.forgotten, self._log.known_head(self._subjects.of(thread_id)))
 
     async def learn_new(self, thread_ids: Collection[str], held: Known) -> None:
         """See `TipFinder.learn_new`."""
@@ -389,12 +391,12 @@ class Appender(Generic[S, M]):
         """
         try:
             while True:
-                life, waiting = self._life, len(lane.queue)
+                anew, waiting, lane.forgotten = self._anew, len(lane.queue), 0
                 try:
                     tip = await find()
                 except (LogUnavailable, AppendUnknown):
                     tip = await self._find_again(lane, find)
-                if life == self._life:
+                if anew == self._anew and max(tip.seq, tip.seen) >= lane.forgotten:
                     break
         except (BufstoreError, AppendUnknown) as e:
             self._fail(lane, e, for_head)

@@ -121,6 +121,8 @@ class Lane(Generic[M]):
     queue: deque[Write[M]] = field(default_factory=deque)
     #: Set when the base of the writes on their way can no longer be trusted.
     stale: bool = False
+    #: The thread's last entry that the log has forgotten since a lookup began: what that finds must not be older.
+    forgotten: int = 0
     #: How often in succession another writer was faster.
     conflicts: int = 0
 
