@@ -509,3 +509,28 @@ def test_a_thread_that_is_removed_for_good_while_it_is_verified_is_no_finding() 
             assert report.ok, report.wrong
 
     run(main())
+
+
+@pytest.mark.parametrize("hangs_for_s", [0.0, 3.0, 20.0])
+def test_closing_takes_no_longer_than_it_says(hangs_for_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction that hangs is waited for twice: for what is to be flushed, and for the flusher's end."""
+
+    async def main() -> None:
+        config = BufferConfig(flush_interval_s=0.05, lease_s=4)
+        store = await BufferedThreadStore.open(MemoryThreadStore(), nats=MemoryNats(), config=config)
+        await store.checkpoint("t", [1], run_of("t"))
+        await store.force_flush_all()
+
+        async def hangs(*_: Any, **__: Any) -> Any:
+            await asyncio.sleep(config.flush_timeout_s)
+            raise StoreUnavailable("no answer")
+
+        monkeypatch.setattr(store.buffer.ledger, "flush", hangs)
+        await store.checkpoint("t", [1, 2], run_of("t", 1))
+        await asyncio.sleep(hangs_for_s)
+        began = asyncio.get_running_loop().time()
+        await store.aclose()
+        took = asyncio.get_running_loop().time() - began
+        assert took <= config.append_timeout_s + config.flush_timeout_s
+
+    run(main())

@@ -134,13 +134,16 @@ class Buffer(Generic[C, S, M]):
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self.config.append_timeout_s + self.config.flush_timeout_s
         await self.appender.aclose()
         if self.flusher is not None and not self.flusher.state.trouble:
             with contextlib.suppress(BufstoreError):
                 await self.force_flush_all()
-        await self._release()
+        await self._release(max(ends_at - loop.time(), 0))
 
-    async def _release(self) -> None:
+    async def _release(self, flusher_s: float | None = None) -> None:
+        """`flusher_s`: how long the flusher may go on with what it has begun, at most ``flush_timeout_s``."""
         async with contextlib.AsyncExitStack() as stack:  # in reverse, each whatever the others do
             stack.push_async_callback(self.backing.aclose)
             stack.push_async_callback(self.ledger.aclose)
@@ -149,7 +152,7 @@ class Buffer(Generic[C, S, M]):
             stack.push_async_callback(self.appender.aclose)
             stack.push_async_callback(self.reads.aclose)
             if self.flusher is not None:
-                stack.push_async_callback(self.flusher.aclose)
+                stack.push_async_callback(self.flusher.aclose, flusher_s)
 
     # --- reading and flushing -----------------------------------------------------------------------------------
 

@@ -93,8 +93,11 @@ class Flusher:
             task = asyncio.create_task(self._supervise(name, work), name=f"bufstore-flusher-{name}")
             self._tasks.append(task)
 
-    async def aclose(self) -> None:
-        """Stop: finish the window on its way, give up the partitions, leave the members."""
+    async def aclose(self, timeout_s: float | None = None) -> None:
+        """Stop: finish the window on its way, give up the partitions, leave the members.
+
+        `timeout_s`: what is on its way by then is cancelled; ``flush_timeout_s`` if it is left out.
+        """
         if not self.state.running:
             return
         reach(Failpoint.CLOSE_FLUSHED)
@@ -103,7 +106,9 @@ class Flusher:
         self._lease.members_changed()
         self._takeover.look()
         self._overdue.stop()
-        _, late = await asyncio.wait(self._tasks, timeout=self._config.flush_timeout_s) if self._tasks else ((), ())
+        if timeout_s is None:
+            timeout_s = self._config.flush_timeout_s
+        _, late = await asyncio.wait(self._tasks, timeout=timeout_s) if self._tasks else ((), ())
         for task in late:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
