@@ -34,7 +34,7 @@ async def opened(servers: Servers, name: str) -> AsyncIterator[Open]:
         yield open_
 
 
-async def took(work: ExclusiveWork, wait_s: float = 10) -> Task:
+async def took(work: ExclusiveWork, wait_s: float = 30) -> Task:
     """The next task, which must come."""
     task = await work.take(wait_s)
     assert task is not None

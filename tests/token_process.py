@@ -1,7 +1,8 @@
 """A requester or a worker of exclusive work in a process of its own, for `sweep.tokens`, which pauses and kills it.
 
 It writes what it does to a history, a line each, at once: what it is about to submit, what was accepted, what it began
-under which token, and what it completed.
+under which token, and what it completed. A worker also cancels some of its own calls for work, and takes locks: it
+writes when it had one, as it believes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from bufstore import BufstoreError, LogFull, LogUnavailable, NatsConfig
-from bufstore.errors import SubmitUnknown, TokenQueueFull
-from bufstore.tokens import ExclusiveWork, Task, TokensConfig
+from bufstore.errors import SubmitUnknown, TokenBusy, TokenLost, TokenQueueFull
+from bufstore.tokens import ExclusiveWork, Lock, Locks, Storage, Task, TokensConfig
 
 #: Of a hundred items: so many fail at first, so many take longer than a lease.
 _FAIL, _LONG = 3, 1
+#: So many locks, each held for so many seconds at most, and asked for by so many tasks of each worker.
+_LOCKS, _LOCK_TTL_S, _LOCKERS = 3, 2, 2
 
 
 class History:
@@ -31,9 +34,10 @@ class History:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
-    def write(self, what: str, key: str, item: int, token: int = 0) -> None:
-        """One event, now."""
-        os.write(self._file, json.dumps([time.monotonic(), what, key, item, token]).encode() + b"\n")
+    def write(self, what: str, key: str, item: int, token: int = 0, at: float | None = None) -> None:
+        """One event, now or when it was."""
+        at = time.monotonic() if at is None else at
+        os.write(self._file, json.dumps([at, what, key, item, token]).encode() + b"\n")
 
 
 async def request(work: ExclusiveWork, history: History, keys: list[str], items: int, begun: dict[str, int]) -> None:
@@ -57,7 +61,9 @@ async def request(work: ExclusiveWork, history: History, keys: list[str], items:
     history.write("requested", "", 0)
 
 
-async def work_on(work: ExclusiveWork, history: History, stopping: asyncio.Event, chance: random.Random) -> None:
+async def work_on(
+    work: ExclusiveWork, history: History, stopping: asyncio.Event, chance: random.Random, nats: NatsConfig
+) -> None:
     """Work until told to stop."""
     finish = work._finish
 
@@ -74,8 +80,60 @@ async def work_on(work: ExclusiveWork, history: History, stopping: asyncio.Event
         if task.attempt == 1 and _LONG <= draw < _LONG + _FAIL:
             raise RuntimeError("as it happens")
 
-    await work.run(handler, stopping, concurrency=8)
+    async with asyncio.TaskGroup() as group:
+        beside = [group.create_task(_take_impatiently(work, handler, chance))]
+        locks = await group.create_task(_opened_locks(nats, work._config))
+        beside += [group.create_task(_lock(locks, history, chance)) for _ in range(_LOCKERS)]
+        await work.run(handler, stopping, concurrency=8)
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        await locks.aclose()
     history.write("found", "", work._found)
+
+
+async def _take_impatiently(work: ExclusiveWork, handler: Any, chance: random.Random) -> None:
+    """Ask for work and cancel that at any moment: what was taken so goes to another, and counts no attempt."""
+    while True:
+        taking = asyncio.ensure_future(work.take(1))
+        await asyncio.sleep(chance.uniform(0, 0.05))
+        taking.cancel()
+        (outcome,) = await asyncio.gather(taking, return_exceptions=True)
+        if isinstance(outcome, Task):
+            with contextlib.suppress(BufstoreError, RuntimeError):
+                async with outcome:
+                    await handler(outcome)
+                    await outcome.done()
+        await asyncio.sleep(chance.uniform(0, 0.5))
+
+
+async def _opened_locks(nats: NatsConfig, config: TokensConfig) -> Locks:
+    while True:
+        with contextlib.suppress(BufstoreError):
+            return await Locks.open(nats, name=config.name, storage=Storage(replicas=config.replicas), timeout_s=3)
+        await asyncio.sleep(0.2)
+
+
+async def _lock(locks: Locks, history: History, chance: random.Random) -> None:
+    """Take one lock after the other, and write at which moments it was held."""
+    while True:
+        key = f"lock {chance.randrange(_LOCKS)}"
+        try:
+            lock = await locks.acquire(key, ttl_s=_LOCK_TTL_S, wait_s=5)
+        except (TokenBusy, LogUnavailable):
+            continue
+        with contextlib.suppress(TokenLost, LogUnavailable):
+            async with lock:
+                _note(lock, history)
+                await asyncio.sleep(1.3 * _LOCK_TTL_S if chance.random() < 0.01 else chance.uniform(0, 0.02))
+                _note(lock, history)
+
+
+def _note(lock: Lock, history: History) -> None:
+    """It was held a moment before it says so: the process may be paused between any two of these lines."""
+    at = time.monotonic()
+    lock.check()
+    history.write("locked", lock.key, 0, lock.token, at)
 
 
 async def main(options: dict[str, Any]) -> None:
@@ -91,7 +149,7 @@ async def main(options: dict[str, Any]) -> None:
         with contextlib.suppress(BufstoreError):
             async with await ExclusiveWork.open(nats, TokensConfig(**options["config"])) as work:
                 if options["role"] == "worker":
-                    await work_on(work, history, stopping, chance)
+                    await work_on(work, history, stopping, chance, nats)
                 else:
                     await request(work, history, options["keys"], options["items"], options["begun"])
                 return

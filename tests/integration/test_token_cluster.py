@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 import token_instances
-from bufstore.errors import LogUnavailable, SubmitUnknown, TokenBusy, TokenLost
+from bufstore.errors import LogUnavailable, SubmitUnknown, TokenBusy, TokenLost, TokenQueueFull
 from bufstore.tokens import ExclusiveWork, Locks, Storage, Task, TokensConfig
 from cluster import Cluster
 from helpers import eventually
 from integration import test_token_promises as promises
 from integration import test_tokens as tokens
+from leaders import Leaders
 from sweep import tokens as chaos
 from token_instances import Open, nothing_left, working
 
@@ -36,6 +37,12 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 @pytest.fixture
 async def opened(cluster: Cluster, name: str) -> AsyncIterator[Open]:
     """Opens instances of this test's own work, on three replicas."""
+    async with _opener(cluster, name) as open_:
+        yield open_
+
+
+@contextlib.asynccontextmanager
+async def _opener(cluster: Cluster, name: str, **defaults: Any) -> AsyncIterator[Open]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def attempt(config: TokensConfig) -> ExclusiveWork | None:
@@ -44,7 +51,7 @@ async def opened(cluster: Cluster, name: str) -> AsyncIterator[Open]:
             return None
 
         async def open_(**config: Any) -> ExclusiveWork:
-            wanted = TokensConfig(**{"name": name, "replicas": 3} | config)
+            wanted = TokensConfig(**{"name": name, "replicas": 3} | defaults | config)
             work: ExclusiveWork = await eventually(partial(attempt, wanted), 60)
             return work
 
@@ -72,6 +79,47 @@ _CHECKS = [
 @pytest.mark.parametrize("check", _CHECKS, ids=lambda check: getattr(check, "func", check).__name__)
 async def test_on_three_replicas(check: Any, opened: Open) -> None:
     await check(opened)
+
+
+#: What a call may end with while leaders go (docs/TOKENS.md): then the check begins again. A key is busy, too, while
+#: what is done could not be removed.
+_ENDS = (LogUnavailable, SubmitUnknown, TokenLost, TokenBusy, TokenQueueFull)
+#: These say how it is in normal life: nothing is found by looking or begun twice, deliveries and renewals arrive.
+_NORMAL_LIFE = {
+    "test_items_of_a_key_are_worked_on_in_order_and_one_at_a_time",
+    "test_an_item_that_nobody_was_told_of_is_found",
+    "test_a_renewal_finds_that_another_has_the_key",
+    "test_keys_take_turns",
+    "test_a_requester_that_dies_leaves_no_key_busy",
+    "test_what_a_full_stream_holds_is_worked_off",
+}
+
+
+@pytest.mark.parametrize("seed", [pytest.param(0), *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2, 3))])
+async def test_the_contract_of_tokens_is_kept_while_leaders_go(seed: int, cluster: Cluster) -> None:
+    """Each check again and again, until so many leaders have stepped down or were killed."""
+    leaders, faults = Leaders(cluster, [], seed), 12 if seed else 5
+
+    async def keeps(check: Any) -> bool:
+        name = f"t{secrets.token_hex(5)}"
+        kept = False
+        async with leaders.of(f"{name}-items", f"{name}-fence"):
+            try:
+                async with _opener(cluster, name, ttl_s=3, timeout_s=10) as opened:
+                    await check(opened)
+                kept = True
+            except* _ENDS:
+                pass
+            except* Exception as e:
+                e.add_note(f"in {check}, {dict(leaders.gone)}")
+                raise
+        return kept
+
+    async with leaders.leave(), asyncio.TaskGroup() as group:
+        for check in _CHECKS:
+            if getattr(check, "func", check).__name__ not in _NORMAL_LIFE:
+                group.create_task(leaders.beside(partial(keeps, check), faults))
+    assert leaders.gone["killed"]
 
 
 async def test_nothing_is_lost_or_done_twice_when_a_leader_is_killed(opened: Open, cluster: Cluster) -> None:
@@ -172,6 +220,14 @@ async def test_locks_on_three_replicas_exclude_each_other_while_a_leader_dies(cl
     assert tokens_given == sorted(set(tokens_given))
 
 
+@pytest.mark.parametrize("tokens", [[5, 5, 6, 6], [5, 6, 5, 6], [6, 6, 5, 5]])
+def test_two_holders_of_a_lock_and_a_token_that_goes_down_are_told(tokens: list[int]) -> None:
+    verdict = chaos.Verdict()
+    chaos.judge({"worker": [[at, "locked", "a", 0, token] for at, token in enumerate(tokens)]}, 0.0, verdict)
+    assert verdict.locked == 2
+    assert bool(verdict.wrong) is (tokens != sorted(tokens))
+
+
 #: The order in which the seed has them: one of each.
 _SHORT = ("clock stepped", "node killed", "worker killed", "worker paused")
 
@@ -182,5 +238,6 @@ async def test_a_short_chaos_of_tokens_loses_nothing_and_passes_no_fence(
     verdict = await chaos.run(cluster, tmp_path, 1, 60, name, _SHORT, faults_max=len(_SHORT))
     assert not verdict.wrong
     assert verdict.accepted > 50
+    assert verdict.locked > 5
     assert verdict.begun >= verdict.accepted
     assert verdict.faults.keys() == set(_SHORT)

@@ -138,7 +138,7 @@ async def test_a_key_whose_holder_and_delivery_are_gone_is_found(opened: Open) -
     task = await took(work)
     stall(task)
     await work._pulls.answer(task.delivery, b"+ACK")
-    async with await took(other, 10) as second:
+    async with await took(other) as second:
         assert second.attempt == 2
         with pytest.raises(TokenLost):
             await task.done()

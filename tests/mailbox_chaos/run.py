@@ -5,7 +5,9 @@
 The seed decides what is enqueued and which fault comes when; what the instances make of it is up to the machine. In the
 end all faults are over and the queues must empty by themselves: every accepted dispatch acked exactly once, none left
 or given up, no token used that another has followed, nothing done for a thread by two at once as its sink sees it, and
-no thread with due work left waiting for longer than `WAIT_S` while a worker was idle.
+no thread with due work left waiting for longer than `WAIT_S` while a worker was idle. Some dispatches are cancelled,
+some threads interrupted, and some claims cancelled on their way: what was said to have ended so has, nothing else has,
+what an interrupt came after was not claimed behind it, and a cancelled claim burnt no attempt unless a fault was near.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ SETTLE_S = 90.0
 #: So many instances that enqueue, each for so many callers; and how much they are ahead of the workers at most.
 _PRODUCERS, _CALLERS, _BACKLOG = 3, 24, 1500
 _THREADS = 200
+#: Of what is enqueued, so much is cancelled again; and so often its thread is interrupted.
+_CANCELLED, _INTERRUPTED = 0.02, 0.004
+#: Claims that are cancelled: one for so many dispatches.
+_IMPATIENT = 100
 _LEASE_S, _SWEEP_S = 3.0, 1.0
 #: docs/MAILBOX.md promises 30 s and two sweep intervals; the rest is for a machine that others use too, and elections.
 WAIT_S = 30 + 2 * _SWEEP_S + 10
@@ -49,6 +55,11 @@ class Report:
 
     accepted: int = 0
     acked: int = 0
+    cancelled: int = 0
+    superseded: int = 0
+    #: How often a thread was interrupted, and a claim cancelled on its way.
+    interrupts: int = 0
+    impatient: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
@@ -63,7 +74,8 @@ class Report:
         names = ("claimed", "reclaimed", "stale_claims", "resignalled", "conflicts", "superseded", "work_lost")
         counts = ", ".join(f"{name} {self.counts[name]}" for name in names)
         lines = [
-            f"{self.accepted} dispatches accepted, {self.acked} acked, in {self.seconds:.0f} s",
+            f"{self.accepted} dispatches accepted, {self.acked} acked, {self.cancelled} cancelled, {self.superseded} "
+            f"superseded by {self.interrupts} interrupts, {self.impatient} claims cancelled, in {self.seconds:.0f} s",
             f"faults: {faults or 'none'}",
             f"counters: {counts}",
             f"empty {self.settled_s:.1f} s after the last fault and the last enqueue; "
@@ -106,6 +118,14 @@ class Run:
         self.sink = Sink()
         self.report = Report()
         self._accepted: set[tuple[str, str]] = set()
+        #: What was told to have ended otherwise than by its ack, and what may have.
+        self._told: dict[tuple[str, str], Status] = {}
+        self._may: dict[tuple[str, str], set[Status]] = defaultdict(set)
+        #: By thread: how each interrupt of it ended (None: unknown), and what was enqueued before it.
+        self._interrupts: dict[str, list[tuple[int | None, set[str]]]] = defaultdict(list)
+        self._enqueued: dict[str, set[str]] = defaultdict(set)
+        #: A number that changes when a fault begins, and when one has ended.
+        self._calm = 0
         self._produced = asyncio.Event()
         self._at_work: set[Worker] = set()
         #: Seconds of the calm in which a worker was idle; and how many there were when work on a thread last ended.
@@ -149,6 +169,7 @@ class Run:
             workers = [group.create_task(self._instance(n)) for n in range(self._workers)]
             breaking = group.create_task(self._break(faults, hold_s))
             producers = [group.create_task(self._produce(n)) for n in range(_PRODUCERS)]
+            producers.append(group.create_task(self._claim_impatiently()))
             await asyncio.gather(*producers)
             self._produced.set()
             await breaking
@@ -174,7 +195,7 @@ class Run:
 
     async def _enqueue(self, store: MailboxStore, numbers: Iterator[int], chance: random.Random) -> None:
         for n in numbers:
-            while len(self._accepted) > len(self.sink.effects) + _BACKLOG:  # noqa: ASYNC110
+            while len(self._accepted) > len(self.sink.effects) + len(self._told) + _BACKLOG:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             thread_id, dispatch_id = chance.choice(self._threads), f"d{n}"
             delay_s = chance.choice((0, 0, 0, 0, 0.5, 2.0))
@@ -196,6 +217,82 @@ class Run:
                 except (StepUnknown, LogFull, BufstoreError):
                     await asyncio.sleep(0.1)
             self._accepted.add((thread_id, dispatch_id))
+            self._enqueued[thread_id].add(dispatch_id)
+            if chance.random() < _CANCELLED:
+                await self._cancel(store, thread_id, dispatch_id)
+            if chance.random() < _INTERRUPTED:
+                await self._interrupt(store, thread_id)
+
+    async def _cancel(self, store: MailboxStore, thread_id: str, dispatch_id: str) -> Dispatch | None:
+        self._may[thread_id, dispatch_id].add(Status.CANCELLED)
+        with suppress(BufstoreError):
+            ended = await store.cancel(thread_id, dispatch_id)
+            if ended is not None:
+                self._told[thread_id, dispatch_id] = Status.CANCELLED
+            return ended
+        return None
+
+    async def _interrupt(self, store: MailboxStore, thread_id: str) -> None:
+        before = set(self._enqueued[thread_id])
+        self.report.interrupts += 1
+        try:
+            done = await store.interrupt(thread_id)
+        except StepUnknown:
+            self._interrupts[thread_id].append((None, before))
+        except BufstoreError:
+            return  # nothing was done
+        else:
+            self._interrupts[thread_id].append((done.epoch, before))
+            for d in done.superseded:
+                self._told[thread_id, d.dispatch_id] = Status.SUPERSEDED
+
+    async def _claim_impatiently(self) -> None:
+        """Claim what no worker is to claim yet, and cancel that at any moment; then take it out of the queue."""
+        chance = random.Random(self._chance.random())
+        async with self._opened() as store:
+            for n in range(self._dispatches // _IMPATIENT):
+                thread_id, dispatch_id, later = f"impatient {n}", f"i{n}", store.backend.now_ms() + 3600_000
+                while True:
+                    try:
+                        await store.enqueue(
+                            thread_id, dispatch_id=dispatch_id, available_at_ms=later, max_attempts=1000
+                        )
+                        break
+                    except AlreadyExists:
+                        break
+                    except BufstoreError:
+                        await asyncio.sleep(0.1)
+                self._accepted.add((thread_id, dispatch_id))
+                self._threads.append(thread_id)
+                calm = self._calm
+                claiming = asyncio.create_task(store.claim_dispatch(thread_id, dispatch_id, "impatient"))
+                await asyncio.sleep(chance.choice((0, 0.001, 0.002, 0.005)))
+                claiming.cancel()
+                await asyncio.gather(claiming, return_exceptions=True)
+                self.report.impatient += claiming.cancelled()
+                claim = None
+                if not claiming.cancelled() and claiming.exception() is None:
+                    claim = claiming.result()
+                await self._take_out(store, thread_id, dispatch_id, claim, calm)
+
+    async def _take_out(
+        self, store: MailboxStore, thread_id: str, dispatch_id: str, claim: Dispatch | None, calm: int
+    ) -> None:
+        while True:
+            with suppress(BufstoreError):
+                if claim is not None:
+                    self.sink.write(claim)
+                    await store.ack(claim)
+                    return
+                ended = await self._cancel(store, thread_id, dispatch_id)
+                if ended is not None and ended.attempts and calm == self._calm and calm % 2 == 0:
+                    self.report.wrong.append(f"{dispatch_id}: a claim that was cancelled burnt an attempt in the calm")
+                found = ended or await store.load_dispatch(thread_id, dispatch_id)
+                if found is not None and found.status.finished:
+                    return
+            # Its claim could not be handed back, and its lease has to end; then a worker may do it.
+            claim = None
+            await asyncio.sleep(0.1)
 
     async def _instance(self, number: int) -> None:
         """A worker and a sweeper, which die now and then without a word, and are followed by new ones."""
@@ -264,8 +361,10 @@ class Run:
             deck = deck or self._chance.sample(names, len(names))
             name = deck.pop()
             self.report.faults[name] += 1
+            self._calm += 1
             async with FAULTS[name](self._place, self._chance):
                 await asyncio.sleep(self._chance.uniform(*hold_s))
+            self._calm += 1
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._produced.wait(), self._chance.uniform(1, 4))
 
@@ -291,11 +390,15 @@ class Run:
             for d in await store.list_dispatches(thread_id, limit=1 << 30):
                 found[thread_id, d.dispatch_id] = d
         self.report.accepted = len(self._accepted)
-        self.report.acked = sum(d.status is Status.ACKED for d in found.values())
+        ended = Counter(d.status for d in found.values())
+        self.report.acked, self.report.cancelled = ended[Status.ACKED], ended[Status.CANCELLED]
+        self.report.superseded = ended[Status.SUPERSEDED]
         for key in sorted(self._accepted):
             d = found.get(key)
+            if (text := self._not_as_told(key, d)) is not None:
+                wrong.append(text)
+                continue
             if d is None or d.status is not Status.ACKED:
-                wrong.append(f"{key} was accepted and is {d.status.value if d is not None else 'gone'}")
                 continue
             tokens = self.sink.effects.get(key, [])
             if d.ended_by not in tokens:
@@ -305,6 +408,24 @@ class Run:
         if self.report.longest_wait_s > WAIT_S:
             wrong.append(f"a thread waited for {self.report.longest_wait_s:.1f} s, and a worker was idle")
         wrong += [f"{key} was never accepted" for key in found.keys() - self._accepted]
+
+    def _not_as_told(self, key: tuple[str, str], d: Dispatch | None) -> str | None:
+        """What is wrong with how an accepted dispatch has ended, before its effects are looked at."""
+        if d is None:
+            return f"{key} was accepted and is gone"
+        told = self._told.get(key)
+        if told is not None:
+            return None if d.status is told else f"{key} was said to be {told.value}, and is {d.status.value}"
+        interrupts = self._interrupts[key[0]]
+        may = {Status.ACKED, *self._may[key]}
+        if any(epoch is None or epoch > d.epoch for epoch, _ in interrupts):
+            may.add(Status.SUPERSEDED)
+        if d.status not in may:
+            return f"{key} was accepted and is {d.status.value}"
+        for epoch, before in interrupts:
+            if epoch is not None and key[1] in before and d.status is Status.ACKED and (d.ended_by or 0) > epoch:
+                return f"{key} was claimed as {d.ended_by} behind the interrupt {epoch} that came after it"
+        return None
 
 
 @asynccontextmanager

@@ -1,8 +1,9 @@
 """Chaos of exclusive work: `python -m sweep.tokens --items N [--seed N] [--replicas 1]` (or: make tokens).
 
 Processes submit items and work on them, while processes and nodes are killed, paused and cut off, clocks jump, and the
-stream is full most of the time. Then all is healed, and the histories are judged: every accepted item was completed
-once, in order, no holder passed the fence, nothing was stuck, and no key waited for longer than is promised.
+stream is full most of the time; workers cancel calls for work, and take locks. Then all is healed, and the histories
+are judged: every accepted item was completed once, in order, no holder passed the fence, nothing was stuck, no key
+waited for longer than is promised, and no lock had two holders at a time or a token that is not above all before.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Verdict:
     completed: int = 0
     begun: int = 0
     found: int = 0
+    locked: int = 0
     longest_wait_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     #: What must not be.
@@ -255,7 +257,8 @@ def judge(histories: dict[str, list[list[Any]]], healed: float, verdict: Verdict
     events = sorted(event for history in histories.values() for event in history)
     submitting, accepted = set[tuple[str, int]](), set[tuple[str, int]]()
     began, completed = defaultdict[str, list[tuple[int, int]]](list), defaultdict[tuple[str, int], list[int]](list)
-    for _, what, key, item, token in events:
+    locked = defaultdict[str, list[tuple[float, int]]](list)
+    for at, what, key, item, token in events:
         match what:
             case "submitting":
                 submitting.add((key, item))
@@ -267,6 +270,8 @@ def judge(histories: dict[str, list[list[Any]]], healed: float, verdict: Verdict
                 completed[key, item].append(token)
             case "found":
                 verdict.found += item
+            case "locked":
+                locked[key].append((at, token))
     begun = {(key, item) for key, all_ in began.items() for _, item in all_}
     verdict.accepted, verdict.completed = len(accepted), len(completed)
     verdict.begun = sum(map(len, began.values()))
@@ -285,6 +290,11 @@ def judge(histories: dict[str, list[list[Any]]], healed: float, verdict: Verdict
             say(f"{key}: two holders with one token")
         if [item for _, item in sorted(all_)] != sorted(item for _, item in all_):
             say(f"{key}: an earlier item has a later token")
+    for key, moments in locked.items():
+        verdict.locked += len({token for _, token in moments})
+        # In the order of time: a holder that is followed by another does not hold again.
+        if [token for _, token in sorted(moments)] != sorted(token for _, token in moments):
+            say(f"{key}: held by two at a time, or with a token that went down")
     # Calm: workers are idle, or begin something. The last gap ends with the last item.
     times = [healed, *(t for t, what, *_ in events if what == "began" and t > healed)]
     verdict.longest_wait_s = max((b - a for a, b in pairwise(times)), default=0.0)
@@ -300,6 +310,7 @@ async def main(seed: int, items: int, replicas: int) -> bool:
         verdict = await run(cluster, folder, seed, items, f"chaos{seed}", replicas=replicas)
     print(f"seed {seed}, replicas {replicas}: {verdict.accepted} accepted, "
           f"{verdict.completed} completed and known, {verdict.begun} begun, "
+          f"{verdict.locked} locks held, "
           f"{verdict.found} found by looking, longest wait in the calm {verdict.longest_wait_s:.1f} s, "
           f"{time.monotonic() - began:.0f} s; {dict(verdict.faults)}")  # fmt: skip
     for line in verdict.wrong[:50]:
