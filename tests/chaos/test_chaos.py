@@ -65,7 +65,7 @@ async def test_a_short_run_of_graphs_loses_no_checkpoint() -> None:
     assert report.ok, f"{report.text()}\nhistory: {folder}"
     assert len(report.injected) >= 5
     threads = report.history.threads
-    assert {t.partition("-")[0] for t in threads} == {"own", "edited", "forked"}
+    assert {t.partition("-")[0] for t in threads} == {"own", "edited", "forked", "copied"}
     assert report.history.acknowledged > 500
     assert {s.level for h in threads.values() for s in h.shown} == {"eventual", "read-your-writes", "strong"}
     assert any(s.asked for h in threads.values() for s in h.shown)
