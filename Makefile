@@ -45,7 +45,7 @@ ALONE := -n 2 --dist loadfile
 WITHOUT_SERVERS := -n logical --dist loadfile tests/unit
 
 .PHONY: test
-test: check ## Run the tests on real servers (lint, types and layers first; about 16 minutes)
+test: check ## Run the tests on real servers (lint, types and layers first; about 15 minutes)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long"
 	$(BIN)/python -m pytest $(ALONE) -m "alone and not long"
 

@@ -144,6 +144,7 @@ async def test_a_full_log_is_read_as_strongly_as_any(servers: Servers, cluster: 
                 await asyncio.to_thread(server.resume)
 
 
+@pytest.mark.long  # twenty seconds; nodes are wiped in the one with all faults, too
 async def test_a_node_that_was_wiped_rejoins_and_has_what_another_loses(servers: Servers, cluster: Cluster) -> None:
     """The leader is killed under load and comes back empty; then nothing can be stored or read without it."""
     deployment = Deployment(servers, replicas=3)
@@ -213,6 +214,7 @@ async def test_a_leader_that_is_cut_off_acknowledges_nothing_and_shows_nothing_o
             await store.aclose()
 
 
+@pytest.mark.long  # thirty seconds; a property of `test_proven_reads.py` has it without servers
 async def test_a_read_combines_no_proof_of_one_node_with_what_another_shows(servers: Servers, cluster: Cluster) -> None:
     """What needs votes is answered by the leader, all else by the one that it has replaced and that does not know."""
     deployment = Deployment(servers, replicas=3)

@@ -14,6 +14,7 @@ from fault_proxy.proxy import FaultProxy
 from helpers import eventually, fresh, run_of
 
 
+@pytest.mark.long  # as long as the link takes
 async def test_a_large_entry_on_a_slow_link_costs_nobody_the_connection(deployment: Deployment) -> None:
     """It takes several times what a write may take; other threads' writes go in between."""
     server = deployment.servers.nats

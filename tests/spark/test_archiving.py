@@ -54,6 +54,7 @@ def jobs_of_a_check(spark: Any, path: str, manifests: list[Manifest]) -> int:
     return len(context.statusTracker().getJobIdsForGroup(group))
 
 
+@pytest.mark.long  # several archives, one while another is held up
 async def test_a_run_that_is_overtaken_takes_nothing_from_the_one_that_was_faster(
     spark: Any, deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,8 @@ async def test_tables_of_the_catalog(spark: Any, deployment: Deployment, tmp_pat
     assert await asyncio.to_thread(spark.table(f"seen_{deployment.name}").count) == 6
 
 
-@pytest.mark.parametrize("lasting", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long  # a Java for each session
+@pytest.mark.parametrize("lasting", [False, True])
 async def test_a_table_takes_its_servers_from_the_drivers_environment(
     deployment: Deployment, tmp_path: Path, lasting: bool
 ) -> None:
