@@ -46,12 +46,16 @@ WITHOUT_SERVERS := -n logical --dist loadfile tests/unit
 
 .PHONY: test
 test: check ## Run the tests on real servers (lint, types and layers first; about 15 minutes)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long"
-	$(BIN)/python -m pytest $(ALONE) -m "alone and not long"
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not alone and not long and not leaders"
+	$(BIN)/python -m pytest $(ALONE) -m "alone and not long and not leaders"
 
 .PHONY: test-long
 test-long: $(READY) ## Run what `make test` leaves out, because it takes longest of its kind (some minutes)
 	$(BIN)/python -m pytest -m long
+
+.PHONY: leaders
+leaders: $(READY) ## Check the whole contracts of mailbox and tokens on three replicas while leaders go (ten minutes)
+	$(BIN)/python -m pytest -m leaders
 
 SPARK ?= 4.2.1
 SPARK_FILES := foreach_batch jobs bufstore_format threadlog_format tables_on_spark catalog

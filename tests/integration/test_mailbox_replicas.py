@@ -60,7 +60,7 @@ _ALONE = ("a_wall_clock_that_steps_moves_no_lease_and_no_delay",)
 BESIDE = [check for check in MAILBOX_CHECKS if str(check) not in (_ONE_SIGNAL, *_ALONE)]
 
 
-@pytest.mark.long
+@pytest.mark.leaders
 @pytest.mark.parametrize("seed", range(_PARTS := 6))
 async def test_it_keeps_the_mailbox_contract_while_leaders_go(seed: int, cluster: Cluster) -> None:
     """Each check again and again, until a dozen leaders have stepped down or were killed."""

@@ -95,7 +95,7 @@ _NORMAL_LIFE = {
 }
 
 
-@pytest.mark.long  # half a minute each; leaders go in the short chaos run, too
+@pytest.mark.leaders
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_contract_of_tokens_is_kept_while_leaders_go(seed: int, cluster: Cluster) -> None:
     """Each check again and again, until so many leaders have stepped down or were killed."""
