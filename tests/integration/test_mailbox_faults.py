@@ -371,11 +371,15 @@ async def test_an_ack_that_was_done_is_done_although_its_answer_is_lost_and_anot
         assert (await store.ack(claim)).ended_by == claim.token
 
 
+async def three_lapsed_claims(store: MailboxStore) -> None:
+    for n in range(3):
+        await store.enqueue(f"t{n}")
+        assert await store.claim(f"t{n}", "w", lease_s=1, now_ms=0)
+
+
 async def test_claims_are_taken_back_once_although_answers_are_lost(servers: Servers) -> None:
     async with Mailboxes("memory", servers).open(1) as (store,):
-        for n in range(3):
-            await store.enqueue(f"t{n}")
-            assert await store.claim(f"t{n}", "w", lease_s=1, now_ms=0)
+        await three_lapsed_claims(store)
         write, writes = store.backend.write, 0
 
         async def lossy(*args: Any) -> Any:
@@ -395,9 +399,7 @@ async def test_claims_are_taken_back_once_although_answers_are_lost(servers: Ser
 
 async def test_when_the_store_goes_away_what_was_taken_back_is_told(servers: Servers) -> None:
     async with Mailboxes("memory", servers).open(1, timeout_s=0.05) as (store,):
-        for n in range(3):
-            await store.enqueue(f"t{n}")
-            assert await store.claim(f"t{n}", "w", lease_s=1, now_ms=0)
+        await three_lapsed_claims(store)
         write, left = store.backend.write, 2
 
         async def away(*args: Any) -> Any:

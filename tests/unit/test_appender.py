@@ -722,16 +722,22 @@ def test_what_was_never_sent_ends_with_nothing_stored_and_nothing_is() -> None:
     test(main)
 
 
+async def token_of_unknown(world: World, one: Instance, fault: str) -> str:
+    """The token of an append of "b" whose outcome nobody learns."""
+    world.log.fault = lambda kind: fault if kind != "read" else "unavailable"
+    with pytest.raises(OutcomeUnknown) as unknown:
+        await one.append(["b"], run_id="r")
+    world.log.fault = lambda kind: ""
+    return unknown.value.token
+
+
 @pytest.mark.parametrize("fault", ["stored", "lost"])
 def test_the_token_of_an_unknown_outcome_makes_a_retry_safe(fault: str) -> None:
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
-        world.log.fault = lambda kind: fault if kind != "read" else "unavailable"
-        with pytest.raises(OutcomeUnknown) as unknown:
-            await one.append(["b"], run_id="r")
-        world.log.fault = lambda kind: ""
+        token = await token_of_unknown(world, one, fault)
         two = Instance(world)
-        receipt = await two.append(["b"], key=unknown.value.token, run_id="r")
+        receipt = await two.append(["b"], key=token, run_id="r")
         assert receipt.repeated is (fault == "stored")
         assert world.runs()["r"] == 1
         assert await world.messages() == ["a", "b"]
@@ -778,10 +784,7 @@ def test_a_token_is_good_also_when_all_of_the_thread_is_flushed_and_the_log_show
 
     async def main(world: World, one: Instance) -> None:
         await one.checkpoint(["a"])
-        world.log.fault = lambda kind: fault if kind != "read" else "unavailable"
-        with pytest.raises(OutcomeUnknown) as unknown:
-            await one.append(["b"], run_id="r")
-        world.log.fault = lambda kind: ""
+        token = await token_of_unknown(world, one, fault)
         for _ in range(8):  # whatever was under way has arrived, or never will
             await world.log.end(1)
         other = Instance(world)
@@ -797,7 +800,7 @@ def test_a_token_is_good_also_when_all_of_the_thread_is_flushed_and_the_log_show
                 await log.let_go({})
         assert await one.log.ends([SUBJECTS.of("t")], 1) == [0]
         assert len(world.tail("t")) > 40
-        receipt = await one.append(["b"], key=unknown.value.token, run_id="r")
+        receipt = await one.append(["b"], key=token, run_id="r")
         assert receipt.repeated is (fault != "lost")
         messages = await world.messages()
         assert sorted(map(str, messages)) == sorted(["a", "b", *map(str, range(40))])

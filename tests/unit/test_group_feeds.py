@@ -108,6 +108,16 @@ def taken(feed: PartitionFeed) -> list[int]:
     return [m.seq for m in feed.take()]
 
 
+async def one_goes_on(server: Server) -> tuple[PartitionFeed, PartitionFeed]:
+    """Two partitions: the first passes nothing, the other has acknowledged what came until nothing did."""
+    zero, one = await server.open(0), await server.open(1)
+    for _ in range(20):
+        await settled()
+        if arrived := taken(one):
+            await one.ack(arrived[-1])
+    return zero, one
+
+
 def test_each_partition_gets_its_own_entries_in_order() -> None:
     async def main() -> None:
         server = Server(["0110", "1", "002"])
@@ -246,11 +256,7 @@ def test_while_nobody_acknowledges_what_is_delivered_is_bounded() -> None:
 def test_a_partition_that_passes_nothing_stops_no_other_and_misses_nothing() -> None:
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
-        zero, one = await server.open(0), await server.open(1)
-        for _ in range(20):
-            await settled()
-            if arrived := taken(one):
-                await one.ack(arrived[-1])
+        zero, one = await one_goes_on(server)
         assert one.delivered == place(50, 1), "it goes on"
         held = taken(zero)
         assert len(held) <= 8
@@ -430,11 +436,7 @@ def test_who_acknowledges_does_not_wait_for_a_consumer() -> None:
 
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
-        zero, one = await server.open(0), await server.open(1)
-        for _ in range(20):
-            await settled()
-            if arrived := taken(one):
-                await one.ack(arrived[-1])
+        zero, one = await one_goes_on(server)
         held = taken(zero)
         server.made.clear()
         async with asyncio.timeout(0.5):
@@ -458,11 +460,7 @@ def test_who_acknowledges_does_not_wait_for_a_consumer() -> None:
 def test_who_cannot_follow_again_is_lost() -> None:
     async def main() -> None:
         server = Server(["01"] * 50, ahead=8)
-        zero, one = await server.open(0), await server.open(1)
-        for _ in range(20):
-            await settled()
-            if arrived := taken(one):
-                await one.ack(arrived[-1])
+        zero, one = await one_goes_on(server)
         server.fails = LogUnavailable("away")
         await zero.ack(taken(zero)[-1])  # what is committed is committed
         await settled()
