@@ -19,6 +19,7 @@ from bufstore.buffer.groups.forgetting import Forgetting
 from bufstore.buffer.groups.group import Group, body_of, decode_entry, hash_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.groups.purging import Purging
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.stream import Floors, GroupsInStream
 from bufstore.buffer.groups.tail import Tail
@@ -63,13 +64,12 @@ class GroupLog:
         anew = self._forgetting.all_begins_anew
         self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self.erased, anew, _READ_S)
         self._erasing = Erasing(stream, self._subjects.erased, self._groups, self._tail.decoded, self._floor)
+        self._purging = Purging(stream, self._subjects, self._heads, self._groups, self._tail.decoded, self._see_all)
         stream.vouched_by(self._tail.last_seen.mismatch)
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._split)
         #: How often the stream was followed: each time by a consumer of its own.
         self._followed = 0
-        #: Below which group the log is purged.
-        self._purged = 0
 
     # --- writing ----------------------------------------------------------------------------------------------
 
@@ -389,37 +389,8 @@ class GroupLog:
         if not all(p in known for p in range(self._subjects.partitions)):
             return 0
         self._forgetting.forget(self._settled(known))
-        below = group_of(min(floor.purgeable for floor in known.values()))
-        if below > self._purged:
-            # The last group stays: behind nothing, a late first copy of any group could be stored.
-            last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
-            await self._see_all()
-            if last is not None:
-                needed = await self._first_needed(below)
-                await self._stream.purge_below(min(needed, last.seq))
-                self._purged = max(self._purged, below)
-        return first_place(self._purged)
-
-    async def _first_needed(self, below: int) -> int:
-        """The first sequence that the groups from this one on need."""
-        needed = self._heads.first_needed(below)
-        if needed is not None:
-            return needed
-        # Some group that it has not seen may name parts that stand far below. It looks once: this reads the log.
-        parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
-        if not parts or parts[0].seq >= below:
-            return below
-        began, life = self._heads.began, self._heads.life
-        named: list[tuple[int, int]] = []
-        async for message in self._groups(below - 1):
-            if message.seq > began:
-                break
-            if (group := self._tail.decoded(message)) is not None and group.parts:
-                named.append((group.seq, group.parts))
-        if life != self._heads.life:
-            return parts[0].seq
-        self._heads.looked_back(below, named)
-        return self._heads.first_needed(below) or below
+        await self._purging.purge(group_of(min(floor.purgeable for floor in known.values())))
+        return first_place(self._purging.purged)
 
     async def fence(self, below: int) -> None:
         self._sequencer.start()

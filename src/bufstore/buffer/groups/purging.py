@@ -1,0 +1,65 @@
+"""Purges the groups that nobody needs: not the last one, and no part that a group that stays names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from bufstore.buffer.groups.group import Group
+from bufstore.buffer.groups.heads import Heads
+from bufstore.buffer.groups.stream import GroupsInStream
+from bufstore.buffer.subjects import Subjects
+from bufstore.jetstream.messages import StoredMessage
+
+_READ_S = 5.0
+
+
+class Purging:
+    """What `bufstore.buffer.groups.log.GroupLog` does once its owners say what may be purged."""
+
+    def __init__(
+        self,
+        stream: GroupsInStream,
+        subjects: Subjects,
+        heads: Heads,
+        groups: Callable[[int], AsyncIterator[StoredMessage]],
+        decoded: Callable[[StoredMessage], Group | None],
+        see_all: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`groups`: the messages of all groups above a sequence. `see_all`: sees all that is in the log by now."""
+        self._stream, self._subjects, self._heads = stream, subjects, heads
+        self._groups, self._decoded, self._see_all = groups, decoded, see_all
+        #: Below which group the log is purged.
+        self.purged = 0
+
+    async def purge(self, below: int) -> None:
+        """Purge the groups below this sequence."""
+        if below <= self.purged:
+            return
+        # The last group stays: behind nothing, a late first copy of any group could be stored.
+        last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
+        await self._see_all()
+        if last is not None:
+            needed = await self._first_needed(below)
+            await self._stream.purge_below(min(needed, last.seq))
+            self.purged = max(self.purged, below)
+
+    async def _first_needed(self, below: int) -> int:
+        """The first sequence that the groups from this one on need."""
+        needed = self._heads.first_needed(below)
+        if needed is not None:
+            return needed
+        # Some group that it has not seen may name parts that stand far below. It looks once: this reads the log.
+        parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
+        if not parts or parts[0].seq >= below:
+            return below
+        began, life = self._heads.began, self._heads.life
+        named: list[tuple[int, int]] = []
+        async for message in self._groups(below - 1):
+            if message.seq > began:
+                break
+            if (group := self._decoded(message)) is not None and group.parts:
+                named.append((group.seq, group.parts))
+        if life != self._heads.life:
+            return parts[0].seq
+        self._heads.looked_back(below, named)
+        return self._heads.first_needed(below) or below
