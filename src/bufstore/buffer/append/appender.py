@@ -26,6 +26,7 @@ from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
 from bufstore.buffer.append.lost_answer import Torn, resolve
 from bufstore.buffer.append.next_unit import Limits, Need, needs_content, next_unit, other_content
+from bufstore.buffer.append.outstanding import Outstanding
 from bufstore.buffer.append.tip import Prepare, Tip, TipCache
 from bufstore.buffer.append.tip_finder import Known, Stored, TipFinder
 from bufstore.buffer.append.unresolved import Unresolved
@@ -74,9 +75,7 @@ class Appender(Generic[S, M]):
         self._unresolved = Unresolved(log, parts.subjects, stored.watermark)
         self._finder = TipFinder(parts, stored, self._tips, known)
         self._tasks: set[asyncio.Task[None]] = set()
-        #: In order of arrival, so that the first is the first to give up.
-        self._outstanding: dict[Write[M], None] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._outstanding: Outstanding[M] = Outstanding()
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._explain = explain
@@ -97,20 +96,12 @@ class Appender(Generic[S, M]):
     async def aclose(self) -> None:
         """Refuse new writes, wait for those on their way (bounded by their own deadlines), stop."""
         self._closed = True
-        waiting = [w.done for w in self._outstanding]
-        if waiting:
-            await asyncio.wait(waiting, timeout=self._config.append_timeout_s)
+        await self._outstanding.ended(self._config.append_timeout_s)
         await self._group.aclose()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for write in self._outstanding:
-            if not write.done.done():
-                write.done.set_exception(
-                    AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed")
-                )
-        if self._timer is not None:
-            self._timer.cancel()
+        self._outstanding.close()
         reach(Failpoint.CLOSE_DRAINED)
 
     def tip(self, thread_id: str) -> Tip[M] | None:
@@ -171,7 +162,7 @@ class Appender(Generic[S, M]):
         except LogFull as e:
             raise await self._explained(e) from None
         finally:
-            del self._outstanding[write]
+            self._outstanding.leave(write)
 
     async def append_series(
         self, thread_id: str, wanted: Sequence[tuple[Prepare[M], bytes | None]]
@@ -199,7 +190,7 @@ class Appender(Generic[S, M]):
             await asyncio.wait((last.done,))  # and so all of them: they end in order
         finally:
             for write in writes:
-                del self._outstanding[write]
+                self._outstanding.leave(write)
                 write.done.cancel()
         receipts: list[Receipt] = []
         error: BaseException | None = None
@@ -226,10 +217,7 @@ class Appender(Generic[S, M]):
 
     def _enter(self, thread_id: str, writes: Sequence[Write[M]]) -> None:
         """Queue writes that have one deadline."""
-        for write in writes:
-            self._outstanding[write] = None
-        if self._timer is None or writes[0].deadline < self._timer.when():
-            self._expire_at(writes[0].deadline)
+        self._outstanding.enter(writes)
         lane = self._lanes.get(thread_id)
         if lane is None:
             lane = self._lanes[thread_id] = Lane(thread_id)
@@ -246,27 +234,6 @@ class Appender(Generic[S, M]):
         if behind is not None:
             self._unresolved.remember(thread_id, write.item, behind)
         return OutcomeUnknown(thread_id, key if key is not None else recent_keys.key_of(write.id))
-
-    def _expire_at(self, deadline: float) -> None:
-        # One timer for all: a timer per write is a seventh of what a write costs.
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(deadline, self._expire)
-
-    def _expire(self) -> None:
-        """Fail the writes whose time is over, and schedule the next look."""
-        self._timer = None
-        now = self._loop.time()
-        next_ = None
-        for write in self._outstanding:
-            if write.done.done():
-                continue
-            if write.deadline <= now:
-                write.done.set_exception(TimeoutError())
-            elif next_ is None or write.deadline < next_:
-                next_ = write.deadline
-        if next_ is not None:
-            self._expire_at(next_)
 
     async def _find_unresolved(self, thread_id: str, key: str, write: Write[M]) -> Receipt | None:
         """The receipt of an earlier try with this key; None if it is not stored, so that only this one can be.

@@ -1,0 +1,69 @@
+"""The writes whose callers wait, and the time until which they do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Generic
+
+from bufstore.buffer.append.lane import Write
+from bufstore.buffer.domain import M
+from bufstore.errors import Closed
+from bufstore.jetstream.messages import AppendUnknown
+
+
+class Outstanding(Generic[M]):
+    """Fails each write with TimeoutError when its time is over."""
+
+    def __init__(self) -> None:
+        #: In order of arrival, so that the first is the first to give up.
+        self._writes: dict[Write[M], None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def enter(self, writes: Sequence[Write[M]]) -> None:
+        """These wait from now on; they have one deadline."""
+        for write in writes:
+            self._writes[write] = None
+        if self._timer is None or writes[0].deadline < self._timer.when():
+            self._expire_at(writes[0].deadline)
+
+    def leave(self, write: Write[M]) -> None:
+        """Its caller has what it waited for, or has gone."""
+        del self._writes[write]
+
+    async def ended(self, timeout_s: float) -> None:
+        """Return when none of those that wait now does any more, or after this time."""
+        if self._writes:
+            await asyncio.wait([write.done for write in self._writes], timeout=timeout_s)
+
+    def close(self) -> None:
+        """Fail those that still wait."""
+        for write in self._writes:
+            if not write.done.done():
+                write.done.set_exception(
+                    AppendUnknown("closed") if write.maybe_behind is not None else Closed("the store is closed")
+                )
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _expire_at(self, deadline: float) -> None:
+        # One timer for all: a timer per write is a seventh of what a write costs.
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        """Fail the writes whose time is over, and schedule the next look."""
+        self._timer = None
+        now = self._loop.time()
+        next_ = None
+        for write in self._writes:
+            if write.done.done():
+                continue
+            if write.deadline <= now:
+                write.done.set_exception(TimeoutError())
+            elif next_ is None or write.deadline < next_:
+                next_ = write.deadline
+        if next_ is not None:
+            self._expire_at(next_)
