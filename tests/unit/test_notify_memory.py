@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -98,6 +99,7 @@ class Broken:
         self.no_claims = False
         self.no_publish = False
         self.slow = False
+        self.claim_turns = 0  # of the loop, before a claim is answered
         self.restore: Callable[[], None] = lambda: None
 
     async def publish(self, event: Event, payload: str) -> None:
@@ -116,6 +118,8 @@ class Broken:
         async def ask() -> int:
             if self.slow:
                 await asyncio.sleep(60)
+            for _ in range(self.claim_turns):
+                await asyncio.sleep(0)
             if self.no_claims:
                 raise NotifyUnavailable("away")
             return self.memory.claim(hint, wanted)
@@ -224,6 +228,18 @@ async def test_what_anybody_publishes_disturbs_nobody(broken: Broken) -> None:
         for payload in ("", "nothing", ":", "unknown-hint:kind", ":kind"):
             await broken.memory.publish(Event.SCHEDULED, payload)
         await _all_heard(heard, 2)  # an unknown hint, and none, wake
+
+
+async def test_a_close_while_a_call_is_passed_on_leaves_no_failed_task(broken: Broken) -> None:
+    unseen = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
+    for turns in range(10):
+        async with Notifier(broken) as notifier:
+            await notifier.listen_scheduled(["kind"], lambda _: None)
+            broken.claim_turns = turns
+            await notifier.notify_scheduled("kind")
+    gc.collect()  # tells of tasks whose failure nobody saw
+    assert unseen == []
 
 
 # Waiting for work.

@@ -77,7 +77,7 @@ class Notifier:
         if count < 0:
             raise InvalidQuery("count must not be negative")
         if count:
-            await self._fire(self._schedule(kind, count))
+            await self._tell(self._schedule(kind, count))
 
     async def _schedule(self, kind: str, count: int) -> None:
         # Random, and long enough that two never collide: all users of the server see the same hints.
@@ -99,7 +99,7 @@ class Notifier:
 
     async def notify_completed(self, work_id: str) -> None:
         """Tell all listeners for this id that its work is done."""
-        await self._fire(self._broker.publish(Event.COMPLETED, check_id(work_id, "the work id")))
+        await self._tell(self._broker.publish(Event.COMPLETED, check_id(work_id, "the work id")))
 
     async def listen_completed(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
         """Call back when this work is said to be done."""
@@ -107,7 +107,7 @@ class Notifier:
 
     async def notify_ownership_lost(self, work_id: str) -> None:
         """Tell the worker on this id that it may have lost it."""
-        await self._fire(self._broker.publish(Event.OWNERSHIP_LOST, check_id(work_id, "the work id")))
+        await self._tell(self._broker.publish(Event.OWNERSHIP_LOST, check_id(work_id, "the work id")))
 
     async def listen_ownership_lost(self, work_id: str, callback: Callable[[], None]) -> Unlisten:
         """Call back when this work is said to be somebody else's: look, then stop."""
@@ -136,16 +136,17 @@ class Notifier:
         await asyncio.gather(*self._claims, return_exceptions=True)
         await self._broker.aclose()
 
-    async def _fire(self, sending: Awaitable[None]) -> None:
-        """Send, and ignore what goes wrong: waiting workers poll as well."""
-        task = asyncio.ensure_future(sending)
+    async def _tell(self, sending: Coroutine[Any, Any, None]) -> None:
         if self._closed:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            sending.close()
             raise Closed("the notifier is closed")
+        await self._send(sending)
+
+    async def _send(self, sending: Coroutine[Any, Any, None]) -> None:
+        """Send, and ignore what goes wrong: waiting workers poll as well."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                await task
+                await sending
         except Exception as e:
             self._dropped += 1
             self._trouble(e)
@@ -204,12 +205,16 @@ class Notifier:
         granted = await self._granted(granted, idle)
         woken = self._wake(kind, granted)
         if granted > woken:  # somebody left while we asked
-            self._start(self._fire(self._schedule(kind, granted - woken)))
+            self._start(self._pass_on(kind, granted - woken))
         elif granted == idle < wanted:
             await asyncio.sleep(BUSY_S)
             if there := min(self._scheduled.count(kind), wanted - idle):
                 woken += self._wake(kind, await self._granted(self._broker.claim(hint, there), there))
         self._spared += max(0, wanted - woken)
+
+    async def _pass_on(self, kind: str, count: int) -> None:
+        """What this process took and has nobody left for. A close may have begun; nobody sees this fail."""
+        await self._send(self._schedule(kind, count))
 
     async def _granted(self, claim: int | Awaitable[int], wanted: int) -> int:
         if isinstance(claim, int):
