@@ -13,8 +13,8 @@ from rich.console import Console
 from bench.machine import machine
 from bench.report import show
 from bench.results import Benchmark, write
-from bench.rows import QUICK, ROWS
 from bench.rows.backlog import NAME as KEPT
+from bench.rows.table import QUICK, ROWS
 from bench.servers import BenchServers
 from bench.stage import Stage
 

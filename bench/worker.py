@@ -18,9 +18,10 @@ from typing import Any
 
 from bench.contestant import Contestant, Place
 
-#: Children are forked from a server that has imported everything and done nothing, so that they start at once.
+#: Children are forked from a server that has imported the store and done nothing, so that they start at once. What a
+#: contestant needs beyond that, only its own process loads: a full collection of Python's garbage goes over all of it.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["bench.rows"])
+_CONTEXT.set_forkserver_preload(["bench.ours"])
 #: No call takes longer; a child that hangs must not hang the suite.
 _CALL_TIMEOUT_S = 1800.0
 

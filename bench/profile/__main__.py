@@ -6,26 +6,20 @@ Not a row of the table: nothing is compared. A profiler makes Python slower, so 
 from __future__ import annotations
 
 import argparse
-import cProfile
-import gc
-import io
-import pstats
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from statistics import median
-from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
-from bench.baselines.limit import Limit
 from bench.baselines.upsert import Upsert
-from bench.contestant import Contestant
-from bench.langgraph_savers import MemorySaver, OurSaver, PlainSaver
 from bench.ours import Ours
+from bench.profile.savers import TimedMemorySaver, TimedPlainSaver, TimedSaver
+from bench.profile.timed import CollectedOurs, TimedLimit, TimedOurs
 from bench.rows.end_to_end import BoundedWriter
 from bench.servers import BenchServers
 from bench.spark import SparkJobs
@@ -35,74 +29,8 @@ from bench.worker import Worker
 _SIZES = (1, 8, 32, 128, 256, 1000)
 _CALLERS = 256
 _SECONDS = 3.0
-_LINES = 14
 #: Of LangGraph: threads, turns on each, and how often everything is measured.
 _TALKS, _TURNS, _ROUNDS = 64, 4, 5
-
-
-class Timed(Contestant):
-    """Mixed into a contestant: the processor's time of a call beside its result, and a profile of it."""
-
-    async def timed(self, name: str, **arguments: Any) -> tuple[Any, float]:
-        """The result of a method and the processor's time that this process took for it, s."""
-        began = time.process_time()
-        result = await getattr(self, name)(**arguments)
-        return result, time.process_time() - began
-
-    async def profiled(self, name: str, **arguments: Any) -> str:
-        """The functions in which a method spends its time itself."""
-        profile = cProfile.Profile()
-        with profile:
-            await getattr(self, name)(**arguments)
-        text = io.StringIO()
-        pstats.Stats(profile, stream=text).strip_dirs().sort_stats("tottime").print_stats(_LINES)
-        rows = text.getvalue().splitlines()
-        first = next(i for i, row in enumerate(rows) if row.lstrip().startswith("ncalls"))
-        return "\n".join(rows[first : first + _LINES + 1])
-
-
-class TimedOurs(Timed, Ours):
-    """Ours."""
-
-    async def drained(self) -> int:
-        """Flush everything; how many entries that were."""
-        await self.flush()
-        return int((await self.flusher())["entries"])
-
-
-class TimedLimit(Timed, Limit):
-    """Bare batches."""
-
-    async def batches(self, size: int, seconds: float) -> float:
-        """Median time of an atomic batch of so many messages, one after another, ms."""
-        subjects = [f"{self._stream}.{size}-{i}" for i in range(size)]
-        return (await self._run(subjects, seconds, 1, True))["p50"]
-
-
-class CollectedOurs(Ours):
-    """Ours, with Python's garbage collector on or off, and the times that its full collections take."""
-
-    async def collected(self, callers: int, seconds: float, label: str, collect: bool) -> dict[str, float]:
-        """As `load`, with the number of full collections and the longest, ms."""
-        pauses: list[float] = [0.0]
-        began = 0.0
-
-        def watch(phase: str, info: Mapping[str, int]) -> None:
-            nonlocal began
-            if phase == "start":
-                began = time.perf_counter()
-            elif info["generation"] == 2:
-                pauses.append(1000 * (time.perf_counter() - began))
-
-        gc.collect()
-        gc.callbacks.append(watch)
-        (gc.enable if collect else gc.disable)()
-        try:
-            found = await self.load(callers=callers, seconds=seconds, label=label)
-        finally:
-            gc.enable()
-            gc.callbacks.remove(watch)
-        return found | {"collections": len(pauses) - 1, "longest": max(pauses)}
 
 
 def pauses(stage: Stage, console: Console) -> None:
@@ -140,18 +68,6 @@ def append(stage: Stage, console: Console) -> None:
         each = 1e6 * spent / (result["rate"] * load["seconds"])
         console.print(f"checkpoint_append, {_CALLERS} callers: {each:.0f} µs of the processor each, in the writer")
         console.print(workers["ours"].call("profiled", name="load", label="b", **load), highlight=False)
-
-
-class TimedSaver(Timed, OurSaver):
-    """Our saver."""
-
-
-class TimedPlainSaver(Timed, PlainSaver):
-    """LangGraph's own."""
-
-
-class TimedMemorySaver(Timed, MemorySaver):
-    """LangGraph without anything durable."""
 
 
 def langgraph(stage: Stage, console: Console) -> None:
