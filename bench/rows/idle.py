@@ -1,4 +1,4 @@
-"""`append_idle`, `append_idle_evicted`: the next append of a thread that nobody touched for a while, as agents are."""
+"""`append_idle…`: the next append of a thread that nobody touched for a while, as agents are."""
 
 from __future__ import annotations
 
@@ -55,17 +55,29 @@ class Sleepers(Ours):
 
 
 def append_idle(stage: Stage) -> Iterator[Benchmark]:
-    """Idle threads against hot ones of the same process: one that knows all tips, and one that has seen no thread."""
+    """Idle threads against hot ones of the same process: one that knows all tips, and one that has seen no thread.
+
+    The latter once with everything flushed, as it is half a second after it was written, and once as after an outage of
+    Postgres that began before it was: then only the log has what the threads hold.
+    """
     threads = stage.count(_QUICK_THREADS if stage.quick else _THREADS, 200)
     rounds = min(stage.rounds, _QUICK_ROUNDS if stage.quick else _ROUNDS_MAX)
     callers, woken = stage.count(_CALLERS, 16), threads * _WOKEN // 100
     hot = [f"hot-{i % stage.count(_HOT, 32)}" for i in range(woken)]
     asleep = iter(random.Random(1).sample(range(threads), threads))
-    kinds: Any = {"known": (Sleepers, {"cached_threads": 2 * threads}), "evicted": Sleepers}
-    with stage.workers(**kinds) as workers:
-        workers["known"].call("fill", threads=threads, each=_EACH, at_once=min(512, threads))
+    kinds: Any = {"known": (Sleepers, {"cached_threads": 2 * threads}), "evicted": Sleepers, "unflushed": Sleepers}
+    flushed, unflushed = stage.place(), stage.place()
+    places = {"known": flushed, "evicted": flushed, "unflushed": unflushed}
+    with stage.workers_at({name: (places[name], kind) for name, kind in kinds.items()}) as workers:
+        filling = {"threads": threads, "each": _EACH, "at_once": min(512, threads)}
+        workers["known"].call("fill", **filling)
+        with stage.workers(unflushed, writer=Ours) as writers:
+            writers["writer"].call("fill", **filling)
+        with stage.workers(flushed, flusher=(Ours, {"flusher": True})) as flushers:
+            flushers["flusher"].call("flush")
         # A process that begins reads where each thread ends: that is measured elsewhere.
-        workers["evicted"].call("append_each", threads=["first"], callers=1)
+        for name in ("evicted", "unflushed"):
+            workers[name].call("append_each", threads=["first"], callers=1)
         stage.say(f"{threads} threads, a log of {workers['known'].call('log_bytes') / 1e6:.0f} MB")
 
         def idle(name: str) -> dict[str, float]:
@@ -84,7 +96,7 @@ def append_idle(stage: Stage) -> Iterator[Benchmark]:
 
         actions = {f"{name} idle": partial(idle, name) for name in workers}
         found = stage.interleave(actions | {f"{name} hot": partial(busy, name) for name in workers}, rounds)
-    for name, suffix in (("known", ""), ("evicted", "_evicted")):
+    for name, suffix in (("known", ""), ("evicted", "_evicted"), ("unflushed", "_unflushed")):
         both = {"ours": found[f"{name} idle"], "hot threads": found[f"{name} hot"]}
         for what, unit in UNITS.items():
             values = {who: [result[what] for result in results] for who, results in both.items()}

@@ -37,7 +37,11 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
         {"upsert"},
     ),
     "append_idle": (
-        [f"append_idle{how}.{what}" for how in ("", "_evicted") for what in ("rate", "p50", "p99", "server_cpu")],
+        [
+            f"append_idle{how}.{what}"
+            for how in ("", "_evicted", "_unflushed")
+            for what in ("rate", "p50", "p99", "server_cpu")
+        ],
         {"hot threads"},
     ),
     "append_r3": (

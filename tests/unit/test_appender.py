@@ -33,6 +33,8 @@ from bufstore.errors import (
 )
 from bufstore.jetstream.messages import Conflict, Outgoing, Part, StoredMessage
 from bufstore.threads.model import Run
+from bufstore.threads.payload import Removal
+from bufstore.threads.write import editing
 from bufstore.types import Receipt
 from thorough import examples
 from unit.fake_log import WRITE_FAULTS, run
@@ -113,11 +115,11 @@ def test_many_threads_that_are_written_first_at_once_ask_postgres_together() -> 
         world.log.expire_below(world.log.last_seq)
         two, asked = Instance(world), list[list[str]]()
 
-        async def known(thread_ids: Sequence[str]) -> Collection[str]:
+        async def held(thread_ids: Sequence[str]) -> Collection[str]:
             asked.append(sorted(thread_ids))
-            return (await world.ledger.watermarks(thread_ids)).keys()
+            return ()
 
-        two.appender._finder._known = known
+        two.appender._finder._held = held
         joined, read = two.reads.joined, list[str]()
 
         async def counted(thread_id: str) -> Any:
@@ -128,8 +130,8 @@ def test_many_threads_that_are_written_first_at_once_ask_postgres_together() -> 
         ids = [f"t{n}" for n in range(20)]
         receipts = await asyncio.gather(*(two.append(["b"], thread_id) for thread_id in ids))
         assert [r.version for r in receipts] == [2] * 3 + [1] * 17
-        assert asked == [sorted(ids)]
-        assert sorted(read) == ids[:3]
+        assert asked == [sorted(ids[3:])]
+        assert not read, "who appends what has no id needs no content"
         for thread_id in ids:
             await world.flush(thread_id)
             assert await world.messages(thread_id) == ["a", "b"][thread_id not in ids[:3] :]
@@ -161,16 +163,77 @@ def test_who_needs_the_content_reads_the_last_entry_only_with_it() -> None:
     test(main)
 
 
+@pytest.mark.parametrize("purged", [False, True])
+def test_who_appends_what_has_no_id_reads_no_content_where_postgres_has_it_all(*, purged: bool) -> None:
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint([{"id": "a"}, "b"])
+        await (world.flush_and_purge() if purged else world.flush())
+        two, read = Instance(world), list[str]()
+        await two.checkpoint(["of another"], "another")
+        joined, last = two.reads.joined, two.log.last
+
+        async def counted(thread_id: str) -> Any:
+            read.append("the content")
+            return await joined(thread_id)
+
+        async def looked(subjects: Sequence[str], timeout_s: float) -> dict[str, StoredMessage]:
+            read.append("the last entry")
+            return await last(subjects, timeout_s)
+
+        two.reads.joined, two.log.last = counted, looked  # type: ignore[assignment, method-assign]
+        assert (await two.append(["c"])).version == 3
+        calls = world.log.calls
+        assert (await two.append(["d"])).version == 4
+        assert world.log.calls == calls + 1, "its tip is known now"
+        assert not read
+        with pytest.raises(VersionConflict):
+            await two.append(["e"], expected=3)
+        with pytest.raises(AlreadyExists):
+            await two.append([{"id": "a"}])
+        assert read, "whether there is such an id, only the content tells"
+        await two.checkpoint([{"id": "a"}, "b", "c", "e"])
+        await one.append(["f"])
+        assert await world.messages() == [{"id": "a"}, "b", "c", "e", "f"]
+
+    test(main)
+
+
+@pytest.mark.parametrize("state", ["not flushed", "quarantined", "deleted"])
+def test_a_version_that_postgres_alone_cannot_tell_is_taken_from_the_content(state: str) -> None:
+    async def main(world: World, one: Instance) -> None:
+        first = await one.checkpoint(["a"])
+        await world.flush()
+        two = Instance(world)
+        await two.checkpoint(["of another"], "another")
+        match state:
+            case "quarantined":
+                await _break(world, one)
+                with pytest.raises(ThreadQuarantined):
+                    await two.append(["c"])
+                return
+            case "not flushed":
+                await one.append(["b"])
+            case "deleted":
+                await one.appender.append("t", editing(Removal(), "t", first.id))
+                await world.flush()
+        assert (await two.append(["c"])).version == (3 if state == "not flushed" else 1)
+        await world.flush()
+        assert await world.messages() == (["a", "b", "c"] if state == "not flushed" else ["c"])
+        assert world.ledger.parked.entries == {}
+
+    test(main)
+
+
 def test_when_postgres_cannot_say_which_threads_are_new_each_is_asked_for() -> None:
     async def main(world: World, one: Instance) -> None:
         asked = 0
 
-        async def known(_: Sequence[str]) -> Collection[str]:
+        async def held(_: Sequence[str]) -> Collection[str]:
             nonlocal asked
             asked += 1
             raise StoreUnavailable("too busy")
 
-        one.appender._finder._known = known
+        one.appender._finder._held = held
         for part in range(3):
             await asyncio.gather(*(one.append(["a"], f"t{part}-{n}") for n in range(10)))
         assert asked == 1, "not again and again"

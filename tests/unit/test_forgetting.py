@@ -136,12 +136,12 @@ def test_a_lookup_that_takes_longer_than_the_log_takes_to_forget_something_count
                 await asyncio.sleep(120)
                 life = app.buffer.appender._life
                 app.buffer.reads.joined = slow  # type: ignore[assignment,method-assign]
-                await app.checkpoint_append(thread_id, [2], run_of(thread_id, 1))
+                await app.checkpoint_append(thread_id, [{"id": "2"}], run_of(thread_id, 1))
                 assert app.buffer.appender._life > life, "it did forget something meanwhile"
                 assert asked == 1
                 writer.cancel()
                 await app.force_flush_all()
-            assert await inner.load_messages(thread_id) == [1, 2]
+            assert await inner.load_messages(thread_id) == [1, {"id": "2"}]
 
     run(main())
 
@@ -165,19 +165,19 @@ def test_a_lookup_that_is_older_than_what_was_forgotten_is_made_again() -> None:
 
                 app.buffer.reads.joined = slow  # type: ignore[assignment,method-assign]
                 with pytest.raises(LogUnavailable):
-                    await app.checkpoint_append(thread_id, [0], run_of(thread_id, 1))
+                    await app.checkpoint_append(thread_id, [{"id": "0"}], run_of(thread_id, 1))
                 await other.checkpoint_append(thread_id, [2], run_of(thread_id, 2))
                 for name in "abc":
                     await write_many(app, name)
                     await asyncio.sleep(120)
                 assert not known(app, thread_id)
-                second = asyncio.create_task(app.checkpoint_append(thread_id, [3], run_of(thread_id, 3)))
+                second = asyncio.create_task(app.checkpoint_append(thread_id, [{"id": "3"}], run_of(thread_id, 3)))
                 await asyncio.sleep(1)
                 go_on.set()
                 await second
                 await other.force_flush_all()
                 assert await other.quarantined() == 0
-            assert await inner.load_messages(thread_id) == [1, 2, 3]
+            assert await inner.load_messages(thread_id) == [1, 2, {"id": "3"}]
 
     run(main())
 

@@ -460,7 +460,7 @@ def test_what_was_found_to_be_new_before_the_machine_was_suspended_is_looked_up(
             return ()
 
         two = Instance(world)
-        await one.appender.learn_new(["t"], held)
+        await one.appender.learn_new(["t"])
         suspend()
         await two.checkpoint(["theirs"])
         await world.flush_and_purge()

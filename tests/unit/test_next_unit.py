@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bufstore.buffer import producers, recent_keys
 from bufstore.buffer.append import next_unit as module
-from bufstore.buffer.append.next_unit import Drafted, Limits, Need, NotTried, Taken, needs_content, next_unit
+from bufstore.buffer.append.next_unit import Drafted, Limits, Need, NotTried, Taken, needs, next_unit
 from bufstore.buffer.append.tip import Draft, NeedBase, Tip
 from bufstore.buffer.entry import Base, StoredEntry, items_of
 from bufstore.errors import AlreadyExists, IdempotencyConflict, TooLarge
@@ -64,6 +64,10 @@ class Waits:
         match self.does:
             case "needs the content" if tip.memory is None:
                 raise NeedBase
+            case "needs the version" | "is refused for the version" if tip.memory is None and not tip.judged:
+                raise NeedBase
+            case "is refused for the version":
+                raise AlreadyExists("it is there")
             case "needs an entry or the content" if tip.memory is None and not tip.seq:
                 raise NeedBase
             case "is refused":
@@ -103,7 +107,7 @@ def queues(draw: st.DrawFn) -> list[Waits]:
     for id_ in range(1, draw(st.integers(1, 12)) + 1):
         write = Waits(
             id_,
-            draw(st.sampled_from(["drafts"] * 6 + ["needs the content", "is refused", "breaks"])),
+            draw(st.sampled_from(["drafts"] * 6 + ["needs the content", "needs the version", "is refused", "breaks"])),
             draw(st.sampled_from([1, 1, 10, 25, 25, 45, 85, 101])),
             content=content,
         )
@@ -230,6 +234,9 @@ def test_round_by_round_each_write_ends_once(queue: list[Waits], tip: Tip[Conten
                 tip = msgspec.structs.replace(tip, keys_complete=True, producers=tip.producers or b"")
             case Need.BASE:
                 tip = msgspec.structs.replace(tip, memory=content)
+            case Need.VERSION:
+                assert tip.memory is None
+                tip = msgspec.structs.replace(tip, judged=True)
             case None if unit:
                 log += [drafted.message for _, drafted in unit]
                 tip = msgspec.structs.replace(unit[-1][1].after, seq=len(log))
@@ -244,6 +251,8 @@ def test_what_the_first_write_needs_is_asked_for_after_those_before_it_are_answe
         (Waits(2, keyed=True, item=KEYS[2]), Need.ROW),
         (Waits(2, mark=MARKS[0]), Need.ROW),
         (Waits(2, "needs the content"), Need.BASE),
+        (Waits(2, "needs the version"), Need.VERSION),
+        (Waits(2, "is refused for the version"), Need.VERSION),
         (Waits(2, "is refused"), Need.TIP),
     ):
         outcomes, needs = decide([repeat, write, Waits(3)], known, looked_up=False)
@@ -276,15 +285,20 @@ def test_a_unit_ends_before_the_write_that_would_be_too_much() -> None:
 @pytest.mark.parametrize(
     ("write", "needed"),
     [
-        (Waits(1, "needs the content"), True),
-        (Waits(1, "needs an entry or the content"), False),
-        (Waits(1, "drafts"), False),
-        (Waits(1, "is refused"), False),
-        (Waits(1, "breaks"), False),
-        (Waits(1, "needs the content", keyed=True), False),
-        (Waits(1, "needs the content", mark=MARKS[0]), False),
+        (Waits(1, "needs the content"), Need.BASE),
+        (Waits(1, "needs the version"), Need.VERSION),
+        (Waits(1, "is refused for the version"), Need.VERSION),
+        (Waits(1, "needs an entry or the content"), None),
+        (Waits(1, "drafts"), None),
+        (Waits(1, "is refused"), None),
+        (Waits(1, "breaks"), None),
+        (Waits(1, "needs the content", keyed=True), None),
+        (Waits(1, "needs the version", keyed=True), None),
+        (Waits(1, "needs the content", mark=MARKS[0]), None),
     ],
 )
-def test_only_what_cannot_repeat_another_write_goes_straight_for_the_content(write: Waits, *, needed: bool) -> None:
-    assert needs_content(write) is needed
+def test_only_what_cannot_repeat_another_write_goes_straight_for_what_it_needs(
+    write: Waits, needed: Need | None
+) -> None:
+    assert needs(write) is needed
     assert not write.content.drafted, "what was drafted to find out is undone"

@@ -148,7 +148,7 @@ def test_a_thread_that_only_waits_is_not_new() -> None:
             return await world.ledger.watermarks(thread_ids)
 
         two = Instance(world)
-        await two.appender.learn_new(["t"], held)
+        await two.appender.learn_new(["t"])
         await two.append(["b"])
         await world.flush()
         assert await world.messages() == ["a", "b"]

@@ -129,6 +129,12 @@ class Reached:
             raise StoreUnavailable("Postgres is down")
         return await self._world.ledger.watermark(thread_id)
 
+    async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, tuple[Watermark, int]]:
+        await asyncio.sleep(0)
+        if not self._world.store_is_up:
+            raise StoreUnavailable("Postgres is down")
+        return await self._world.ledger.watermarks(thread_ids)
+
 
 class Instance:
     """A process: an appender and what it needs of the domain."""

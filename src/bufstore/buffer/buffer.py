@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Generic, Self
 
@@ -69,9 +69,7 @@ class Buffer(Generic[C, S, M]):
         self.reads = Reads(parts, backing.reader, self.waiter, own_seq=self._own_seq)
         flushed = self.flusher.cursors if self.flusher is not None else dict[int, int]
         self.fill = FillForecast(lambda: look(self.log, self.shared, flushed()))
-        self.appender = Appender(
-            parts, self.reads, self.fill.explain, self._known if backing.held is not None else None
-        )
+        self.appender = Appender(parts, self.reads, self.fill.explain, backing.held)
         self.eraser = Eraser(parts, self.waiter)
         #: How it is doing.
         self.vitals = Vitals(parts, session, self.fill, self.appender, self.flusher)
@@ -166,12 +164,7 @@ class Buffer(Generic[C, S, M]):
         Nothing is learnt if the store cannot tell which threads it has. Raises Unavailable errors.
         """
         if self.backing.held is not None:
-            await self.appender.learn_new(thread_ids, self._known)
-
-    async def _known(self, thread_ids: Sequence[str]) -> Collection[str]:
-        """Which of these threads Postgres knows anything of. Raises Unavailable errors."""
-        assert self.backing.held is not None, "the store can tell which threads it has"
-        return {*await self.ledger.watermarks(thread_ids), *await self.backing.held(thread_ids)}
+            await self.appender.learn_new(thread_ids)
 
     async def force_flush(self, thread_id: str, *, timeout_s: float | None = None) -> None:
         """Return once everything of the thread that is acknowledged now is in the store, whoever flushes it.

@@ -400,8 +400,9 @@ class GroupCommit:
             return []
         rest = []
         for unit in units:
-            if any(m.expected is not None and _about(m) in moved for m in unit.messages):
-                end_one(unit, Conflict("another entry was stored first"))
+            about = next((_about(m) for m in unit.messages if m.expected is not None and _about(m) in moved), None)
+            if about is not None:
+                end_one(unit, Conflict("another entry was stored first", found.get(about)))
             else:
                 rest.append(unit)
         return rest

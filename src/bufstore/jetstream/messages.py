@@ -68,6 +68,11 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
 class Conflict(Exception):
     """A subject has another last message than expected. Nothing of the batch was stored."""
 
+    def __init__(self, reason: str = "", last: StoredMessage | None = None) -> None:
+        super().__init__(reason)
+        #: What stands there, if it was read to find out who met the conflict.
+        self.last = last
+
 
 class BatchRefused(Exception):
     """The server accepts no (such) batch now. Nothing was stored; single messages may still go through."""

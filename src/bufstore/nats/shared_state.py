@@ -86,8 +86,9 @@ class NatsSharedState:
         try:
             await self._put(message, timeout_s)
             return thread_id
-        except Conflict:
-            owner = await self.thread_of_run(run_id, timeout_s)
+        except Conflict as e:
+            # Claims that came together failed together, and what stands there was read for all of them.
+            owner = _thread_in(e.last) if e.last is not None else await self.thread_of_run(run_id, timeout_s)
             if owner is None:
                 raise LogUnavailable(
                     f"run {run_id!r} has just been removed from the shared-state bucket; retry"
@@ -100,10 +101,7 @@ class NatsSharedState:
             found = (await self._stream.last([subject], timeout_s)).get(subject)
         except StreamMissing:
             return None
-        try:
-            return untoken(found.body.decode("ascii", "replace")) if found is not None and found.body else None
-        except MalformedEntry:
-            return None
+        return _thread_in(found) if found is not None else None
 
     async def lineage(self, timeout_s: float) -> tuple[int, bytes]:
         subject = f"{self._keys}lineage"
@@ -249,3 +247,11 @@ async def _subscribe(client: Client, subject: str, heard: Callable[[Msg], None])
 
     options: dict[str, Any] = {"pending_msgs_limit": 0, "pending_bytes_limit": 0}
     await client.subscribe(subject, cb=on_message, **options)
+
+
+def _thread_in(record: StoredMessage) -> str | None:
+    """The thread that a run's record names."""
+    try:
+        return untoken(record.body.decode("ascii", "replace")) if record.body else None
+    except MalformedEntry:
+        return None

@@ -64,6 +64,14 @@ async def of_claims_at_once_all_see_the_same_thread(logs: Logs) -> None:
 
 
 @_check()
+async def of_many_claims_at_once_each_learns_whose_its_run_is(logs: Logs) -> None:
+    here, there = await _two(logs)
+    await asyncio.gather(*(here.claim_run(f"run {n}", f"thread {n}", PATIENCE_S) for n in range(0, 100, 2)))
+    owners = await asyncio.gather(*(there.claim_run(f"run {n}", "another", PATIENCE_S) for n in range(100)))
+    assert owners == ["another" if n % 2 else f"thread {n}" for n in range(100)]
+
+
+@_check()
 async def the_record_of_lineage_is_replaced_by_who_has_read_it(logs: Logs) -> None:
     here, there = await _two(logs)
     first = await here.put_lineage(b"\0one", 0, PATIENCE_S)

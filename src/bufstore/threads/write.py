@@ -36,19 +36,21 @@ class Call:
             if len(set(present)) < len(present):
                 raise AlreadyExists(f"thread {self.thread_id!r}: two of the new messages have the same id")
 
-    def _draft(self, keep: int, skip: int, memory: MessageMemory, *, self_contained: bool) -> Draft[MessageMemory]:
+    def _draft(
+        self, keep: int, skip: int, memory: MessageMemory | None, *, self_contained: bool
+    ) -> Draft[MessageMemory]:
         """Keep `keep` messages of the thread, then this call's from number `skip` on."""
         encoded, digests, ids = self.encoded, self.digests, self.ids
         if skip:
             encoded, digests, ids = encoded[skip:], digests[skip:], ids[skip:]
-        removed = memory.replace(keep, digests, ids)
+        undo = _nothing if memory is None else _undo(memory, keep, memory.replace(keep, digests, ids))
         payload = Payload(keep, encoded, self.run, self.save)
         return Draft(
             payload=encode_payload(payload),
             self_contained=self_contained,
             version=keep + len(digests),
             memory=memory,
-            undo=_undo(memory, keep, removed),
+            undo=undo,
         )
 
     def whole_list(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
@@ -59,17 +61,20 @@ class Call:
         return self._draft(keep, keep, tip.memory, self_contained=keep == 0)
 
     def appending(self, expected_version: int | None) -> Callable[[Tip[MessageMemory]], Draft[MessageMemory]]:
-        """A delta behind whatever the thread holds, or behind exactly `expected_version` messages."""
+        """A delta behind whatever the thread holds, or behind exactly `expected_version` messages.
+
+        What it holds need not be known to append messages without ids.
+        """
 
         def draft(tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
             if tip.broken:
                 raise ThreadQuarantined(self.thread_id, tip.seq)
-            if tip.memory is None:
+            if tip.memory is None and (not tip.judged or any(self.ids)):
                 raise NeedBase
             if expected_version is not None and expected_version != tip.version:
                 raise VersionConflict(self.thread_id, expected=expected_version, actual=tip.version)
             for i, id_ in enumerate(self.ids):
-                if id_ and tip.memory.has_id(id_):
+                if id_ and tip.memory is not None and tip.memory.has_id(id_):
                     raise AlreadyExists(f"thread {self.thread_id!r} has the id of new message {i} already")
             return self._draft(tip.version, 0, tip.memory, self_contained=False)
 

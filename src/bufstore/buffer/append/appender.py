@@ -25,10 +25,10 @@ from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponen
 from bufstore.buffer import elapsed, recent_keys
 from bufstore.buffer.append.lane import Lane, Unit, Write
 from bufstore.buffer.append.lost_answer import Torn, resolve
-from bufstore.buffer.append.next_unit import Limits, Need, needs_content, next_unit, other_content
+from bufstore.buffer.append.next_unit import Limits, Need, needs, next_unit, other_content
 from bufstore.buffer.append.outstanding import Outstanding
 from bufstore.buffer.append.tip import Prepare, Tip, TipCache
-from bufstore.buffer.append.tip_finder import Known, Stored, TipFinder
+from bufstore.buffer.append.tip_finder import Held, Stored, TipFinder
 from bufstore.buffer.append.unresolved import Unresolved
 from bufstore.buffer.domain import M, S
 from bufstore.buffer.parts import Parts
@@ -60,11 +60,11 @@ class Appender(Generic[S, M]):
         parts: Parts[Any, S, M],
         stored: Stored[S],
         explain: Callable[[LogFull], Awaitable[LogFull]] | None = None,
-        known: Known | None = None,
+        held: Held | None = None,
     ) -> None:
         """`stored`: what the store holds of threads. `explain`: says more of a full log than the server does.
 
-        `known`: see `TipFinder`.
+        `held`: see `TipFinder`.
         """
         log, config = parts.log, parts.config
         self._log, self._subjects, self._config = log, parts.subjects, config
@@ -73,7 +73,7 @@ class Appender(Generic[S, M]):
         self._lanes: dict[str, Lane[M]] = {}
         self._tips: TipCache[M] = TipCache(config.cached_threads, 64 * config.cached_threads)
         self._unresolved = Unresolved(log, parts.subjects, stored.watermark)
-        self._finder = TipFinder(parts, stored, self._tips, known)
+        self._finder = TipFinder(parts, stored, self._tips, held)
         self._tasks: set[asyncio.Task[None]] = set()
         self._outstanding: Outstanding[M] = Outstanding()
         self._closed = False
@@ -125,9 +125,9 @@ class Appender(Generic[S, M]):
         for thread_id, lane in self._lanes.items():
             lane.forgotten = max(lane.forgotten, self._log.known_head(self._subjects.of(thread_id)))
 
-    async def learn_new(self, thread_ids: Collection[str], held: Known) -> None:
+    async def learn_new(self, thread_ids: Collection[str]) -> None:
         """See `TipFinder.learn_new`."""
-        await self._finder.learn_new(thread_ids, held)
+        await self._finder.learn_new(thread_ids)
 
     async def append(
         self,
@@ -275,8 +275,8 @@ class Appender(Generic[S, M]):
         tip = tip or self._tips.get(lane.thread_id)
         if tip is None:
             # Not before this process has looked at the log at all: what it finds meanwhile, it looks for once more.
-            if self._life and needs_content(lane.queue[0]):
-                self._spawn(self._find(lane, lambda: self._finder.of_content(lane.thread_id), for_head=True))
+            if self._life and (need := needs(lane.queue[0])) is not None:
+                self._spawn(self._find(lane, self._search(need, lane.thread_id, None), for_head=True))
             else:
                 self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
@@ -295,10 +295,13 @@ class Appender(Generic[S, M]):
         else:
             self._send(unit)
 
-    def _search(self, need: Need, thread_id: str, tip: Tip[M]) -> Callable[[], Awaitable[Tip[M]]]:
+    def _search(self, need: Need, thread_id: str, tip: Tip[M] | None) -> Callable[[], Awaitable[Tip[M]]]:
         match need:
             case Need.TIP:
+                assert tip is not None, "what is refused was refused because of one"
                 return lambda: self._finder.confirm(thread_id, tip)
+            case Need.VERSION:
+                return lambda: self._finder.of_version(thread_id)
             case Need.BASE:
                 return lambda: self._finder.of_content(thread_id)
             case Need.ROW:

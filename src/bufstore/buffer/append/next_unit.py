@@ -76,6 +76,8 @@ class Need(Enum):
     TIP = "tip"
     #: The thread's content.
     BASE = "base"
+    #: The thread's version, as Postgres has judged it (`Tip.judged`), or the content.
+    VERSION = "version"
     #: What Postgres remembers of the thread's keys and producers.
     ROW = "row"
 
@@ -147,22 +149,35 @@ def next_unit(
     return Taken(outcomes)
 
 
-def needs_content(write: QueuedWrite[M]) -> bool:
-    """Whether it needs the thread's content, whatever the log's last entry is: then it need not be looked up before.
+def needs(write: QueuedWrite[M]) -> Need | None:
+    """What it needs whatever the log's last entry is, so that this need not be looked up before; None: that entry.
 
     What may repeat another write is left to that look: its answer needs no content, and so no Postgres.
     """
     if write.keyed or write.mark is not None:
-        return False
+        return None
     # With Postgres away, an entry of unknown content may be enough to stand behind.
     an_entry: Tip[M] = Tip(1, 1, Base.CHAINED, 0, 0, b"", None)
     try:
         write.prepare(an_entry).undo()
     except NeedBase:
-        return True
+        return _needs_behind(write, an_entry)
     except Exception:  # it is judged, and told, behind the tip
-        return False
-    return False
+        return None
+    return None
+
+
+def _needs_behind(write: QueuedWrite[M], tip: Tip[M]) -> Need:
+    """What it needs that cannot be built behind this tip."""
+    if tip.judged:
+        return Need.BASE
+    try:
+        write.prepare(msgspec.structs.replace(tip, judged=True)).undo()
+    except NeedBase:
+        return Need.BASE
+    except Exception:  # behind the version that there is, it may be another or none
+        return Need.VERSION
+    return Need.VERSION
 
 
 def _judge(
@@ -183,7 +198,7 @@ def _judge(
     try:
         draft = write.prepare(tip)
     except NeedBase:
-        return Need.BASE
+        return _needs_behind(write, tip)
     except Exception as e:
         return Need.TIP if isinstance(e, Rejected) and not looked_up else e
     entry = _entry(write, tip, draft)
@@ -203,6 +218,7 @@ def _judge(
         False,
         entry.keys_complete,
         entry.producers,
+        judged=tip.judged,
     )
     return Drafted(draft, message, after)
 

@@ -26,7 +26,7 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     seen: int
     version: int
     keys: bytes
-    #: None when the content is unknown here: only a self-contained entry can follow.
+    #: None when the content is unknown here: only a self-contained entry can follow, unless the tip is `judged`.
     memory: M | None
     #: True when the thread's chain is broken: only a self-contained entry can be applied.
     broken: bool = False
@@ -37,6 +37,9 @@ class Tip(msgspec.Struct, Generic[M], gc=False, eq=False):
     flushed_seq: int = 0
     #: Of a thread of which the log shows nothing: when it was asked (`bufstore.buffer.elapsed`).
     asked_at: float = 0.0
+    #: True when Postgres has said that everything up to this entry is applied, and nothing else was written since but
+    #: by this process: what needs no more than the thread's version can follow.
+    judged: bool = False
     #: The entry itself (without its payload) when it expected nothing in the log: only the watermark in Postgres tells
     #: whether it counts (`bufstore.buffer.chain.counts`), so its keys and producers are not used.
     first: StoredEntry | None = None
@@ -106,6 +109,22 @@ def tip_of_row(watermark: Watermark, seen: int, asked_at: float, memory: M | Non
         flushed_seq=watermark.flushed_seq,
         asked_at=asked_at,
     )
+
+
+def tip_of_judged(watermark: Watermark, last: int, seen: int, asked_at: float) -> Tip[M] | None:
+    """The tip, without content, where what the log shows of the thread is in Postgres; None where that is not enough.
+
+    `last`: the position of the thread's last entry in the log, read before the watermark; 0: the log shows none.
+    """
+    if watermark.gone or watermark.waits_to or watermark.broken_since is not None or not watermark.applied_id:
+        return None
+    if last and last != watermark.flushed_seq:
+        return None
+    tip: Tip[M] = tip_of_row(watermark, seen, asked_at, None)
+    tip.judged = True
+    if last:
+        tip.seq, tip.base, tip.seen, tip.flushed_seq, tip.asked_at = last, Base.CHAINED, 0, 0, 0.0
+    return tip
 
 
 def tip_unknown(seen: int, asked_at: float) -> Tip[M]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any, Generic, Protocol
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from bufstore.buffer import elapsed, producers, recent_keys
 from bufstore.buffer.append.lookups import Lookups
-from bufstore.buffer.append.tip import Tip, TipCache, tip_of_message, tip_of_row, tip_unknown
+from bufstore.buffer.append.tip import Tip, TipCache, tip_of_judged, tip_of_message, tip_of_row, tip_unknown
 from bufstore.buffer.chain import Watermark, counts
 from bufstore.buffer.domain import M, S, S_co
 from bufstore.buffer.entry import Base, Malformed, StoredEntry, items_of
@@ -20,11 +20,13 @@ _log = logging.getLogger(__name__)
 #: Purged entries were flushed a failover window ago, which is longer: a thread that existed nowhere, and was written
 #: since, still shows in the log.
 _NEW_FOR_S = 5.0
-#: How long Postgres may take to say which threads it knows, and how long it is not asked again when it did not.
+#: How long Postgres may take to say what it knows of many threads, and how long it is not asked again when it did not.
 _KNOWN_S, _KNOWN_AGAIN_S = 1.0, 5.0
 
-#: Which of these threads Postgres knows anything of.
-Known = Callable[[Sequence[str]], Awaitable[Collection[str]]]
+#: Which of these threads the store has.
+Held = Callable[[Sequence[str]], Awaitable[Collection[str]]]
+
+V = TypeVar("V")
 
 
 class Stored(Protocol[S_co]):
@@ -41,22 +43,24 @@ class Stored(Protocol[S_co]):
         """The thread's watermark. Raises StoreUnavailable, soon."""
         ...
 
+    async def watermarks(self, thread_ids: Sequence[str]) -> Mapping[str, Watermark]:
+        """The rows that there are, as they are: also of threads of which entries wait. Raises StoreUnavailable."""
+        ...
+
 
 class TipFinder(Generic[S, M]):
     """Finds tips and remembers them in `tips`. Raises LogUnavailable; StoreUnavailable where Postgres is asked."""
 
-    def __init__(
-        self, parts: Parts[Any, S, M], stored: Stored[S], tips: TipCache[M], known: Known | None = None
-    ) -> None:
-        """`known`: which of these threads Postgres knows anything of, if that can be asked."""
+    def __init__(self, parts: Parts[Any, S, M], stored: Stored[S], tips: TipCache[M], held: Held | None = None) -> None:
+        """`held`: which of these threads the store has, if that can be asked."""
         self._log, self._subjects, self._domain = parts.log, parts.subjects, parts.domain
         self._timeout_s = parts.config.append_timeout_s
         self._stored = stored
         self._tips = tips
         self._last = Lookups(lambda subjects: self._log.last(subjects, self._timeout_s))
-        self._nowhere = Lookups(self._found_nowhere)
+        self._nowhere, self._judged = Lookups(self._found_nowhere), Lookups(self._found_judged)
         self._end = Lookups(self._found_end)
-        self._known, self._known_again_at = known, float("-inf")
+        self._held, self._ask_again_at = held, float("-inf")
         self._loop = asyncio.get_running_loop()
         self._seen = (0, float("-inf"))
         #: How long the machine had been suspended at the last look: `saw` does not ask again.
@@ -78,19 +82,30 @@ class TipFinder(Generic[S, M]):
         if seq > self._seen[0]:
             self._seen = seq, at
 
-    async def learn_new(self, thread_ids: Collection[str], held: Known) -> None:
-        """Find out which of many threads exist nowhere, in a few requests. `held`: the ones that Postgres knows."""
+    async def learn_new(self, thread_ids: Collection[str]) -> None:
+        """Find out which of many threads exist nowhere, in a few requests; nothing if the store cannot tell."""
         at, seen = elapsed.now_s(), await self._seen_lately()
-        unknown = [t for t in thread_ids if self._tips.get(t) is None]
-        self._new = dict.fromkeys(await self._absent(unknown, held), (at, seen))
+        found = await self._exist_nowhere([t for t in thread_ids if self._tips.get(t) is None])
+        self._new = dict.fromkeys(found, (at, seen))
 
-    async def _absent(self, thread_ids: Sequence[str], known: Known) -> list[str]:
+    async def _exist_nowhere(self, thread_ids: Sequence[str]) -> dict[str, bool]:
         """Which of these threads neither log nor Postgres knows."""
-        ends = await self._log.ends([self._subjects.of(t) for t in thread_ids], self._timeout_s)
-        absent = [t for t, end in zip(thread_ids, ends, strict=True) if not end]
+        ends = await self._ends(thread_ids)
         # In this order: what has left the log is in Postgres.
-        present = await known(absent) if absent else ()
-        return [t for t in absent if t not in present]
+        absent = [t for t, end in ends.items() if not end]
+        rows = await self._stored.watermarks(absent) if absent else ()
+        return dict.fromkeys(await self._not_held([t for t in absent if t not in rows]), True)
+
+    async def _ends(self, thread_ids: Sequence[str]) -> dict[str, int]:
+        ends = await self._log.ends([self._subjects.of(t) for t in thread_ids], self._timeout_s)
+        return dict(zip(thread_ids, ends, strict=True))
+
+    async def _not_held(self, thread_ids: Sequence[str]) -> list[str]:
+        """Which of these threads the store has not, if it can tell."""
+        if self._held is None or not thread_ids:
+            return []
+        held = await self._held(thread_ids)
+        return [t for t in thread_ids if t not in held]
 
     def _as_new(self, thread_id: str) -> Tip[M] | None:
         """The tip of a thread that was found nowhere, too short ago for anything to be written and purged."""
@@ -101,15 +116,50 @@ class TipFinder(Generic[S, M]):
 
     async def _found_nowhere(self, thread_ids: list[str]) -> dict[str, bool]:
         """Which of many threads neither log nor Postgres knows. Of one, what Postgres has of it is asked at once."""
-        if self._known is None or len(thread_ids) == 1 or self._loop.time() < self._known_again_at:
+        if len(thread_ids) == 1 or self._held is None:
+            return {}
+        return await self._asked(lambda: self._exist_nowhere(thread_ids))
+
+    async def _found_judged(self, thread_ids: list[str]) -> dict[str, Tip[M]]:
+        """The tips of the threads whose content need not be read: all of it is in Postgres, or nothing anywhere."""
+        return await self._asked(lambda: self._judged_by_postgres(thread_ids))
+
+    async def _judged_by_postgres(self, thread_ids: Sequence[str]) -> dict[str, Tip[M]]:
+        at, seen = elapsed.now_s(), await self._seen_lately()
+        ends = await self._ends(thread_ids)
+        rows = await self._stored.watermarks(thread_ids)
+        new = await self._not_held([t for t, end in ends.items() if not end and t not in rows])
+        found: dict[str, Tip[M]] = {}
+        if elapsed.now_s() - at <= self._new_for_s:
+            found = {t: tip_of_row(Watermark(), seen, at, self._domain.nothing()) for t in new}
+        for thread_id, row in rows.items():
+            tip: Tip[M] | None = tip_of_judged(row, ends[thread_id], seen, at)
+            if tip is not None:
+                found[thread_id] = tip
+        return found
+
+    async def _asked(self, look: Callable[[], Awaitable[dict[str, V]]]) -> dict[str, V]:
+        """What log and Postgres say of many threads in a few questions; nothing while Postgres does not answer."""
+        if self._loop.time() < self._ask_again_at:
             return {}
         try:
             async with asyncio.timeout(_KNOWN_S):
-                return dict.fromkeys(await self._absent(thread_ids, self._known), True)
+                return await look()
         except Exception as e:  # whatever it is, each of them is asked for then, and says it
-            _log.debug("cannot ask which threads are new: %s", type(e).__name__, extra={"action": "known_unavailable"})
-            self._known_again_at = self._loop.time() + _KNOWN_AGAIN_S
+            _log.debug("cannot ask about many threads: %s", type(e).__name__, extra={"action": "known_unavailable"})
+            self._ask_again_at = self._loop.time() + _KNOWN_AGAIN_S
             return {}
+
+    async def of_version(self, thread_id: str) -> Tip[M]:
+        """The tip with the thread's version. What it holds is not read where all of it is in Postgres."""
+        if (new := self._as_new(thread_id)) is not None:
+            return new
+        tip = await self._judged.of(thread_id)
+        if tip is None:
+            return await self.of_content(thread_id)
+        if tip.seq:
+            self._tips.put(thread_id, tip)
+        return tip
 
     async def look_up(self, thread_id: str) -> Tip[M]:
         """The tip from the log's last message of the thread. Postgres is not asked."""

@@ -9,7 +9,7 @@ answer lacks the other has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from bufstore.buffer import elapsed
@@ -96,6 +96,15 @@ class Reads(Generic[S]):
                 return await self._with_waiting.watermark(thread_id)
         except TimeoutError:
             raise StoreUnavailable("Postgres, which alone remembers this thread, does not answer") from None
+
+    async def watermarks(self, thread_ids: Sequence[str]) -> dict[str, Watermark]:
+        """The watermarks of many threads, in one question; threads that have none are left out.
+
+        Where entries wait in the ledger (`Watermark.waits_to`), they are not counted in. Raises StoreUnavailable.
+        """
+        if self.store.down is not None:
+            raise StoreUnavailable(self.store.down)
+        return {t: row for t, (row, _) in (await self._ledger.watermarks(thread_ids)).items()}
 
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
         """Wait until everything of the thread that is acknowledged now is flushed; up to which position that is."""
