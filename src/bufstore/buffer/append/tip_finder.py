@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from bufstore.buffer import elapsed, producers, recent_keys
@@ -43,7 +43,7 @@ class Stored(Protocol[S_co]):
         """The thread's watermark. Raises StoreUnavailable, soon."""
         ...
 
-    async def watermarks(self, thread_ids: Sequence[str]) -> Mapping[str, Watermark]:
+    def watermarks(self, thread_ids: Sequence[str]) -> Coroutine[Any, Any, Mapping[str, Watermark]]:
         """The rows that there are, as they are: also of threads of which entries wait. Raises StoreUnavailable."""
         ...
 
@@ -127,12 +127,15 @@ class TipFinder(Generic[S, M]):
     async def _judged_by_postgres(self, thread_ids: Sequence[str]) -> dict[str, Tip[M]]:
         at, seen = elapsed.now_s(), await self._seen_lately()
         ends = await self._ends(thread_ids)
-        rows = await self._stored.watermarks(thread_ids)
-        new = await self._not_held([t for t, end in ends.items() if not end and t not in rows])
+        # Both at once: the first append to a thread waits for it.
+        async with asyncio.TaskGroup() as questions:
+            absent = questions.create_task(self._not_held([t for t, end in ends.items() if not end]))
+            rows = questions.create_task(self._stored.watermarks(thread_ids))
         found: dict[str, Tip[M]] = {}
         if elapsed.now_s() - at <= self._new_for_s:
+            new = (t for t in absent.result() if t not in rows.result())
             found = {t: tip_of_row(Watermark(), seen, at, self._domain.nothing()) for t in new}
-        for thread_id, row in rows.items():
+        for thread_id, row in rows.result().items():
             tip: Tip[M] | None = tip_of_judged(row, ends[thread_id], seen, at)
             if tip is not None:
                 found[thread_id] = tip

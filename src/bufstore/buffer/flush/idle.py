@@ -49,7 +49,7 @@ class IdleCursors:
             )
             reach(Failpoint.IDLE_MOVED)
             for owned, cursor in moved:
-                owned.settle((), cursor, self._loop.time())
+                owned.settle(frozenset(), cursor, self._loop.time())
                 owned.feed.passed(cursor.seq)
             for owned, cursor in moved:
                 await owned.feed.ack(cursor.seq)

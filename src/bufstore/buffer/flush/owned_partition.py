@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from bufstore.buffer.entry import Item, Malformed, StoredEntry, item_of
@@ -97,12 +97,13 @@ class OwnedPartition:
         unmoved = changes and position[0] == self.cursor.seq
         return Cursor(self.cursor.partition, self.cursor.term + unmoved, *position)
 
-    def settle(self, settled: Iterable[int], cursor: Cursor, now: float) -> None:
-        """Forget what a commit has settled."""
-        for seq in settled:
+    def settle(self, settled: Set[int], cursor: Cursor, now: float) -> None:
+        """Forget what a commit has settled. Most of that may be of other partitions."""
+        for seq in self.pending.keys() & settled:
             self._forget(seq)
-            item = self.recalled.pop(seq, None)
-            if item is not None and item.thread_id is not None:
+        for seq in self.recalled.keys() & settled:
+            item = self.recalled.pop(seq)
+            if item.thread_id is not None:
                 self._leave(item.thread_id, item)
         self._move(cursor, now)
 
