@@ -17,7 +17,7 @@ from helpers import fresh
 
 async def begin(config: SinkConfig, run: str, batch_id: int) -> AppId:
     app = AppId(config)
-    await asyncio.to_thread(app.begin, Query("query", run), batch_id, 1)
+    await asyncio.to_thread(app.begin, Query("query", run), batch_id)
     return app
 
 

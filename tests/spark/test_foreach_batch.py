@@ -32,8 +32,16 @@ async def test_a_stream_arrives_once_and_a_batch_done_again_changes_nothing(
     uncommit(tmp_path / "ck", 2)
     put(tmp_path / "in", "3.json", rows_of(threads, range(12, 14)))
     # And as after one before the ledger knew that all of it was written.
-    await query(deployment.servers.postgres.dsn, f'UPDATE "{deployment.name}".spark_sources SET done = false')
+    unfinished = f'UPDATE "{deployment.name}".spark_sources SET done = false, noted_batch = NULL'
+    await query(deployment.servers.postgres.dsn, unfinished)
     await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
+    assert await held(deployment, threads) == {t: list(range(14)) for t in threads}
+    # A source that cannot be replayed.
+    await query(deployment.servers.postgres.dsn, unfinished)
+    uncommit(tmp_path / "ck", 3)
+    put(tmp_path / "in", "3.json", rows_of(threads, range(12, 15)))
+    with pytest.raises(Exception, match="begun before with other rows"):
+        await ended(stream(spark, tmp_path / "in", tmp_path / "ck", checkpoint_sink(config)))
     assert await held(deployment, threads) == {t: list(range(14)) for t in threads}
 
 
@@ -154,13 +162,57 @@ async def test_a_batch_that_was_not_finished_comes_again_with_the_same_rows_only
     rows = rows_of([thread], range(3))
     app = AppId(config)
     frames = [frame(spark, rows), frame(spark, rows_of([thread], range(7, 10)))]
-    kept = _Rows(config, 0, frames[0])
-    await asyncio.to_thread(app.begin, Query(), 0, kept.total())
-    await asyncio.to_thread(app.plan, 0, kept.total())
-    await asyncio.to_thread(kept.write, Settled(), None, judging=False)
+    begun = _Rows(config, 0, frames[0])
+    await asyncio.to_thread(app.begin, Query(), 0)
+    await asyncio.to_thread(begun.write, Settled(), None, judging=False, noting=True)
     with pytest.raises(ConfigError, match="begun before with other rows"):
         await asyncio.to_thread(checkpoint_sink(config), frames[1], 0)
     await asyncio.to_thread(checkpoint_sink(config), frames[0], 0)
+    assert await held(deployment, [thread]) == {thread: [0, 1, 2]}
+
+
+async def test_of_a_batch_that_was_begun_in_part_nothing_is_written_when_that_part_has_changed(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    """A driver dies when one task of three was done; the next one has two tasks, and takes three for this batch."""
+    await prepared(deployment)
+    threads = [fresh() for _ in range(12)]
+    rows = rows_of(threads, range(3))
+    placed = dict(
+        frame(spark, rows_of(threads, range(1))).selectExpr("thread_id", "pmod(hash(thread_id), 3)").collect()
+    )
+    begun = [t for t in threads if placed[t] == placed[threads[0]]]
+    one = _Rows(replace(config, tasks=3), 0, frame(spark, rows_of(begun, range(3))))
+    await asyncio.to_thread(AppId(config).begin, Query(), 0)
+    await asyncio.to_thread(one.write, Settled(), None, judging=False, noting=True)
+    write = checkpoint_sink(replace(config, tasks=2))
+    changed = [row | {"run_id": "another"} if row["thread_id"] == begun[0] else row for row in rows]
+    with pytest.raises(ConfigError, match="begun before with other rows"):
+        await asyncio.to_thread(write, frame(spark, changed), 0)
+    nothing: dict[str, list[int]] = {t: [] for t in threads}
+    assert await held(deployment, threads) == nothing | {t: [0, 1, 2] for t in begun}
+    with pytest.raises(Exception, match="was begun before with other rows"):  # as when it changes in between
+        other = _Rows(replace(config, tasks=3), 0, frame(spark, changed))
+        await asyncio.to_thread(other.write, Settled(), None, judging=False, noting=True)
+    await asyncio.to_thread(write, frame(spark, rows[::-1]), 0)
+    assert write.last is not None
+    assert write.last.counts.repeated >= 3 * len(begun)
+    assert await held(deployment, threads) == {t: [0, 1, 2] for t in threads}
+
+
+async def test_a_batch_that_an_earlier_release_has_begun_comes_again_with_the_same_rows_only(
+    spark: Any, deployment: Deployment, config: SinkConfig
+) -> None:
+    await prepared(deployment)
+    thread = fresh()
+    same = frame(spark, rows_of([thread], range(3)))
+    await asyncio.to_thread(checkpoint_sink(config), same, 0)
+    schema = f'"{deployment.name}"'
+    for statement in (f"UPDATE {schema}.spark_sources SET done = false", f"DELETE FROM {schema}.spark_parts"):
+        await query(deployment.servers.postgres.dsn, statement)
+    with pytest.raises(ConfigError, match="begun before with other rows"):
+        await asyncio.to_thread(checkpoint_sink(config), frame(spark, rows_of([thread], range(4))), 0)
+    await asyncio.to_thread(checkpoint_sink(config), same, 0)
     assert await held(deployment, [thread]) == {thread: [0, 1, 2]}
 
 

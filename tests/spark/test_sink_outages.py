@@ -14,6 +14,7 @@ from bufstore import LogFull, StoreUnavailable
 from bufstore.embedded import Servers
 from bufstore.spark import SinkConfig, checkpoint_sink
 from bufstore.spark.sink.app_id import AppId
+from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.row_writer import RowCounts, write_rows
 from bufstore.spark.sink.spark_ledger import Query
 from conftest import Deployment
@@ -87,8 +88,7 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
     config, app = sink(deployment), AppId(sink(deployment))
     await prepared(deployment)
     query = Query("query", "run")
-    await asyncio.to_thread(app.begin, query, 0, 11)
-    await asyncio.to_thread(app.plan, 0, 11)
+    await asyncio.to_thread(app.begin, query, 0)
     await asyncio.to_thread(write_rows, config, 0, [sorted_rows(known, range(2))])
     await asyncio.to_thread(app.done, 0, 11, RowCounts(written=6))
     both = [*sorted_rows(known, range(4, 6)), *sorted_rows(new, range(2))]
@@ -96,7 +96,8 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
         log, subjects = store.buffer.log, [store.buffer.subjects.of(t) for t in known]
         own_servers.postgres.stop()
         async with asyncio.timeout(20):
-            await asyncio.to_thread(app.begin, query, 1, 12)
+            await asyncio.to_thread(app.begin, query, 1)
+            assert app.away
             found = await asyncio.to_thread(write_rows, config, 1, [sorted_rows(known, range(2, 4))])
             await asyncio.to_thread(app.done, 1, 12, RowCounts(written=6))
         assert found.counts == RowCounts(written=6)
@@ -105,14 +106,14 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
         async def written() -> bool:
             return all(m.seq > before[s] for s, m in (await log.last(subjects, 5.0)).items())
 
-        writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 2, [both]))
+        writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 2, [both], noted=Part(0, 1, 13)))
         await eventually(written)
         assert not writing.done()
         with pytest.raises(StoreUnavailable):  # another run must ask who has the app id
-            await asyncio.to_thread(AppId(replace(config, outage_timeout_s=0.0)).begin, query, 2, 13)
+            await asyncio.to_thread(AppId(replace(config, outage_timeout_s=0.0)).begin, query, 2)
         own_servers.postgres.start()
         assert (await writing).counts.written == 12
-    await asyncio.to_thread(app.begin, query, 2, 13)
+    await asyncio.to_thread(app.begin, query, 2)
     assert await held(deployment, [*known, *new]) == {t: list(range(6)) for t in known} | {t: [0, 1] for t in new}
 
 

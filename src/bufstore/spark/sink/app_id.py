@@ -2,19 +2,20 @@
 
 A repeated row is recognized by its number (docs/adr/0014). Other rows under old numbers are not: a query with a new
 checkpoint folder begins at batch 0 again, and a source that cannot be replayed gives other rows for a batch. Both would
-be dropped silently; both are found here, because a sum over the batch's rows is noted before the first one is written.
+be dropped silently; both are found here, because each task notes a sum over its rows before it writes the first one.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from bufstore.errors import ConfigError, InvalidRecord, StoreUnavailable
 from bufstore.spark.config import SinkConfig
 from bufstore.spark.process_loop import loop
 from bufstore.spark.sink.outage import Patience
+from bufstore.spark.sink.parts import differ, sum_of
 from bufstore.spark.sink.row_writer import RowCounts
 from bufstore.spark.sink.spark_ledger import Holder, Query, SparkLedger
 
@@ -39,9 +40,9 @@ def check_holder(holder: Holder, app_id: str, query: Query, batch_id: int) -> No
         )
 
 
-def check_rows(holder: Holder, app_id: str, planned: int) -> None:
-    """Raise ConfigError when the batch came before with other rows. `planned`: a sum over the present ones."""
-    if holder.planned is None or holder.planned == planned:
+def check_rows(holder: Holder, app_id: str, present: Mapping[int, int], of: int) -> None:
+    """Raise ConfigError when the batch came before with other rows. `present`: the sums of its `of` parts now."""
+    if holder.planned in (None, sum_of(present.values())) and not differ(holder.parts, present, of):
         return
     if holder.done:
         raise ConfigError(
@@ -69,11 +70,18 @@ class AppId:
         self._holder: Holder | None = None
         #: Seconds that the present batch waited here.
         self.waited_s = 0.0
-        #: Whether it went on without Postgres: then nothing of it is noted, which would only take time.
         self._away = False
 
-    def begin(self, query: Query, batch_id: int, planned: int, stopped: Callable[[], bool] = lambda: False) -> Holder:
-        """Take the app id for a batch. Returns what was known of the batch. `planned`: a sum over its rows.
+    @property
+    def away(self) -> bool:
+        """Whether the present batch goes on without Postgres: then nothing of it is noted, which would only take time.
+
+        Nor is anything of an earlier try known.
+        """
+        return self._away
+
+    def begin(self, query: Query, batch_id: int, stopped: Callable[[], bool] = lambda: False) -> Holder:
+        """Take the app id for a batch. Returns what was known of the batch.
 
         Raises ConfigError when the batch may not be written under this app id. `stopped`: whether nobody waits for the
         batch any more. Waits for Postgres when only that can tell.
@@ -87,7 +95,6 @@ class AppId:
                 raise self._renamed(*other, batch_id)
             holder = await ledger.begin(self._config.app_id, query, batch_id, timeout_s)
             check_holder(holder, self._config.app_id, query, batch_id)
-            check_rows(holder, self._config.app_id, planned)
             return holder
 
         try:
@@ -96,28 +103,10 @@ class AppId:
             if known is None:
                 raise
             check_holder(known, self._config.app_id, query, batch_id)
-            check_rows(known, self._config.app_id, planned)
             _log.warning("batch %d of %s goes on without Postgres: %s", batch_id, self._config.app_id, e)
             self._away, holder = True, known
         self._query, self._holder = query, holder
         return holder
-
-    def plan(self, batch_id: int, planned: int) -> None:
-        """Note the sum over the rows of the batch that has begun, before the first one is written."""
-        assert self._holder is not None
-
-        async def noting(ledger: SparkLedger) -> None:
-            await ledger.plan(self._config.app_id, batch_id, planned, _SHORT_S)
-
-        if self._holder.planned is None:
-            self._holder = self._holder._replace(planned=planned)
-            if self._away:
-                return
-            try:
-                self._with_ledger(noting, batch_id, waits=False)
-            except StoreUnavailable as e:
-                # Without the note, only this process finds out when the batch comes again with other rows.
-                _log.warning("batch %d of %s goes on without Postgres: %s", batch_id, self._config.app_id, e)
 
     def done(self, batch_id: int, planned: int, counts: RowCounts) -> None:
         """Note that a batch is done; later, if Postgres is away now."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from bufstore.errors import ConfigError
 from bufstore.spark.config import SinkConfig
-from bufstore.spark.sink.app_id import AppId, check_bad
+from bufstore.spark.sink.app_id import AppId, check_bad, check_rows
+from bufstore.spark.sink.parts import sum_of
 from bufstore.spark.sink.row_writer import RowCounts, Written
 from bufstore.spark.sink.settled import RowKey, Settled, pack, settled_after, unpack
 from bufstore.spark.sink.spark_ledger import Query
@@ -19,12 +20,16 @@ _log = logging.getLogger(__name__)
 class Rows(Protocol):
     """The rows of a batch, the same each time they are asked for."""
 
-    def total(self) -> int:
-        """A sum over all rows."""
+    def divide(self, of: int | None) -> int:
+        """Have so many parts, as when the batch was begun (None: it was not). Returns how many there are."""
         ...
 
-    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool) -> Written:
-        """See `bufstore.spark.sink.row_writer.write_rows`."""
+    def sums(self) -> Mapping[int, int]:
+        """A sum over the rows of each part that has any."""
+        ...
+
+    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool) -> Written:
+        """See `bufstore.spark.sink.row_writer.write_rows`. `noting`: of each part it is noted what it is."""
         ...
 
     def keys(self) -> Sequence[RowKey]:
@@ -55,26 +60,30 @@ def write_batch(
     for bad rows that fail it.
     """
     app.waited_s = 0.0
-    planned = rows.total()
-    holder = app.begin(query, batch_id, planned, stopped)
+    holder = app.begin(query, batch_id, stopped)
+    of = rows.divide(holder.parts[0].of if holder.parts else None)
+    if holder.planned is not None or holder.parts:
+        check_rows(holder, config.app_id, rows.sums(), of)
     if holder.done:
         return BatchReport(batch_id, RowCounts(), repeated=True)
     before = unpack(holder.settled) if holder.settled is not None else []
     if before:
         Settled(before).check(rows.keys())
-    app.plan(batch_id, planned)
-    found = in_passes(rows, Settled(before))
+    found = in_passes(rows, Settled(before), noting=not app.away)
     counts = found.counts
     counts.waited_ms += round(app.waited_s * 1000)
     _log.info("batch %d of %s: %s", batch_id, config.app_id, counts, extra={"action": "spark_batch"})
     if counts.bad and config.bad_rows == "fail":
-        app.stopped(batch_id, pack(settled_after(before, rows.keys(), found.left)), stopped)
+        keys = rows.keys()
+        if sum_of(key.row for key in keys) != sum_of(found.sums.values()):
+            raise _changed()
+        app.stopped(batch_id, pack(settled_after(before, keys, found.left)), stopped)
         check_bad(config, counts)
-    app.done(batch_id, planned, counts)
+    app.done(batch_id, sum_of(found.sums.values()), counts)
     return BatchReport(batch_id, counts, repeated=False)
 
 
-def in_passes(rows: Rows, settled: Settled) -> Written:
+def in_passes(rows: Rows, settled: Settled, *, noting: bool) -> Written:
     """Write all rows; those that wait for a parent among the rows of other tasks in passes of their own.
 
     When a pass brings nothing further, the rows that still wait have no parent, and are bad.
@@ -84,7 +93,10 @@ def in_passes(rows: Rows, settled: Settled) -> Written:
     judging = False
     ahead = 0
     while True:
-        found = rows.write(settled, only, judging=judging)
+        found = rows.write(settled, only, judging=judging, noting=noting)
+        if found.sums != (whole.sums or found.sums):
+            raise _changed()
+        whole.sums = found.sums
         whole.counts.add(found.counts)
         whole.left += found.left
         if not found.deferred:
@@ -93,7 +105,11 @@ def in_passes(rows: Rows, settled: Settled) -> Written:
             whole.counts.repeated -= ahead
             return whole
         if judging:
-            raise ConfigError("the rows of the batch have changed while it was written: the source cannot be replayed")
+            raise _changed()
         ahead += found.ahead
         judging = found.ahead == 0 and only is not None and len(found.deferred) == len(only)
         only = found.deferred
+
+
+def _changed() -> ConfigError:
+    return ConfigError("the rows of the batch have changed while it was written: the source cannot be replayed")

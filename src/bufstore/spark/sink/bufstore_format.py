@@ -39,6 +39,7 @@ from bufstore.spark.connection_options import connection, named
 from bufstore.spark.sink.app_id import AppId, check_bad
 from bufstore.spark.sink.batch import in_passes, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
+from bufstore.spark.sink.parts import Part, sum_of
 from bufstore.spark.sink.row_writer import Written, write_rows
 from bufstore.spark.sink.settled import ROW, RowKey, Settled, key_of, position_of, summed
 from bufstore.spark.sink.spark_ledger import Query
@@ -161,7 +162,7 @@ class _Writes:
         app = AppId(self.config)
         if batch_id is None:
             app.setup()
-            check_bad(self.config, in_passes(_InMemory(self.config, None, rows), Settled()).counts)
+            check_bad(self.config, in_passes(_InMemory(self.config, None, rows), Settled(), noting=False).counts)
             return
         write_batch(self.config, app, tasks[0].query, batch_id, _InMemory(self.config, batch_id, rows))
 
@@ -172,13 +173,22 @@ class _InMemory:
     def __init__(self, config: SinkConfig, batch_id: int | None, rows: Sequence[dict[str, Any]]) -> None:
         self._config, self._batch_id = config, batch_id
         self._rows = [row | summed(row) for row in rows]
+        self._part = Part(0, 1, sum_of(row[ROW] for row in self._rows))
 
-    def total(self) -> int:
-        return int(sum(row[ROW] for row in self._rows)) & ((1 << 63) - 1)
+    def divide(self, of: int | None) -> int:
+        return self._part.of
 
-    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool) -> Written:
+    def sums(self) -> Mapping[int, int]:
+        return {self._part.number: self._part.planned}
+
+    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool) -> Written:
         parts = (self._rows[at : at + _AT_ONCE] for at in range(0, len(self._rows), _AT_ONCE))
-        return write_rows(self._config, self._batch_id, parts, settled=settled, only=only, judging=judging)
+        noted = self._part if noting else None
+        found = write_rows(
+            self._config, self._batch_id, parts, noted=noted, settled=settled, only=only, judging=judging
+        )
+        found.sums = dict(self.sums())
+        return found
 
     def keys(self) -> Sequence[RowKey]:
         return [key_of(row) for row in self._rows]

@@ -4,7 +4,7 @@ A batch may be done again, in part or whole, at any time: a task that failed aft
 started, a driver that was killed before Spark noted the batch. So each row carries a number (its batch, and its place
 among its thread's rows in it), and the store knows for each thread how far this source has come
 (`bufstore.buffer.producers`, docs/adr/0014); there is no window of time. For that a row must get the same number again:
-the batch is the same rows (Spark's part, with a source that can be replayed; a sum over the rows, noted before the
+the batch is the same rows (Spark's part, with a source that can be replayed; a sum over a task's rows, noted before the
 first one is written, tells when it is not), and they are sorted by what they hold.
 
 One task owns a thread in a batch, so its rows go in order and no other task competes for it.
@@ -12,7 +12,7 @@ One task owns a thread in a batch, so its rows go in order and no other task com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +24,8 @@ from bufstore.spark.job_description import context_of, described
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.batch import BatchReport, write_batch
 from bufstore.spark.sink.checkpoint_rows import COLUMNS, check_columns
+from bufstore.spark.sink.kept_batches import KeptBatches
+from bufstore.spark.sink.parts import Part, sum_of
 from bufstore.spark.sink.row_writer import Row, RowCounts, Written, write_rows
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, key_of, pack, unpack
 from bufstore.spark.sink.spark_ledger import Query
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import DataFrame
 
-_OUTCOME = "counts string, deferred array<string>, ahead bigint, left binary"
+_OUTCOME = "counts string, deferred array<string>, ahead bigint, left binary, part int, planned bigint"
+#: Columns by which a row may name a thread for which it waits.
+_WAITING = {"parent_thread_id", "run", "edit"}
 
 
 def checkpoint_sink(config: SinkConfig) -> CheckpointSink:
@@ -78,34 +82,47 @@ class CheckpointSink:
 
 
 class _Rows:
-    """A batch's rows, each thread's in one task and in order; kept, so that they are the same each time."""
+    """A batch's rows, each thread's in one task and in order."""
 
     def __init__(self, config: SinkConfig, batch_id: int, df: DataFrame) -> None:
         from pyspark.sql import functions as F
 
         self._config, self._batch_id = config, batch_id
-        tasks = config.tasks or int(df.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
         order = _order(df)
         # Nulls leave a sum as it is: whether there is one counts, too.
         row = F.xxhash64(*order, *(F.isnull(name) for name in order))
-        owned = df.repartition(tasks, "thread_id").sortWithinPartitions(*order)
-        self._owned = owned.withColumns({THREAD: F.xxhash64("thread_id"), ROW: row}).persist()
+        self._order, self._given = order, df.withColumns({THREAD: F.xxhash64("thread_id"), ROW: row})
+        self._of = config.tasks or int(df.sparkSession.conf.get("spark.sql.shuffle.partitions") or 1)
+        self._owned = self._divided()
 
-    def total(self) -> int:
+    def _divided(self) -> DataFrame:
+        owned = self._given.repartition(self._of, "thread_id").sortWithinPartitions(*self._order)
+        # Only rows that may wait for others are written in several passes.
+        return owned.persist() if _WAITING & set(self._order) else owned
+
+    def divide(self, of: int | None) -> int:
+        if of is not None and of != self._of:
+            self.forget()
+            self._of = of
+            self._owned = self._divided()
+        return self._of
+
+    def sums(self) -> Mapping[int, int]:
         from pyspark.sql import functions as F
 
         # As decimals the sum does not overflow.
-        found = self._owned.agg(F.sum(F.col(ROW).cast("decimal(38,0)"))).first()
-        return int((found[0] if found is not None else 0) or 0) & ((1 << 63) - 1)
+        numbered = self._owned.select(F.spark_partition_id().alias("part"), F.col(ROW).cast("decimal(38,0)"))
+        return {part: sum_of([int(found)]) for part, found in numbered.groupBy("part").agg(F.sum(ROW)).collect()}
 
-    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool) -> Written:
-        task = partial(_task, self._config, self._batch_id, settled, only, judging)
+    def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool) -> Written:
+        task = partial(_task, self._config, self._batch_id, self._of, settled, only, judging, noting)
         whole = Written()
-        for counts, deferred, ahead, left in self._owned.mapInArrow(task, _OUTCOME).collect():
+        for counts, deferred, ahead, left, part, planned in self._owned.mapInArrow(task, _OUTCOME).collect():
             whole.counts.add(msgspec.json.decode(counts, type=RowCounts))
             whole.deferred |= set(deferred)
             whole.ahead += ahead
             whole.left += unpack(left)
+            whole.sums[part] = planned
         return whole
 
     def keys(self) -> Sequence[RowKey]:
@@ -152,21 +169,33 @@ def _stopped(df: DataFrame, query: Query) -> Callable[[], bool]:
 def _task(
     config: SinkConfig,
     batch_id: int,
+    of: int,
     settled: Settled,
     only: Collection[str] | None,
     judging: bool,
+    noting: bool,
     batches: Iterator[pyarrow.RecordBatch],
 ) -> Iterator[pyarrow.RecordBatch]:
     import pyarrow
+    from pyspark import TaskContext
 
+    kept = KeptBatches(batches, config.in_flight_bytes)
+    if kept.empty:
+        return
+    context = TaskContext.get()
+    assert context is not None
+    part = Part(context.partitionId(), of, kept.planned)
     with in_task():
-        parts = parts_of(batches, config.in_flight_bytes)
-        found = write_rows(config, batch_id, parts, settled=settled, only=only, judging=judging)
+        parts = parts_of(iter(kept), config.in_flight_bytes)
+        noted = part if noting else None
+        found = write_rows(config, batch_id, parts, noted=noted, settled=settled, only=only, judging=judging)
     outcome = {
         "counts": [msgspec.json.encode(found.counts).decode()],
         "deferred": pyarrow.array([sorted(found.deferred)], pyarrow.list_(pyarrow.string())),
         "ahead": pyarrow.array([found.ahead], pyarrow.int64()),
         "left": [pack(found.left)],
+        "part": pyarrow.array([part.number], pyarrow.int32()),
+        "planned": [part.planned],
     }
     yield pyarrow.RecordBatch.from_pydict(outcome)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import msgspec
 from bufstore.buffer import producers
 from bufstore.errors import (
     BufstoreError,
+    ConfigError,
     InvalidId,
     InvalidRecord,
     LineageError,
@@ -27,12 +29,15 @@ from bufstore.spark.sink.backfill import NeedLog, Prepared, prepare
 from bufstore.spark.sink.checkpoint_rows import CheckpointRow, number_of, wanted_of
 from bufstore.spark.sink.open_sink import OpenSink, open_sink
 from bufstore.spark.sink.outage import Patience, is_outage
+from bufstore.spark.sink.parts import Part
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, SettledThread, key_of
 from bufstore.spark.task import Counts
 from bufstore.threads.bulk import BulkCheckpoint
 from bufstore.threads.edits import WantedEdit
 from bufstore.threads.lineage import LineageChange
 from bufstore.types import ProducerSequence, check_id
+
+_log = logging.getLogger(__name__)
 
 _PING_S = 2.0
 
@@ -66,6 +71,8 @@ class Written:
     ahead: int = 0
     #: Bad rows that fail the batch, and those behind them.
     left: list[RowKey] = field(default_factory=list)
+    #: Of each part that has rows, a sum over them.
+    sums: dict[int, int] = field(default_factory=dict)
 
 
 def write_rows(
@@ -73,20 +80,22 @@ def write_rows(
     batch_id: int | None,
     parts: Iterable[Sequence[Row]],
     *,
+    noted: Part | None = None,
     settled: Settled | None = None,
     only: Collection[str] | None = None,
     judging: bool = True,
 ) -> Written:
     """Write rows that are sorted by thread, part by part.
 
-    `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. `settled`: rows that an earlier
+    `batch_id`: the rows are numbered by it; without one, a repeat is not recognized. `noted`: what the rows are, which
+    is noted before the first one is written. `settled`: rows that an earlier
     try has written, for rows with `bufstore.spark.sink.settled`'s columns. `only`: leave out all other threads.
     `judging`: a row whose thread cannot have the parent that it names is bad; else its thread is deferred.
 
     Waits for servers that are away (`SinkConfig.outage_timeout_s`). Raises BufstoreError when it is not the rows'
-    fault: Spark tries the task again; ConfigError when the rows contradict `settled`.
+    fault: Spark tries the task again; ConfigError when the rows contradict `settled`, or what was noted of them before.
     """
-    task = _Task(config, batch_id, settled or Settled(), only, judging=judging)
+    task = _Task(config, batch_id, noted, settled or Settled(), only, judging=judging)
     for part in parts:
         if part:
             loop().run(task.write(part))
@@ -101,6 +110,7 @@ class _Task:
         self,
         config: SinkConfig,
         batch_id: int | None,
+        noted: Part | None,
         settled: Settled,
         only: Collection[str] | None,
         *,
@@ -109,6 +119,8 @@ class _Task:
         self._written = Written()
         self._config = config
         self._batch_id = batch_id
+        #: Until it is noted.
+        self._to_note = noted
         self._settled = settled
         self._only = only
         self._judging = judging
@@ -130,6 +142,7 @@ class _Task:
 
     async def write(self, rows: Sequence[Row]) -> None:
         opened = await self._patience.until_through(lambda: open_sink(self._config))
+        await self._note(opened)
         threads = self._lines_of(rows)
         if not threads:
             return
@@ -139,6 +152,28 @@ class _Task:
             through_log = {t: lines for t, lines in threads.items() if t in remaining}
         self._logged.update(through_log)
         await self._write_logged(opened, through_log)
+
+    async def _note(self, opened: OpenSink) -> None:
+        if self._to_note is None or self._batch_id is None:
+            return
+        part, self._to_note = self._to_note, None
+        try:
+            found = await opened.ledger.plan(self._config.app_id, self._batch_id, part, _PING_S)
+        except StoreUnavailable as e:
+            # As a batch that begins without Postgres: a running query does not wait for it.
+            _log.warning(
+                "part %d of batch %d of %s goes on without Postgres: %s",
+                part.number,
+                self._batch_id,
+                self._config.app_id,
+                e,
+            )
+            return
+        if found != (self._batch_id, part):
+            raise ConfigError(
+                f"part {part.number} of batch {self._batch_id} of app id {self._config.app_id!r} was begun before with "
+                "other rows, or a later batch was begun: the source cannot be replayed, or the query runs twice"
+            )
 
     def _lines_of(self, rows: Sequence[Row]) -> dict[str, list[_Line]]:
         """The rows that are to be written, by thread."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ import msgspec
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import migrate, queries
 from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.spark.sink.parts import Part
 
 FOLDER = files("bufstore.spark") / "sql"
 _TIMEOUT_S = 30.0
@@ -31,11 +32,13 @@ class Holder(NamedTuple):
 
     query_id: str
     batch_id: int
-    #: Of that batch, a sum over its rows. None: nothing was noted, or it ended with bad rows.
+    #: Of that batch when it is done, a sum over its rows. (An earlier release has noted it before that, too.)
     planned: int | None = None
     done: bool = False
     #: Of that batch, if it ended with bad rows: see `bufstore.spark.sink.settled`.
     settled: bytes | None = None
+    #: Its parts of which rows may be written.
+    parts: Sequence[Part] = ()
 
 
 class SparkLedger:
@@ -67,11 +70,15 @@ class SparkLedger:
 
     async def begin(self, app_id: str, query: Query, batch_id: int, timeout_s: float) -> Holder:
         """Take the app id for the batch of a query, unless another query has it. Returns its holder."""
-        return Holder(*(await self._fetch("begin", app_id, *query, batch_id, timeout_s=timeout_s))[0])
+        holder = Holder(*(await self._fetch("begin", app_id, *query, batch_id, timeout_s=timeout_s))[0])
+        begun = await self._fetch("begun", app_id, batch_id, timeout_s=timeout_s)
+        return holder._replace(parts=[Part(*row) for row in begun])
 
-    async def plan(self, app_id: str, batch_id: int, planned: int, timeout_s: float) -> None:
-        """Note the sum over a batch's rows before the first one is written."""
-        await self._fetch("plan", app_id, batch_id, planned, timeout_s=timeout_s)
+    async def plan(self, app_id: str, batch_id: int, part: Part, timeout_s: float) -> tuple[int, Part]:
+        """Note what a part is before its first row is written. Returns what was noted first, and for which batch."""
+        found = await self._fetch("plan", app_id, part.number, batch_id, part.of, part.planned, timeout_s=timeout_s)
+        noted_batch, of, planned = found[0]
+        return noted_batch, Part(part.number, of, planned)
 
     async def done(
         self, app_id: str, batch_id: int, planned: int, *, rows: int, repeated: int, bad: int, waited_ms: int,

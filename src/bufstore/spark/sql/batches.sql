@@ -27,11 +27,19 @@ ON CONFLICT (app_id) DO UPDATE SET
 RETURNING query_id, batch_id, CASE WHEN noted_batch = batch_id THEN planned END,
     coalesce(noted_batch = batch_id AND done, false), CASE WHEN noted_batch = batch_id THEN settled END;
 
+-- name: begun
+-- The parts of a batch of which rows may be written.
+SELECT part, parts, planned FROM {schema}.spark_parts WHERE app_id = $1::text AND batch_id = $2::bigint;
+
 -- name: plan
--- Note what a batch will write, before it does.
-UPDATE {schema}.spark_sources SET
-    settled = CASE WHEN noted_batch = batch_id THEN settled END, noted_batch = batch_id, planned = $3::bigint, done = false
-WHERE app_id = $1::text AND batch_id = $2::bigint;
+-- Note what a part of a batch will write, before it does. Returns what was noted of it first.
+INSERT INTO {schema}.spark_parts AS p (app_id, part, batch_id, parts, planned)
+VALUES ($1::text, $2::integer, $3::bigint, $4::integer, $5::bigint)
+ON CONFLICT (app_id, part) DO UPDATE SET
+    parts = CASE WHEN p.batch_id < excluded.batch_id THEN excluded.parts ELSE p.parts END,
+    planned = CASE WHEN p.batch_id < excluded.batch_id THEN excluded.planned ELSE p.planned END,
+    batch_id = greatest(p.batch_id, excluded.batch_id)
+RETURNING batch_id, parts, planned;
 
 -- name: done
 -- Note what a batch came to.
@@ -41,6 +49,7 @@ UPDATE {schema}.spark_sources SET
 WHERE app_id = $1::text AND batch_id = $2::bigint;
 
 -- name: stop
--- Note which rows are written of a batch that ended with bad rows.
+-- Note which rows are written of a batch that ended with bad rows, which may be corrected.
+WITH corrected AS (DELETE FROM {schema}.spark_parts WHERE app_id = $1::text AND batch_id = $2::bigint)
 UPDATE {schema}.spark_sources SET noted_batch = batch_id, planned = NULL, done = false, settled = $3::bytea
 WHERE app_id = $1::text AND batch_id = $2::bigint;

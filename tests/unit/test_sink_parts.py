@@ -1,0 +1,64 @@
+"""What tells that a batch came again with other rows, and what a task keeps until it knows; without Spark."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bufstore.spark.sink.kept_batches import KeptBatches
+from bufstore.spark.sink.parts import Part, differ, sum_of
+from bufstore.spark.sink.settled import ROW
+
+_NUMBERS = st.integers(-(1 << 63), (1 << 63) - 1)
+_OF = 3
+
+
+def sums_of(rows: list[int]) -> dict[int, int]:
+    return {n: sum_of(row for row in rows if row % _OF == n) for n in range(_OF) if any(r % _OF == n for r in rows)}
+
+
+@given(st.lists(_NUMBERS), st.sets(st.integers(0, _OF - 1)), st.randoms(), st.integers(0, 1 << 62))
+def test_other_rows_in_a_part_that_was_begun_are_found_out(
+    rows: list[int], begun: set[int], random: Any, change: int
+) -> None:
+    noted = [Part(number, _OF, planned) for number, planned in sums_of(rows).items() if number in begun]
+    again = random.sample(rows, len(rows))
+    assert not differ(noted, sums_of(again), _OF), "in any order"
+    assert differ(noted, sums_of(again), _OF + 1) == bool(noted), "divided otherwise, no part is what it was"
+    for number in {part.number for part in noted}:
+        assert differ(noted, sums_of([row for row in rows if row % _OF != number or row == 0]), _OF) == (
+            sum_of(row for row in rows if row % _OF == number) != 0
+        )
+    # What nothing was written of may have changed: its rows are new.
+    other = next(number for number in range(_OF) if number not in begun) if len(begun) < _OF else None
+    if other is not None:
+        assert not differ(noted, sums_of([*rows, change * _OF + other]), _OF)
+
+
+@given(st.lists(_NUMBERS))
+def test_the_sum_over_a_batch_is_that_over_its_parts(rows: list[int]) -> None:
+    assert sum_of(sums_of(rows).values()) == sum_of(rows)
+
+
+@pytest.mark.parametrize("bytes_max", [0, 600, 1 << 20])
+def test_a_task_keeps_its_rows_in_memory_up_to_a_bound_and_then_in_a_file(
+    bytes_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = []
+    monkeypatch.setattr(
+        tempfile, "TemporaryFile", lambda new=tempfile.TemporaryFile, **more: files.append(new(**more)) or files[-1]
+    )
+    rows = [{"thread_id": f"t{n}", ROW: (1 << 62) + n} for n in range(40)]
+    batches = [pyarrow.RecordBatch.from_pylist(rows[at : at + 10]) for at in range(0, 40, 10)]
+    kept = KeptBatches([batches[0].slice(0, 0), *batches], bytes_max)
+    assert not kept.empty
+    assert kept.planned == sum_of(row[ROW] for row in rows)
+    assert [row for batch in kept for row in batch.to_pylist()] == rows
+    assert len(files) == (bytes_max < sum(batch.nbytes for batch in batches))
+    assert all(file.closed for file in files)
+    assert KeptBatches(batches[:0], bytes_max).empty
