@@ -16,12 +16,14 @@ from pyspark.sql.datasource import EqualTo, In, StringStartsWith
 
 from bufstore import BufferedThreadStore, NotFound, Run, RunStatus, ThreadMetadata
 from bufstore.buffer.places import group_of
-from bufstore.nats.ranges import LogReader
+from bufstore.nats.ranges import LogReader, LogState
 from bufstore.spark import DataLoss, PositionPassed, hold_position
 from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from bufstore.spark.tables import tail
+from bufstore.spark.tables.shares import Share
 from bufstore.spark.tables.table_options import table_options
 from bufstore.spark.tables.table_reader import PushedTableReader
+from bufstore.spark.tables.tail_pieces import TailPieces
 from bufstore.threads import edits
 from conftest import Deployment
 from helpers import eventually, fresh, query, run_of, said
@@ -306,17 +308,39 @@ async def test_planning_reads_the_tail_once_and_tasks_what_was_written_since(
         assert sorted(json.dumps(row, default=str, sort_keys=True) for row in await rows(table)) == fresh_read
 
 
-async def test_a_tail_that_is_too_large_for_the_driver_is_read_by_each_task(
+async def test_a_tail_that_is_too_large_for_the_driver_is_read_once_by_each_task(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await half_flushed(deployment)
     found = {table: await everything(deployment, table) for table in TABLES}
+    ranges: list[tuple[int, int]] = []
+    pieces: list[int] = []
+    read_range, divided = LogReader.read, TailPieces.__init__
+
+    def counted(self: LogReader, start: int, end: int, *given: Any, **more: Any) -> Any:
+        ranges.append((start, end))
+        return read_range(self, start, end, *given, **more)
+
+    def noted(self: TailPieces, share: Share, number: int, bytes_max: int) -> None:
+        pieces.append(number)
+        divided(self, share, number, bytes_max)
+
+    monkeypatch.setattr(LogReader, "read", counted)
+    monkeypatch.setattr(TailPieces, "__init__", noted)
+    monkeypatch.setattr(tail, "_PIECE_BYTES", 100)
     for limit in (0, 500):  # before it is read, and while it is
         monkeypatch.setattr(tail, "_HANDED_BYTES", limit)
+        if limit:  # messages are larger than they are on average
+            monkeypatch.setattr(LogState, "bytes_between", lambda *_: 499)
         source = BufstoreFormat(options(deployment, "threads"))
         parts = await asyncio.to_thread(source.reader(source.schema()).partitions)
         assert [part.task.handed for part in parts] == [None] * 3  # type: ignore[attr-defined]
-        assert {table: await everything(deployment, table) for table in TABLES} == found
+        for table in TABLES:
+            ranges.clear()
+            assert await everything(deployment, table) == found[table]
+            assert len(ranges) - 3 == (limit > 0), "each of three tasks, and planning until it is too much"
+            assert len(set(ranges)) == 1
+        assert min(pieces) > 1
 
 
 async def test_a_position_is_held_where_idle_transactions_are_ended(deployment: Deployment) -> None:

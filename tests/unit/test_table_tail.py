@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from bufstore.spark.tables.shares import share_of, shares
 from bufstore.spark.tables.span import Span
+from bufstore.spark.tables.tail_pieces import TailEntry, TailPieces
 
 numbers = st.integers(1, 20)
 #: Of one stream and, seldom, of another; whole from their beginning, or from the message behind it.
@@ -44,3 +45,30 @@ def test_where_postgres_went_back_planning_has_read_too_little(wanted: Span) -> 
 @given(st.integers(1, 50), st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_the_share_of_a_thread_has_it(tasks: int, thread_id: str) -> None:
     assert shares(tasks)[share_of(thread_id, tasks)].has(thread_id)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 40))),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(0, 200),
+    st.data(),
+)
+def test_a_task_has_a_piece_of_its_tail_in_memory_and_the_rest_in_a_file(
+    given_: list[tuple[int, int]], tasks: int, pieces: int, bytes_max: int, data: st.DataObject
+) -> None:
+    share = data.draw(st.sampled_from(shares(tasks)))
+    entries = [
+        TailEntry(f"t-{thread}", seq, 0, 0, None, bytes(size), elsewhere=False)
+        for seq, (thread, size) in enumerate(given_)
+        if share.has(f"t-{thread}")
+    ]
+    with TailPieces(share, pieces, bytes_max) as kept:
+        for entry in entries:
+            kept.add(entry)
+            if pieces > 1:
+                assert sum(len(e.payload) for some in kept._in_memory for e in some) <= bytes_max
+        found = [list(kept.taken(number)) for number in range(pieces)]
+    for piece, of_piece in zip(share.divided(pieces), found, strict=True):
+        assert of_piece == [entry for entry in entries if piece.has(entry.thread_id)]
+    assert sum(map(len, found)) == len(entries)

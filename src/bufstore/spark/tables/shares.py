@@ -30,13 +30,21 @@ class Share(msgspec.Struct, frozen=True):
         """Whether the thread is one of them."""
         return self.low <= hash_of(thread_id) < self.high
 
+    def divided(self, pieces: int) -> list[Share]:
+        """The same threads, as so many shares of the same size."""
+        edges = [self.low + (self.high - self.low) * n // pieces for n in range(pieces + 1)]
+        return [Share(low, high) for low, high in pairwise(edges)]
+
+    def piece_of(self, thread_id: str, pieces: int) -> int:
+        """Which of so many, into which it is `divided`, has the thread, which is one of them."""
+        return ((hash_of(thread_id) - self.low + 1) * pieces - 1) // (self.high - self.low)
+
 
 def shares(tasks: int) -> list[Share]:
     """All threads, as so many shares of the same size."""
-    edges = [HASHES * n // tasks for n in range(tasks + 1)]
-    return [Share(low, high) for low, high in pairwise(edges)]
+    return Share().divided(tasks)
 
 
 def share_of(thread_id: str, tasks: int) -> int:
     """Which of so many `shares` has the thread."""
-    return ((hash_of(thread_id) + 1) * tasks - 1) // HASHES
+    return Share().piece_of(thread_id, tasks)

@@ -20,7 +20,6 @@ from bufstore.nats.ranges import LogState
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.ledger.waiting import waiting_item
 from bufstore.spark.source.log_scan import patiently, reader_of
-from bufstore.spark.source.offsets import parts_of
 from bufstore.spark.tables.moment import Ledger, Moment
 from bufstore.spark.tables.narrowing import Narrowing
 from bufstore.spark.tables.overlaid import Late, Overlaid, overlaid
@@ -62,7 +61,8 @@ async def planned(options: TableOptions) -> list[Task]:
     until = _until(options, log, ledger)
     threads = options.narrowing.threads
     span = span_of(log, lowest(options, log, ledger), until)
-    tasks = parts_of(log.bytes_between(span.start, span.end), exactly=options.tasks, at_least=options.min_tasks)
+    # However long the tail is: where it is large, each task reads all of it.
+    tasks = options.tasks or options.min_tasks
     found = shares(tasks if threads is None else max(min(tasks, len(threads)), 1))
     handed = await taken_apart(options, reader, log, span, until, found)
     return [Task(share, handed[n] if handed is not None else None) for n, share in enumerate(found)]
@@ -79,14 +79,12 @@ async def batches(options: TableOptions, task: Task) -> AsyncGenerator[pyarrow.R
         ledger = await moment.ledger()
         log = await patiently(reader.look)  # behind the moment: nothing that Postgres has is missing
         until = _until(options, log, ledger)
-        scan = _Scan(options, task.share, moment, until)
         if options.ending_position is not None:
-            await scan.check_not_passed()
-        tail = await tail_of(options, task.share, reader, log, ledger, until, task.handed)
-        late = await scan.overlay(tail)
+            await _Scan(options, task.share, moment, until).check_not_passed()
         found: list[dict[str, Any]] = []
         size = 0
-        async with aclosing(scan.rows(late)) as rows:
+        tail = tail_of(options, task.share, reader, log, ledger, until, task.handed)
+        async with aclosing(_rows(options, moment, until, tail)) as rows:
             async for row, bytes_ in rows:
                 if not options.narrowing.has(row):
                     continue
@@ -96,6 +94,18 @@ async def batches(options: TableOptions, task: Task) -> AsyncGenerator[pyarrow.R
                     yield batch_of(options.table, options.columns, found)
                     found, size = [], 0
         yield batch_of(options.table, options.columns, found)
+
+
+async def _rows(
+    options: TableOptions, moment: Moment, until: int, tail: AsyncGenerator[tuple[Share, dict[str, list[Late]]]]
+) -> AsyncGenerator[Sized]:
+    """The rows of the threads, piece by piece of the tail."""
+    async with aclosing(tail) as pieces:
+        async for piece, late in pieces:
+            scan = _Scan(options, piece, moment, until)
+            async with aclosing(scan.rows(await scan.overlay(late))) as rows:
+                async for sized in rows:
+                    yield sized
 
 
 def end_behind(ledger: Ledger, log: LogState) -> int:

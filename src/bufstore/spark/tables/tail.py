@@ -1,8 +1,8 @@
 """What the log holds above Postgres, read once: planning a read takes it apart for the tasks.
 
 A group holds entries of many threads, so whoever wants some of them reads all of it. A task gets the entries of its
-threads from planning, and reads what was written since. A large tail, which the driver should not hold, each task
-reads itself (docs/adr/0044).
+threads from planning, and reads what was written since (docs/adr/0044). A large tail, which the driver should not
+hold, each task reads itself, once, and takes apart in turn (docs/adr/0047).
 """
 
 from __future__ import annotations
@@ -22,25 +22,15 @@ from bufstore.spark.source.log_scan import messages
 from bufstore.spark.source.offsets import Holes, Range
 from bufstore.spark.tables.moment import Ledger
 from bufstore.spark.tables.overlaid import Late
-from bufstore.spark.tables.shares import Share, share_of
+from bufstore.spark.tables.shares import HASHES, Share, share_of
 from bufstore.spark.tables.span import Span
 from bufstore.spark.tables.table_options import TableOptions
+from bufstore.spark.tables.tail_pieces import TailEntry, TailPieces, pack, unpack
 
 #: Of a tail that planning takes apart: it passes through the driver.
 _HANDED_BYTES = 32 << 20
-
-
-class TailEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """An entry as it stands in a group."""
-
-    thread_id: str
-    seq: int
-    partition: int
-    stored_at_ns: int
-    header: str | None
-    payload: bytes
-    #: Whether the payload only says where its parts stand.
-    elsewhere: bool
+#: About what a task has in memory of a tail that is larger; one thread may have more.
+_PIECE_BYTES = 64 << 20
 
 
 class Handed(msgspec.Struct, frozen=True):
@@ -49,10 +39,6 @@ class Handed(msgspec.Struct, frozen=True):
     span: Span
     #: `TailEntry`s, packed.
     entries: bytes
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[TailEntry])
 
 
 def lowest(options: TableOptions, log: LogState, ledger: Ledger) -> int:
@@ -85,7 +71,7 @@ async def taken_apart(
             size += len(entry.payload)
             if size > _HANDED_BYTES:
                 return None
-    return [Handed(span, _encoder.encode(some)) for some in found]
+    return [Handed(span, pack(some)) for some in found]
 
 
 async def tail_of(
@@ -96,35 +82,38 @@ async def tail_of(
     ledger: Ledger,
     until: int,
     handed: Handed | None,
-) -> dict[str, list[Late]]:
-    """What the log holds of each thread of the share above the cursor of its partition.
+) -> AsyncGenerator[tuple[Share, dict[str, list[Late]]]]:
+    """What the log holds of each thread of the share above the cursor of its partition; piece by piece of the share.
 
     Raises DataLoss, LogUnavailable.
     """
     span = span_of(log, lowest(options, log, ledger), until)
     rest = span.behind(handed.span if handed is not None else None)
-    known = LogEntries(reader, log, options.log, _range(span, until))
-    found: dict[str, list[Late]] = {}
-
-    async def add(entry: TailEntry) -> None:
-        if not ledger.cursors.get(entry.partition, 0) < entry.seq < until:
-            return
-        message = StoredMessage(log.subjects.of(entry.thread_id), entry.seq, entry.header, entry.payload)
-        item = await known.item(EntryMessage(entry.thread_id, message, entry.elsewhere))
-        if item is not None:
-            found.setdefault(entry.thread_id, []).append(Late(item, entry.stored_at_ns // 1000))
-
-    if handed is not None and handed.span.serves(span):
-        for entry in _decoder.decode(handed.entries):
-            await add(entry)
 
     def has(thread_id: str) -> bool:
         return options.narrowing.has_thread(thread_id) and share.has(thread_id)
 
-    async with aclosing(_entries(options, reader, log, rest, until, has)) as entries:
-        async for entry in entries:
-            await add(entry)
-    return found
+    def is_late(entry: TailEntry) -> bool:
+        return ledger.cursors.get(entry.partition, 0) < entry.seq < until
+
+    size = log.bytes_between(rest.start, rest.end) * (share.high - share.low) // HASHES
+    with TailPieces(share, max(1, -(-size // _PIECE_BYTES)), _PIECE_BYTES) as pieces:
+        if handed is not None and handed.span.serves(span):
+            for entry in filter(is_late, unpack(handed.entries)):
+                pieces.add(entry)
+        async with aclosing(_entries(options, reader, log, rest, until, has)) as entries:
+            async for entry in entries:
+                if is_late(entry):
+                    pieces.add(entry)
+        known = LogEntries(reader, log, options.log, _range(span, until))
+        for number, piece in enumerate(pieces.shares):
+            found: dict[str, list[Late]] = {}
+            for entry in pieces.taken(number):
+                message = StoredMessage(log.subjects.of(entry.thread_id), entry.seq, entry.header, entry.payload)
+                item = await known.item(EntryMessage(entry.thread_id, message, entry.elsewhere))
+                if item is not None:
+                    found.setdefault(entry.thread_id, []).append(Late(item, entry.stored_at_ns // 1000))
+            yield piece, found
 
 
 def _range(span: Span, until: int) -> Range:
