@@ -35,7 +35,8 @@ class Cluster:
         self.servers: list[NatsServer] = []
 
     async def __aenter__(self) -> Self:
-        ports, self._monitors = free_ports(_NODES), free_ports(_NODES)
+        free = free_ports(2 * _NODES)
+        ports, self._monitors = free[:_NODES], free[_NODES:]
         for i, j in permutations(range(_NODES), 2):
             self._routes[i, j] = await self._exits.enter_async_context(FaultProxy("127.0.0.1", ports[j]))
         for i, port in enumerate(ports):

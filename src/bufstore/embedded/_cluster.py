@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import socket
+import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
-from ._base import USER, make_folder
+from ._base import USER, _port_is_free, make_folder
 from ._nats import NatsServer
 
 _NODES = 3
+# Beside those that servers choose themselves, and like them below those of outgoing connections.
+_PORTS = range(10_000, 15_000)
 
 
 @contextmanager
@@ -48,12 +51,5 @@ def three_servers(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Ports of 127.0.0.1 that nobody listens on now, for servers to listen on, also when they start again."""
+    return list(islice(filter(_port_is_free, secrets.SystemRandom().sample(_PORTS, 500)), count))
