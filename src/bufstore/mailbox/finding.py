@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bufstore.config import NatsConfig
 from bufstore.errors import ConfigError
+from bufstore.jetstream.buckets import placed
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import ConsumerMissing, StreamMissing
 from bufstore.jetstream.stream import NatsStream
@@ -19,19 +20,16 @@ async def find_mailbox(nats: NatsConfig, bucket: str) -> NatsMailboxStore:
     await connection.open()
     try:
         config = (await stream.api(f"STREAM.INFO.KV_{bucket}"))["config"]
-        metadata, placement = config.get("metadata") or {}, config.get("placement") or {}
+        metadata = config.get("metadata") or {}
         if "bufstore.consumer" not in metadata:
             raise ConfigError(f"the bucket {bucket!r} is no mailbox")
         names = NatsMailboxNames(
             bucket=bucket,
             consumer=metadata["bufstore.consumer"],
             live_subject=metadata["bufstore.live"],
-            replicas=config["num_replicas"],
-            placement_tags=placement.get("tags") or (),
-            placement_cluster=placement.get("cluster") or None,
             max_bytes=config["max_bytes"],
+            **placed(config),
         )
-        settings = MailboxConfig()
         try:
             consumer = (await stream.api(f"CONSUMER.INFO.KV_{bucket}.{names.consumer}"))["config"]
         except ConsumerMissing:

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, as_nats_config
 from bufstore.errors import LogFull, LogUnavailable, MalformedEntry, TooLarge
+from bufstore.jetstream.buckets import bucket
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.ensure import ensure_stream, seconds
@@ -31,7 +32,7 @@ from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
-from bufstore.mailbox.nats_keys import Keys, bucket_config
+from bufstore.mailbox.nats_keys import Keys
 from bufstore.mailbox.nats_reads import NatsReads
 from bufstore.mailbox.nats_room import Room, while_full
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
@@ -102,7 +103,8 @@ class NatsBackend:
 
     async def _ensure_bucket(self) -> None:
         made = {"bufstore.consumer": self._names.consumer, "bufstore.live": self._names.live_subject}
-        info = await ensure_stream(self._stream, bucket_config(self._names), "NatsMailboxNames", made)
+        wanted = bucket(self._names.bucket, self._names, self._names.max_bytes)
+        info = await ensure_stream(self._stream, wanted, "NatsMailboxNames", made)
         edit = f"nats stream edit KV_{self._names.bucket}, for all instances"
         check(f"bucket {self._names.bucket}", made, info["config"].get("metadata") or {}, "NatsMailboxNames", edit)
         self._set_clock(info)

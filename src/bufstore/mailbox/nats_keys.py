@@ -198,37 +198,6 @@ def _decoded(decode: Any, found: StoredMessage) -> Any:
         raise MalformedEntry(f"what is stored at {found.subject[:200]} does not belong to a mailbox: {e}") from None
 
 
-def bucket_config(names: NatsMailboxNames) -> dict[str, Any]:
-    """The bucket as it must be."""
-    config: dict[str, Any] = {
-        "name": f"KV_{names.bucket}",
-        "subjects": [f"$KV.{names.bucket}.>"],
-        "retention": "limits",
-        "discard": "new",  # a full mailbox refuses what is new, it never drops what waits
-        "max_age": 0,
-        "max_msgs": -1,
-        "max_msgs_per_subject": 1,
-        "max_msg_size": -1,
-        "max_bytes": names.max_bytes,
-        "allow_atomic": True,
-        "allow_msg_ttl": True,
-        "deny_delete": True,
-        "storage": "file",
-        "num_replicas": names.replicas,
-        "allow_direct": True,
-        "allow_rollup_hdrs": True,
-        "deny_purge": False,
-    }
-    placement: dict[str, Any] = {}
-    if names.placement_cluster:
-        placement["cluster"] = names.placement_cluster
-    if names.placement_tags:
-        placement["tags"] = list(names.placement_tags)
-    if placement:
-        config["placement"] = placement
-    return config
-
-
 def consumer_config(names: NatsMailboxNames, ack_wait_s: float) -> dict[str, Any]:
     return {
         "name": names.consumer,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from bufstore.buffer.target import Target
 from bufstore.config import LogConfig, NatsConfig
 from bufstore.errors import ConfigError
+from bufstore.jetstream.buckets import placed
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.errors import StreamMissing
 from bufstore.jetstream.stream import NatsStream
@@ -48,19 +49,16 @@ def log_config(found: dict[str, Any], bucket: str | None = None) -> LogConfig:
     metadata = found.get("metadata") or {}
     if "bufstore.partitions" not in metadata:
         raise ConfigError(f"bufstore did not create stream {found['name']!r}: name another stream")
-    placement = found.get("placement") or {}
     windows = windows_of(LogConfig(), metadata)
     config = LogConfig(
         stream=found["name"],
         bucket=bucket or metadata.get("bufstore.bucket") or LogConfig.bucket,
         subject=found["subjects"][0].partition(".")[0].removesuffix(WITHDRAWN),
         partitions=int(metadata["bufstore.partitions"]),
-        replicas=found["num_replicas"],
-        placement_tags=tuple(placement.get("tags") or ()),
-        placement_cluster=placement.get("cluster") or None,
         max_bytes=found["max_bytes"],
         failover_window_s=windows.rely_s,
         archive=windows.archives,
+        **placed(found),
     )
     check_bucket(config, metadata)
     return config

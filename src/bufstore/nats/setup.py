@@ -13,6 +13,7 @@ from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import LogConfig
 from bufstore.errors import ConfigDrift, ConfigError, LogRolledBack
+from bufstore.jetstream.buckets import bucket, storage
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.errors import StreamMissing
 from bufstore.jetstream.stream import NatsStream
@@ -113,46 +114,14 @@ def stream_config(config: LogConfig, epoch: int, target: Target | None = None) -
         "max_msg_size": -1,
         "max_bytes": config.max_bytes,
         "first_seq": first_sequence(epoch),
-        **_common(config),
+        **storage(config),
         "metadata": metadata_of(config, epoch, target),
     }
 
 
 def bucket_config(config: LogConfig) -> dict[str, Any]:
-    """The shared-state bucket: a KV bucket (one value per key) whose keys may have a time to live."""
-    return {
-        "name": f"KV_{config.bucket}",
-        "subjects": [f"$KV.{config.bucket}.>"],
-        "retention": "limits",
-        "discard": "new",
-        "max_age": 0,
-        "max_msgs": -1,
-        "max_msgs_per_subject": 1,
-        "max_msg_size": -1,
-        "max_bytes": -1,
-        "allow_atomic": True,
-        "allow_msg_ttl": True,
-        "deny_delete": True,
-        **_common(config),
-    }
-
-
-def _common(config: LogConfig) -> dict[str, Any]:
-    common: dict[str, Any] = {
-        "storage": "file",
-        "num_replicas": config.replicas,
-        "allow_direct": True,
-        "allow_rollup_hdrs": True,
-        "deny_purge": False,
-    }
-    placement: dict[str, Any] = {}
-    if config.placement_cluster:
-        placement["cluster"] = config.placement_cluster
-    if config.placement_tags:
-        placement["tags"] = list(config.placement_tags)
-    if placement:
-        common["placement"] = placement
-    return common
+    """The shared-state bucket."""
+    return bucket(config.bucket, config, max_bytes=-1)
 
 
 async def ensure_bucket(stream: NatsStream, config: LogConfig) -> None:
