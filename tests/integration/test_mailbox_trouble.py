@@ -15,6 +15,7 @@ from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox import (
+    Dispatch,
     MailboxConfig,
     NatsMailboxNames,
     NatsMailboxStore,
@@ -337,9 +338,7 @@ async def test_what_a_killed_server_brought_back_hides_nothing_behind_it(on_nats
             claim = await a.claim(thread_id, "w")
             assert claim is not None
             await a.ack(claim)
-        for d in ended:  # as a nats-server that was killed does: see ADR 13
-            body = msgspec.msgpack.encode(replace(d, position=0))
-            await backend._put([Outgoing(backend._keys.queued(d), body)])
+        await _brought_back(backend, ended)
         wanted = await a.enqueue(thread_id)
         (signal,) = await a.pull_signals(timeout_s=5)
         claim = await b.claim(thread_id, "w")
@@ -348,6 +347,32 @@ async def test_what_a_killed_server_brought_back_hides_nothing_behind_it(on_nats
         await b.ack(claim)
         assert await signal.ack()
         assert await a.queued_thread_ids() == []
+
+
+async def _brought_back(backend: NatsBackend, left: list[Dispatch]) -> None:
+    """As a nats-server that was killed does with what has left its queue: see ADR 13."""
+    for d in left:
+        await backend._put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
+
+
+async def test_what_a_killed_server_brought_back_is_not_counted_as_queued(on_nats: Mailboxes) -> None:
+    async with on_nats.open(1) as (store,):
+        long_ago, busy, waiting = store.backend.now_ms() - 3600_000, fresh(), fresh()
+        ended = [await store.enqueue(fresh(), now_ms=long_ago) for _ in range(20)]
+        for d in ended:
+            await store.cancel(d.thread_id, d.dispatch_id)
+        claimed = await store.enqueue(busy, now_ms=long_ago)
+        assert await store.claim(busy, "w") is not None
+        superseded = await store.enqueue(fresh(), now_ms=long_ago)
+        await store.interrupt(superseded.thread_id)
+        await _brought_back(_nats(store), [*ended, claimed, superseded])
+        assert await store.queued_thread_ids() == []
+        assert (await store.gauges()).oldest_queued_s is None
+        await store.enqueue(waiting)
+        assert await store.queued_thread_ids() == [waiting]
+        oldest_s = (await store.gauges()).oldest_queued_s
+        assert oldest_s is not None
+        assert oldest_s < 60
 
 
 async def test_a_clock_of_postgres_that_goes_back_stops_no_sweeps(on_postgres: Mailboxes) -> None:

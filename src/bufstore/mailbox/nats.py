@@ -33,7 +33,7 @@ from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
 from bufstore.mailbox.nats_keys import Keys
-from bufstore.mailbox.nats_reads import NatsReads
+from bufstore.mailbox.nats_reads import PAGE, NatsReads
 from bufstore.mailbox.nats_room import Room, while_full
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.nats_sweeps import NatsSweeps
@@ -268,12 +268,7 @@ class NatsBackend:
     async def gauges(self) -> MailboxGauges:
         info = await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}")
         waiting, out, again = await self._signals.counts()
-        # What has left is marked for a second, so what is first is soon found.
-        first = [
-            d.created_at_ms
-            for walk in self._sweeps.walks
-            for d, _ in self._reads.dispatches(await self._stream.read(walk.subject, 0, self._config.timeout_s, 16))
-        ]
+        first = [d.created_at_ms for walk in self._sweeps.walks for d in await self._first_of(walk.subject)]
         return MailboxGauges(
             oldest_queued_s=(self.now_ms() - min(first)) / 1000 if first else None,
             signals_waiting=waiting,
@@ -282,6 +277,15 @@ class NatsBackend:
             bytes=info["state"]["bytes"],
             bytes_max=info["config"]["max_bytes"],
         )
+
+    async def _first_of(self, subject: str) -> list[Dispatch]:
+        """Some of the first that wait; what has left is marked for a second only, so they are soon found."""
+        seq, size = 0, 16
+        while page := await self._stream.read(subject, seq, self._config.timeout_s, size):
+            if waiting := await self._reads.waiting(page):
+                return waiting
+            seq, size = page[-1].seq, PAGE
+        return []
 
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         try:
@@ -386,12 +390,8 @@ class NatsBackend:
         return thread, list(dispatches.values())
 
     async def queued_threads(self, limit: int) -> list[str]:
-        epochs: dict[str, int] = {}
-        for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*")):
-            for d, _ in self._reads.dispatches(await self._reads.all(kind)):
-                epochs[d.thread_id] = max(d.epoch, epochs.get(d.thread_id, 0))
-        states = await self._reads.states(epochs)
-        return [t for t, epoch in epochs.items() if epoch >= states[t].epoch][:limit]
+        found = [m for walk in self._sweeps.walks for m in await self._reads.all(walk.subject)]
+        return list({d.thread_id: None for d in await self._reads.waiting(found)})[:limit]
 
     async def finished(self, limit: int) -> list[Dispatch]:
         return [d for d, _ in self._reads.dispatches(await self._reads.all(self._keys.of("x", "*", "*"), limit))]

@@ -18,6 +18,7 @@ from bufstore.errors import Closed, LogUnavailable, MalformedEntry
 from bufstore.jetstream.messages import AppendUnknown, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import untoken
+from bufstore.mailbox.decisions import is_stale
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_keys import Keys
 
@@ -143,13 +144,31 @@ class NatsReads:
     async def states(self, thread_ids: Iterable[str]) -> dict[str, MailboxThread]:
         """As any copy has them; of those that cannot be read the empty one."""
         states = {t: MailboxThread(thread_id=t) for t in thread_ids}
-        subjects = list(map(self._keys.thread, states))
-        for i in range(0, len(subjects), PAGE):
-            for message in (await self.copy(subjects[i : i + PAGE])).values():
-                with suppress(MalformedEntry):
-                    state = self._keys.state(message, untoken(message.subject.rpartition(".")[2]))
-                    states[state.thread_id] = state
+        for message in (await self._copies(list(map(self._keys.thread, states)))).values():
+            with suppress(MalformedEntry):
+                state = self._keys.state(message, untoken(message.subject.rpartition(".")[2]))
+                states[state.thread_id] = state
         return states
+
+    async def _copies(self, subjects: Sequence[str]) -> dict[str, StoredMessage]:
+        found: dict[str, StoredMessage] = {}
+        for i in range(0, len(subjects), PAGE):
+            found |= await self.copy(subjects[i : i + PAGE])
+        return found
+
+    async def waiting(self, found: Iterable[StoredMessage]) -> list[Dispatch]:
+        """Dispatches of messages under ``q`` and ``r``; without what is superseded, and what a killed server brought
+        back of those that have ended or are claimed."""
+        queued = {(d.thread_id, d.dispatch_id): d for d, _ in self.dispatches(found)}
+        states = await self.states({thread_id for thread_id, _ in queued})
+        ended = await self._copies([self._keys.ended(d) for d in queued.values()])
+        waiting = []
+        for d in queued.values():
+            active = states[d.thread_id].active
+            claimed = active is not None and active.dispatch_id == d.dispatch_id
+            if not claimed and not is_stale(d, states[d.thread_id]) and self._keys.ended(d) not in ended:
+                waiting.append(d)
+        return waiting
 
     def check_open(self) -> None:
         if not self.open:
