@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from bufstore import AlreadyExists, BufstoreError, LogFull, MalformedEntry
+from bufstore import AlreadyExists, BufstoreError, LogFull, LogUnavailable, MalformedEntry
 from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.subject_tokens import token
@@ -23,11 +23,13 @@ from bufstore.mailbox import (
     Status,
     StepUnknown,
     Sweeper,
+    Worker,
 )
 from bufstore.mailbox.nats import NatsBackend
+from bufstore.mailbox.nats_signals import NatsSignal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.notify import MemoryNotifier
-from helpers import fresh, query
+from helpers import eventually, fresh, query
 from mailboxes import Mailboxes
 
 
@@ -373,6 +375,67 @@ async def test_what_a_killed_server_brought_back_is_not_counted_as_queued(on_nat
         oldest_s = (await store.gauges()).oldest_queued_s
         assert oldest_s is not None
         assert oldest_s < 60
+
+
+async def test_a_store_that_was_away_for_a_moment_delays_no_thread_for_long(
+    mailboxes: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal that found its thread busy for long comes every 30 s; what a store does not answer is no busy thread."""
+    async with mailboxes.open(1) as (store,):
+        thread_id, done, claim = fresh(), asyncio.Event(), store.claim
+        await store.enqueue(thread_id)
+        for _ in range(8):
+            (signal,) = await store.pull_signals(timeout_s=5)
+            await signal.nack(0)
+
+        async def away(*_: Any) -> None:
+            monkeypatch.setattr(store, "claim", claim)
+            raise LogUnavailable("away")
+
+        async def handle(_: Dispatch) -> None:
+            done.set()
+
+        monkeypatch.setattr(store, "claim", away)
+        async with Worker(store, "w", handle), asyncio.timeout(20):
+            await done.wait()
+
+
+async def test_a_signal_that_nobody_answers_is_followed_by_a_new_one(on_nats: Mailboxes) -> None:
+    """However often it goes astray: each time it would come again after 30 s, which add up."""
+    config = {"signal_ack_wait_s": 1.0, "signal_nack_max_delay_s": 1.0, "sweep_interval_s": 0.5}
+    async with on_nats.open(1, **config) as (store,):
+        free, busy = fresh(), fresh()
+        for thread_id in (free, busy):
+            await store.enqueue(thread_id)
+        assert await store.claim(busy, "another", lease_s=60) is not None
+        sweeper, came = Sweeper(store), list[tuple[str, int, int]]()
+
+        async def is_new() -> bool:
+            await sweeper.sweep()
+            for signal in await store.pull_signals(timeout_s=0.1):
+                assert isinstance(signal, NatsSignal)
+                came.append((signal.thread_id, signal.delivery.seq, signal.deliveries))
+            return len({seq for thread_id, seq, _ in came if thread_id == free}) > 1
+
+        await eventually(is_new, 30)
+        assert max(times for thread_id, _, times in came if thread_id == free) > 1
+        assert len({seq for thread_id, seq, _ in came if thread_id == busy}) == 1
+        assert store.statistics().counts["resignalled"] == 1
+
+
+async def test_signals_that_wait_for_a_worker_keep_their_places(on_nats: Mailboxes) -> None:
+    """New ones would be behind those of the threads that came later."""
+    config = {"signal_ack_wait_s": 0.5, "signal_nack_max_delay_s": 0.5, "sweep_interval_s": 0.1}
+    async with on_nats.open(1, **config) as (store,):
+        threads = [fresh() for _ in range(3)]
+        for thread_id in threads:
+            await store.enqueue(thread_id)
+        sweeper, until = Sweeper(store), time.monotonic() + 3
+        swept = 0
+        while time.monotonic() < until or swept < 2:
+            swept += await sweeper.sweep()
+        assert [s.thread_id for s in await store.pull_signals(timeout_s=5)] == threads
+        assert store.statistics().counts["resignalled"] == 0
 
 
 async def test_a_clock_of_postgres_that_goes_back_stops_no_sweeps(on_postgres: Mailboxes) -> None:

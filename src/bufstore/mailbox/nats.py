@@ -70,7 +70,10 @@ class NatsBackend:
         self._signals = NatsSignals(self._connection, self._stream, nats.api, names, self._again_in)
         self._room = Room(names.max_bytes, self._held)
         self._live = NatsLive(self._connection, self._stream, names)
-        self._sweeps = NatsSweeps(self._stream, self._keys, self._reads, self._put, names.bucket, config.timeout_s)
+        patience_s = max(config.signal_ack_wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
+        self._sweeps = NatsSweeps(
+            self._stream, self._keys, self._reads, self._put, names.bucket, config.timeout_s, patience_s
+        )
         #: Per thread and priority: the first of the queue, in order.
         self._ahead: OrderedDict[str, defaultdict[int, _Ahead]] = OrderedDict()
         #: Sequences under ``r``, by subject, as they were read.
@@ -429,7 +432,7 @@ class NatsBackend:
         return await self._sweeps.signal_due(now_ms, limit)
 
     async def signal_lost(self, due_ms: int, limit: int) -> int:
-        return await self._sweeps.signal_lost(due_ms, limit)
+        return await self._sweeps.signal_lost(due_ms, limit, self._signals.delivered)
 
     async def sweeps(self, interval_s: float) -> bool:
         # Whoever has not the turn keeps its clock, too.

@@ -79,6 +79,8 @@ class NatsSignals:
         self._consumer = f"KV_{names.bucket}.{names.consumer}"
         self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._consumer}")
         self._ack_wait_s = 30.0
+        #: Workers have had the signals up to here, as known when answered ones were last removed.
+        self.delivered = 0
 
     async def setup(self, ack_wait_s: float) -> None:
         """Create the consumer, or check it. Raises ConfigDrift."""
@@ -121,6 +123,7 @@ class NatsSignals:
         except ConsumerMissing:
             await self.setup(self._ack_wait_s)
             return
+        self.delivered = int(info["delivered"]["stream_seq"])
         floor = int(info["ack_floor"]["stream_seq"])
         if floor:
             await self._stream.api(

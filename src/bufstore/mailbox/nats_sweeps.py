@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
+from typing import NamedTuple
 
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.errors import TooManyResults
@@ -34,13 +36,16 @@ class NatsSweeps:
         put: Callable[[Sequence[Outgoing]], Awaitable[int]],
         bucket: str,
         timeout_s: float,
+        patience_s: float,
     ) -> None:
+        """`patience_s`: so long a worker may have a signal of a free thread."""
         self._stream = stream
         self._keys = keys
         self._reads = reads
         self._put = put
         self._bucket = bucket
         self._timeout_s = timeout_s
+        self._patience_s = patience_s
         self._leases, self._delays = (
             Agenda(kind, stream, keys, self.write_each, self.remove, timeout_s) for kind in "ld"
         )
@@ -80,7 +85,8 @@ class NatsSweeps:
                 break
         return len(signalled)
 
-    async def signal_lost(self, due_ms: int, limit: int) -> int:
+    async def signal_lost(self, due_ms: int, limit: int, delivered: int) -> int:
+        """`delivered`: workers have had the signals up to here."""
         lost = 0
         for walk in self.walks:
             page = await self._stream.read(walk.subject, walk.position, self._timeout_s, min(limit, walk.size))
@@ -90,26 +96,30 @@ class NatsSweeps:
                 if d.available_at_ms <= due_ms:
                     first.setdefault(d.thread_id, m)
             # Most have their signal: so a copy is asked first.
-            for t in self._untold(first, await self._reads.copy(self._told_by(first)) if first else {}):
-                seen = await self._reads.last(self._told_by([t]))
+            told = self._told(first, await self._reads.copy(self._told_by(first)) if first else {})
+            overdue = walk.since({w for w in told if w.signal <= delivered}, time.monotonic() - self._patience_s)
+            for t in {w.thread_id for w in told if not w.signal} | {w.thread_id for w in overdue}:
+                seen = self._told([t], await self._reads.last(self._told_by([t])))
                 queued = (await self._reads.last([first[t].subject])).get(first[t].subject)
-                if self._untold([t], seen) and queued is not None and queued.seq == first[t].seq:
+                is_so = any(not w.signal or w in overdue for w in seen)
+                if is_so and queued is not None and queued.seq == first[t].seq:
                     lost += not await self.write_each([self._keys.signal(t)])
         return lost
 
     def _told_by(self, thread_ids: Iterable[str]) -> list[str]:
         return [s for t in thread_ids for s in (self._keys.thread(t), self._keys.signal(t).subject)]
 
-    def _untold(self, thread_ids: Iterable[str], found: Mapping[str, StoredMessage]) -> list[str]:
-        """Threads that are free and have no signal, or one that was answered."""
-        untold = []
+    def _told(self, thread_ids: Iterable[str], found: Mapping[str, StoredMessage]) -> set[_Waiting]:
+        """Those of the threads that are free."""
+        free = set()
         for thread_id in thread_ids:
             subject, signal = self._told_by([thread_id])
             with suppress(MalformedEntry):
                 state = self._keys.state(found.get(subject), thread_id)
-                if state.active is None and (signal not in found or found[signal].seq <= state.answered):
-                    untold.append(thread_id)
-        return untold
+                told = found[signal].seq if signal in found else 0
+                if state.active is None:
+                    free.add(_Waiting(thread_id, state.version, told if told > state.answered else 0))
+        return free
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:
         subject, position, old = self._keys.of("x", "*", "*"), 0, 0
@@ -177,6 +187,14 @@ class NatsSweeps:
         await self._stream.api(f"STREAM.PURGE.KV_{self._bucket}", request)
 
 
+class _Waiting(NamedTuple):
+    """A free thread with work: its state's number, and that of its signal; 0: there is none, or it was answered."""
+
+    thread_id: str
+    version: int
+    signal: int
+
+
 class _Walk:
     """How far all queued dispatches were looked at, in pages of about so many bytes."""
 
@@ -184,6 +202,18 @@ class _Walk:
         self.subject = subject
         self.position = 0
         self.size = 16
+        #: Since when threads wait whose signal a worker has: as seen in this round, and in the one before.
+        self._since: dict[_Waiting, float] = {}
+        self._before: dict[_Waiting, float] = {}
+
+    def since(self, waiting: set[_Waiting], then: float) -> set[_Waiting]:
+        """Those that have waited like this since then."""
+        now = time.monotonic()
+        seen = {w: self._before.get(w, now) for w in waiting}
+        self._since |= seen
+        if not self.position:
+            self._before, self._since = self._since, {}
+        return {w for w, since in seen.items() if since <= then}
 
     def read(self, page: list[StoredMessage], asked: int) -> None:
         self.position = page[-1].seq if len(page) >= asked else 0

@@ -146,7 +146,8 @@ class Backend(Protocol):
     async def signal_lost(self, due_ms: int, limit: int) -> int:
         """Go on to the next `limit` of what is queued, and signal free threads of which no signal tells; how many.
 
-        In normal life there are none. What is superseded counts, what is delayed does if it was due at `due_ms`.
+        In normal life there are none. What is superseded counts, what is delayed does if it was due at `due_ms`. A
+        store whose signals may go astray takes one that workers have had for too long for none.
         """
         ...
 

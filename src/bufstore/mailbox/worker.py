@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Self
 
-from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim
+from bufstore.errors import BufstoreError, ClaimInterrupted, StaleClaim, StepUnknown, Unavailable
 from bufstore.mailbox.model import Dispatch
 from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 #: How long a worker stays with one thread while it has no slot for another. Between two dispatches only.
 _TURN_S = 0.2
+#: How long a thread waits at most after a step that the store did not answer: it may be there again at once.
+_AWAY_S = 5.0
 #: How often a worker looks whether it still holds what it works on.
 _WATCH_S = 0.5
 
@@ -101,7 +103,8 @@ class Worker:
 
     async def _thread(self, signal: Signal) -> None:
         """Work off a thread's queue, for one turn, then answer its signal."""
-        began = time.monotonic()
+        c = self._config
+        began, longest_s = time.monotonic(), c.signal_nack_max_delay_s
         try:
             while not self._closing and (claim := await self._mailbox.claim(signal.thread_id, self._name)) is not None:
                 await self._work(claim, signal)
@@ -116,9 +119,10 @@ class Worker:
             raise
         except BufstoreError as e:
             _log.info("thread %r: %s", signal.thread_id, e, extra={"action": "mailbox_step_failed"})
-        c = self._config
+            if isinstance(e, (Unavailable, StepUnknown)):
+                longest_s = min(longest_s, _AWAY_S)
         self._mailbox.counters.count("signals_nacked")
-        delay = backoff_s(signal.deliveries, c.signal_nack_base_delay_s, c.signal_nack_max_delay_s)
+        delay = backoff_s(signal.deliveries, c.signal_nack_base_delay_s, longest_s)
         with suppress(BufstoreError):  # then it comes again by itself
             await signal.nack(0 if self._closing else delay)
 
