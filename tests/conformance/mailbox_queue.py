@@ -5,14 +5,23 @@ Each check takes a list of at least two stores, instances of one deployment (the
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from bufstore.errors import AlreadyExists, ClaimInterrupted, InvalidId, InvalidQuery, InvalidRecord, StaleClaim
-from bufstore.mailbox.model import Dispatch, Status
+from bufstore.errors import (
+    AlreadyExists,
+    ClaimInterrupted,
+    InvalidId,
+    InvalidQuery,
+    InvalidRecord,
+    StaleClaim,
+    StepUnknown,
+)
+from bufstore.mailbox.model import Dispatch, Interruption, Status
 from bufstore.mailbox.store import MailboxStore
 from bufstore.testing.basics import Check, fresh, raises, registrar
 
@@ -41,6 +50,19 @@ def now() -> int:
 def ids(dispatches: Sequence[Dispatch]) -> list[str]:
     """Their ids, in order."""
     return [d.dispatch_id for d in dispatches]
+
+
+async def reclaimed(thread_id: str, now_ms: int, *stores: MailboxStore) -> list[Dispatch]:
+    """What these take back of the thread, at once; beside leaders that go, with a sweep in the time that is promised.
+
+    The copy that is asked may lag, as that of a node does which has just started.
+    """
+    end = time.monotonic() + soon_s(stores[0])
+    while True:
+        parts = await asyncio.gather(*(store.reclaim_expired(now_ms=now_ms) for store in stores))
+        found = [d for part in parts for d in part if d.thread_id == thread_id]
+        if found or not isinstance(stores[0], Unsteady) or time.monotonic() > end:
+            return found
 
 
 async def claimed(store: MailboxStore, thread_id: str, holder: str = "worker", **options: object) -> Dispatch:
@@ -212,18 +234,21 @@ async def a_claim_needs_its_own_token(stores: Stores) -> None:
 
 
 async def _refused(store: MailboxStore, claim: Dispatch, error: type[Exception]) -> None:
-    with raises(error):
-        await store.ack(claim)
-    with raises(error):
-        await store.nack(claim)
-    with raises(error):
-        await store.dead_letter(claim)
-    with raises(error):
-        await store.extend_lease(claim)
-    with raises(error):
-        await store.record_start(claim, "instance")
-    with raises(error):
-        await store.record_result(claim, "done")
+    async def refused(step: Callable[[], Awaitable[Dispatch]]) -> None:
+        with raises(error):
+            try:
+                await step()
+            except StepUnknown:
+                if not isinstance(store, Unsteady):
+                    raise
+                await step()  # an answer was lost; asked again, it is known
+
+    await refused(lambda: store.ack(claim))
+    await refused(lambda: store.nack(claim))
+    await refused(lambda: store.dead_letter(claim))
+    await refused(lambda: store.extend_lease(claim))
+    await refused(lambda: store.record_start(claim, "instance"))
+    await refused(lambda: store.record_result(claim, "done"))
 
 
 @_check()
@@ -232,7 +257,7 @@ async def a_stale_holder_is_refused_every_step(stores: Stores) -> None:
     thread_id, t = fresh(), now()
     await a.enqueue(thread_id, now_ms=t)
     stale = await claimed(a, thread_id, "paused", lease_s=1, now_ms=t)
-    assert [d.dispatch_id for d in await b.reclaim_expired(now_ms=t + 1001) if d.thread_id == thread_id]
+    assert await reclaimed(thread_id, t + 1001, b)
     await _refused(a, stale, StaleClaim)
     # And when another works on the same dispatch.
     new = await claimed(b, thread_id, "successor", now_ms=t + 1001)
@@ -351,6 +376,11 @@ async def start_and_result_are_recorded(stores: Stores) -> None:
         await a.record_result(claim, "done again")
 
 
+def _unsure(store: MailboxStore, done: Interruption) -> bool:
+    """An answer was lost, so that it is not known what was taken out of the queue; and this is said."""
+    return isinstance(store, Unsteady) and not done.complete
+
+
 @_check()
 async def an_interrupt_supersedes_what_is_queued(stores: Stores) -> None:
     a, b = stores[:2]
@@ -361,7 +391,7 @@ async def an_interrupt_supersedes_what_is_queued(stores: Stores) -> None:
     done = await b.interrupt(thread_id, now_ms=t + 1)
     assert done.active is None
     assert done.epoch > 0
-    assert sorted(ids(done.superseded)) == sorted(ids(queued))
+    assert sorted(ids(done.superseded)) == sorted(ids(queued)) or _unsure(b, done)
     for store in (a, b):
         assert await store.current_epoch(thread_id) == done.epoch
         assert {d.status for d in await store.list_dispatches(thread_id)} == {Status.SUPERSEDED}
@@ -384,7 +414,7 @@ async def an_interrupted_holder_shall_stop_and_may_end(stores: Stores) -> None:
         claim = await claimed(a, thread_id)
         done = await b.interrupt(thread_id)
         assert done.active == claim
-        assert ids(done.superseded) == [behind.dispatch_id]
+        assert ids(done.superseded) == [behind.dispatch_id] or _unsure(b, done)
         with raises(ClaimInterrupted):
             await a.extend_lease(claim)
         with raises(ClaimInterrupted):
@@ -423,7 +453,7 @@ async def an_expired_claim_is_taken_back(stores: Stores) -> None:
     await claimed(a, thread_id, "lost", lease_s=2, now_ms=t)
     # The last millisecond of a lease belongs to its holder.
     assert [d for d in await b.reclaim_expired(now_ms=t + 2000) if d.thread_id == thread_id] == []
-    (back,) = [d for d in await b.reclaim_expired(now_ms=t + 2001) if d.thread_id == thread_id]
+    (back,) = await reclaimed(thread_id, t + 2001, b)
     assert (back.dispatch_id, back.status, back.attempts) == (first.dispatch_id, Status.QUEUED, 1)
     assert back.last_error is not None
     assert "'lost'" in back.last_error
@@ -439,7 +469,7 @@ async def an_expired_claim_may_be_its_last(stores: Stores) -> None:
     thread_id, t = fresh(), now()
     await a.enqueue(thread_id, max_attempts=1, now_ms=t)
     await claimed(a, thread_id, lease_s=1, now_ms=t)
-    (dead,) = [d for d in await b.reclaim_expired(now_ms=t + 1500) if d.thread_id == thread_id]
+    (dead,) = await reclaimed(thread_id, t + 1500, b)
     assert (dead.status, dead.attempts, dead.completed_at_ms) == (Status.DEAD, 1, t + 1500)
     assert await b.load_dispatch(thread_id, dead.dispatch_id) == dead
 
@@ -452,6 +482,6 @@ async def an_expired_claim_of_an_interrupted_thread_is_superseded(stores: Stores
     await claimed(a, thread_id, lease_s=1, now_ms=t)
     await a.interrupt(thread_id)
     after = await a.enqueue(thread_id, now_ms=t)
-    (ended,) = [d for d in await b.reclaim_expired(now_ms=t + 1500) if d.thread_id == thread_id]
+    (ended,) = await reclaimed(thread_id, t + 1500, b)
     assert ended.status is Status.SUPERSEDED
     assert (await claimed(b, thread_id)).dispatch_id == after.dispatch_id

@@ -13,7 +13,7 @@ from bufstore.mailbox.model import Dispatch, Status
 from bufstore.mailbox.ports import Live, Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.testing.basics import Check, fresh, raises, registrar
-from conformance.mailbox_queue import Stores, Unsteady, claimed, ids, now, soon_s
+from conformance.mailbox_queue import Stores, Unsteady, claimed, ids, now, reclaimed, soon_s
 
 CHECKS: list[Check] = []
 _check = registrar(CHECKS)
@@ -153,8 +153,7 @@ async def an_expired_claim_is_taken_back_once(stores: Stores) -> None:
     thread_id, t = fresh(), now()
     await stores[0].enqueue(thread_id, max_attempts=1, now_ms=t)
     claim = await claimed(stores[0], thread_id, lease_s=1, now_ms=t)
-    found = await asyncio.gather(*(stores[n % len(stores)].reclaim_expired(now_ms=t + 2000) for n in range(8)))
-    mine = [d for part in found for d in part if d.thread_id == thread_id]
+    mine = await reclaimed(thread_id, t + 2000, *(stores[n % len(stores)] for n in range(8)))
     assert [(d.status, d.attempts) for d in mine] == [(Status.DEAD, 1)]
     with raises(StaleClaim):
         await stores[0].ack(claim)
@@ -268,7 +267,7 @@ async def a_freed_thread_is_signalled(stores: Stores) -> None:
         await b.supersede_claimed(claim.thread_id)
 
     async def reclaim(claim: Dispatch) -> None:
-        await b.reclaim_expired(now_ms=t + 120_000)
+        await reclaimed(claim.thread_id, t + 120_000, b)
 
     for free in (nack, kill, supersede, reclaim):
         thread_id = fresh()
@@ -449,6 +448,9 @@ async def counters_say_what_was_done(stores: Stores) -> None:
     assert await a.claim(thread_id, "worker") is None
     counts = a.statistics().counts
     done = {name: counts[name] - before.get(name, 0) for name in counts}
+    if isinstance(a, Unsteady):  # the answer to what takes it out of the queue may be lost
+        assert done.pop("superseded", 0) <= 1
+        done["superseded"] = 1
     expected = {"enqueued": 4, "duplicates": 1, "claimed": 3, "extended": 1, "acked": 1, "stale_claims": 1, "nacked": 1}
     expected |= {"dead_lettered": 1, "cancelled": 1, "interrupted": 1, "superseded": 1, "claims_empty": 1}
     assert {name: done.get(name) for name in expected} == expected

@@ -12,7 +12,8 @@ import token_instances
 from bufstore import ConfigDrift, InvalidId, TooLarge
 from bufstore.embedded import Servers
 from bufstore.errors import TokenBusy, TokenLost, TokenQueueFull
-from bufstore.jetstream.messages import Outgoing
+from bufstore.jetstream.messages import AppendUnknown, Outgoing
+from bufstore.jetstream.pulls import Delivery
 from bufstore.tokens import Policy, Task
 from helpers import eventually
 from token_instances import Open, nothing_left, stall, took, working
@@ -258,13 +259,44 @@ async def test_leaving_without_a_word_gives_the_item_back_at_once(opened: Open) 
 async def test_a_retry_waits_and_keeps_the_key_busy(opened: Open) -> None:
     work = await opened(policy=Policy.REFUSE)
     await work.submit("a")
-    loop = asyncio.get_running_loop()
-    await (await took(work)).retry(0.5)
-    began = loop.time()
+    task, loop = await took(work), asyncio.get_running_loop()
+    began = loop.time()  # the delay counts from the retry's write, whose answer may come long after
+    await task.retry(0.5)
     with pytest.raises(TokenBusy):
         await work.submit("a")
-    await (await took(work)).done()
-    assert loop.time() - began > 0.4
+    again = await took(work)
+    assert loop.time() - began >= 0.5
+    await again.done()
+
+
+async def test_a_retry_waits_also_when_its_answer_and_its_delivery_go_astray(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delay stands in the key's record, from its write on: an answer that is late does not lengthen it, and a
+    delivery that comes before it is over does not shorten it."""
+    work = await opened()
+    await work.submit("a")
+    task, loop = await took(work), asyncio.get_running_loop()
+    publish, hand_back = work._fences.publish, work._pulls.hand_back
+
+    async def unanswered(message: Outgoing, timeout_s: float) -> int:
+        monkeypatch.setattr(work._fences, "publish", publish)
+        await publish(message, timeout_s)
+        await asyncio.sleep(0.2)
+        raise AppendUnknown("the leader has gone")
+
+    async def at_once(delivery: Delivery, delay_s: float) -> None:
+        monkeypatch.setattr(work._pulls, "hand_back", hand_back)
+        await hand_back(delivery)
+
+    monkeypatch.setattr(work._fences, "publish", unanswered)
+    monkeypatch.setattr(work._pulls, "hand_back", at_once)
+    began = loop.time()
+    await task.retry(0.5)
+    again = await took(work)
+    assert loop.time() - began >= 0.5
+    assert again.attempt == 2
+    await again.done()
 
 
 async def test_a_cancelled_take_leaves_nothing_taken(opened: Open) -> None:
