@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from bufstore import ConfigError
+from bufstore.spark.sink.bufstore_format import BufstoreFormat
 from conftest import Deployment
 from helpers import fresh, query
 from spark.jobs import SCHEMA, ended, frame, held, prepared, put, rows_of, settings_of, uncommit
@@ -80,8 +82,8 @@ async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment
         ({"surprise": "1"}, "surprise"),
         ({"badRows": "maybe"}, "bad_rows"),
     ):
-        with pytest.raises(Exception, match=match):
-            save(df, options(deployment, **wrong))
+        with pytest.raises(ConfigError, match=match):  # as Spark calls it
+            BufstoreFormat(options(deployment, **wrong)).writer(df.schema, False)
     with pytest.raises(Exception, match="thread_id"):
         save(df.drop("thread_id"), options(deployment))
 

@@ -13,6 +13,8 @@ from bufstore import ConfigError, InvalidRecord, Run, RunStatus
 from bufstore.spark import SinkConfig, checkpoint_sink
 from bufstore.spark.sink.app_id import AppId
 from bufstore.spark.sink.foreach_batch import _Rows
+from bufstore.spark.sink.parts import Part
+from bufstore.spark.sink.row_writer import write_rows
 from bufstore.spark.sink.settled import Settled
 from bufstore.spark.sink.spark_ledger import Query
 from conftest import Deployment
@@ -71,8 +73,6 @@ async def test_tasks_that_fail_after_they_wrote_are_done_again_without_effect(
         from pyspark import TaskContext
 
         rows = [row for batch in batches for row in batch.to_pylist()]
-        from bufstore.spark.sink.row_writer import write_rows
-
         if rows:
             write_rows(config, 0, [rows])
         if TaskContext.get().attemptNumber() == 0:
@@ -191,9 +191,12 @@ async def test_of_a_batch_that_was_begun_in_part_nothing_is_written_when_that_pa
         await asyncio.to_thread(write, frame(spark, changed), 0)
     nothing: dict[str, list[int]] = {t: [] for t in threads}
     assert await held(deployment, threads) == nothing | {t: [0, 1, 2] for t in begun}
-    with pytest.raises(Exception, match="was begun before with other rows"):  # as when it changes in between
-        other = _Rows(replace(config, tasks=3), 0, frame(spark, changed))
-        await asyncio.to_thread(other.write, Settled(), None, judging=False, noting=True)
+    ((part, planned),) = await query(
+        deployment.servers.postgres.dsn, f'SELECT part, planned FROM "{deployment.name}".spark_parts'
+    )
+    with pytest.raises(ConfigError, match="was begun before with other rows"):  # as when it changes after that
+        other = rows_of(begun, range(3, 6))
+        await asyncio.to_thread(write_rows, config, 0, [other], noted=Part(part, 3, planned ^ 1))
     await asyncio.to_thread(write, frame(spark, rows[::-1]), 0)
     assert write.last is not None
     assert write.last.counts.repeated >= 3 * len(begun)

@@ -17,6 +17,9 @@ from conftest import Deployment
 from helpers import fresh
 from spark.jobs import environment, in_postgres, job, settings_of, write
 
+#: Each needs a Java of its own, and most of their time goes there.
+pytestmark = pytest.mark.long
+
 _EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 #: What Spark's scripts call, besides Java.
 _TOOLS = ("sh", "bash", "dirname", "basename", "env", "ps", "readlink", "ls", "uname", "chmod")
@@ -110,7 +113,6 @@ def test_the_example_draws_what_is_in_a_log(ran: Ran) -> None:
         assert (ran.pictures / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long  # servers of its own, a Java, and two queries
 def test_the_pipeline_answers_its_question(tmp_path: Path) -> None:
     program = [sys.executable, str(_EXAMPLES / "spark_pipeline.py")]
     ended = subprocess.run(program, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=400)
