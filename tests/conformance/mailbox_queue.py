@@ -233,22 +233,23 @@ async def a_claim_needs_its_own_token(stores: Stores) -> None:
     assert (await a.ack(claim)).status is Status.ACKED
 
 
-async def _refused(store: MailboxStore, claim: Dispatch, error: type[Exception]) -> None:
-    async def refused(step: Callable[[], Awaitable[Dispatch]]) -> None:
-        with raises(error):
-            try:
-                await step()
-            except StepUnknown:
-                if not isinstance(store, Unsteady):
-                    raise
-                await step()  # an answer was lost; asked again, it is known
+async def _refuses(store: MailboxStore, error: type[Exception], step: Callable[[], Awaitable[Dispatch]]) -> None:
+    with raises(error):
+        try:
+            await step()
+        except StepUnknown:
+            if not isinstance(store, Unsteady):
+                raise
+            await step()  # an answer was lost; asked again, it is known
 
-    await refused(lambda: store.ack(claim))
-    await refused(lambda: store.nack(claim))
-    await refused(lambda: store.dead_letter(claim))
-    await refused(lambda: store.extend_lease(claim))
-    await refused(lambda: store.record_start(claim, "instance"))
-    await refused(lambda: store.record_result(claim, "done"))
+
+async def _refused(store: MailboxStore, claim: Dispatch, error: type[Exception]) -> None:
+    await _refuses(store, error, lambda: store.ack(claim))
+    await _refuses(store, error, lambda: store.nack(claim))
+    await _refuses(store, error, lambda: store.dead_letter(claim))
+    await _refuses(store, error, lambda: store.extend_lease(claim))
+    await _refuses(store, error, lambda: store.record_start(claim, "instance"))
+    await _refuses(store, error, lambda: store.record_result(claim, "done"))
 
 
 @_check()
@@ -415,10 +416,8 @@ async def an_interrupted_holder_shall_stop_and_may_end(stores: Stores) -> None:
         done = await b.interrupt(thread_id)
         assert done.active == claim
         assert ids(done.superseded) == [behind.dispatch_id] or _unsure(b, done)
-        with raises(ClaimInterrupted):
-            await a.extend_lease(claim)
-        with raises(ClaimInterrupted):
-            await a.record_start(claim, "instance")
+        await _refuses(a, ClaimInterrupted, lambda claim=claim: a.extend_lease(claim))
+        await _refuses(a, ClaimInterrupted, lambda claim=claim: a.record_start(claim, "instance"))
         # The thread is still the holder's.
         after = await b.enqueue(thread_id)
         assert await b.claim(thread_id, "other") is None
