@@ -1,4 +1,4 @@
-"""`read_clean.p50`, `read_tail.p50`: ReadYourWrites reads of a thread of 100 messages."""
+"""`read_clean.p50`, `read_tail.p50`, `read_first.p50`: ReadYourWrites reads of a thread of 100 messages."""
 
 from __future__ import annotations
 
@@ -29,6 +29,15 @@ class Reader(Ours):
     async def timed(self, thread: str, reads: int) -> float:
         """Median of so many reads, ms."""
         return await _timed(lambda: self.store.load_messages(thread), reads)
+
+    async def timed_first(self, thread: str, reads: int) -> float:
+        """Median of so many reads, ms, each as if this process had not read the thread before."""
+
+        async def read() -> Any:
+            self.store.buffer.reads.forget(thread)
+            return await self.store.load_messages(thread)
+
+        return await _timed(read, reads)
 
 
 class BareReader(BareRead):
@@ -76,7 +85,10 @@ def reads(stage: Stage) -> Iterator[Benchmark]:
                 for baseline, worker in readers.items():
                     actions[baseline] = partial(_median, stage, worker, "clean")
                 yield compared(f"read_{name}.p50", "ms", stage.interleave(actions))
+            actions = {"ours": partial(_median, stage, ours, "clean", "timed_first")}
+            actions |= {baseline: partial(_median, stage, worker, "clean") for baseline, worker in readers.items()}
+            yield compared("read_first.p50", "ms", stage.interleave(actions))
 
 
-def _median(stage: Stage, worker: Any, thread: str) -> float:
-    return float(worker.call("timed", thread=thread, reads=stage.count(_READS, 20)))
+def _median(stage: Stage, worker: Any, thread: str, method: str = "timed") -> float:
+    return float(worker.call(method, thread=thread, reads=stage.count(_READS, 20)))

@@ -48,7 +48,7 @@ _ROWS: dict[str, tuple[list[str], set[str]]] = {
         [f"append_{n}_r3.{what}" for n in (32, 256) for what in ("rate", "p50", "p99", "server_cpu")],
         {"limit", "limit_groups"},
     ),
-    "reads": (["read_clean.p50", "read_tail.p50"], {"limit", "unbuffered"}),
+    "reads": (["read_clean.p50", "read_tail.p50", "read_first.p50"], {"limit", "unbuffered"}),
     "database_load": (
         [f"database_load_{w}.{what}" for w in ("500ms", "5s") for what in ("transactions", "rows", "wal")],
         {"unbuffered", "upsert", "once"},

@@ -73,6 +73,9 @@ class Counters:
     def nothing(self) -> Known:
         return Known(0)
 
+    def size(self, state: Counter) -> int:
+        return 8
+
     def remember(self, state: Counter) -> Known:
         return Known(state.value)
 

@@ -370,6 +370,33 @@ def test_a_change_of_lineage_that_took_its_place_is_not_said_to_have_failed() ->
     alone(main)
 
 
+def test_a_change_of_lineage_that_met_a_full_log_may_be_carried_out_by_another() -> None:
+    """It was refused as not stored, while another process had read of it and carried it out."""
+
+    async def main() -> None:
+        nats, inner = MemoryNats(), MemoryThreadStore()
+        async with instance(nats, inner) as one, instance(nats, inner, flusher=False) as two:
+            child, parent = fresh(), fresh()
+            for thread_id in (child, parent):
+                await one.save_thread(thread_id)
+
+            found = list[Any]()
+
+            async def full(*record: Any) -> Receipt:
+                found[:] = record
+                raise LogFull("maximum bytes exceeded")
+
+            one._lineage._carry_out = full  # type: ignore[method-assign]
+            with pytest.raises(OutcomeUnknown):
+                await one.set_parent(child, parent)
+            await two._lineage._finish(*found)  # as who has read it before
+            thread = await two.load_thread(child)
+            assert thread is not None
+            assert thread.parent_thread_id == parent
+
+    run(main())
+
+
 def test_a_thread_in_quarantine_stops_no_change_of_lineage_of_others() -> None:
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()

@@ -101,6 +101,10 @@ class Domain(Protocol[C, S, M]):
         """What to remember of a thread that was read."""
         ...
 
+    def size(self, state: S) -> int:
+        """About how many bytes a state takes that is kept for the next read; 0: it is not all that a read needs."""
+        ...
+
     def observe(self, memory: M, entry: StoredEntry) -> None:
         """Bring the memory up to date with an entry that another writer appended."""
         ...

@@ -75,6 +75,9 @@ class LangGraphDomain:
     def nothing(self) -> Known:
         return Known()
 
+    def size(self, state: Tail) -> int:
+        return 0  # it is what the log has on top of rows that are read beside it (`bufstore.langgraph.recent`)
+
     def remember(self, state: Tail) -> Known:
         return Known(cached=state.base == CACHE, new=state.new and not state.operations)
 

@@ -137,10 +137,11 @@ class BufferedLineage:
                     # Deleted and written again, or written and not deleted.
                     raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
                 receipt = Receipt(wanted.thread_id, last, state.watermark.applied_id, state.watermark.version)
+            except LogFull as e:
+                # Who has read the record, here or elsewhere, may carry it out when there is room again.
+                raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
             except Rejected as e:
                 several = wanted.children in (Children.DETACH, Children.CASCADE)  # some of it may be stored
-                if several and isinstance(e, LogFull):
-                    raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e
                 if await self._mark(mine, seq) and not several:
                     raise
                 raise OutcomeUnknown(wanted.thread_id, f"{mine.id:x}") from e

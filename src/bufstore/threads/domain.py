@@ -12,6 +12,9 @@ from bufstore.threads.model import ThreadChange
 from bufstore.threads.payload import decode_payload
 from bufstore.threads.state import ThreadState, changed
 
+#: What each part of a state takes beside its bytes.
+_OBJECT_BYTES = 48
+
 
 class ThreadsDomain:
     """Threads of messages, with runs."""
@@ -30,6 +33,13 @@ class ThreadsDomain:
 
     def remember(self, state: ThreadState) -> MessageMemory:
         return MessageMemory(digests_of(state.messages), ids_of_encoded(state.messages))
+
+    def size(self, state: ThreadState) -> int:
+        if state.thread is None:
+            return 0  # what is left of a deleted thread may be removed at any time
+        records = sum(map(len, state.tail_runs.values())) + len(state.latest_run or b"") + len(state.state or b"")
+        count = 2 + len(state.messages) + 2 * len(state.tail_runs)
+        return _OBJECT_BYTES * count + sum(map(len, state.messages)) + records
 
     def observe(self, memory: MessageMemory, entry: StoredEntry) -> None:
         payload = decode_payload(entry.entry.payload)

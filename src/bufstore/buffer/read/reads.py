@@ -4,6 +4,8 @@ Both are asked at once. If the log's last entry of the thread is above the water
 and overlaid by the same decision that a flush of it makes. An entry may leave the log only `failover_window_s` after
 Postgres has it, flushed or waiting (`bufstore.buffer.read.with_waiting`), and no read takes half as long: so what one
 answer lacks the other has.
+
+Of a thread that was read before (`bufstore.buffer.read.recent_states`) the store tells only its watermark.
 """
 
 from __future__ import annotations
@@ -14,18 +16,30 @@ from typing import Any, Generic, TypeVar
 
 from bufstore.buffer import elapsed
 from bufstore.buffer.chain import Watermark
-from bufstore.buffer.domain import S, StateReader
-from bufstore.buffer.entry import items_of
+from bufstore.buffer.domain import S, State, StateReader
+from bufstore.buffer.entry import Item, items_of
 from bufstore.buffer.parts import Parts
 from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.read.overlay import from_log_alone, overlay
+from bufstore.buffer.read.recent_states import Kept, Link, RecentStates, links_of
 from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch, end
 from bufstore.buffer.read.with_waiting import WithWaiting
-from bufstore.errors import FlushTimeout, LogUnavailable, ReadNotFresh, StoreUnavailable, ThreadQuarantined
+from bufstore.errors import (
+    FlushTimeout,
+    LogUnavailable,
+    ReadNotFresh,
+    StoreUnavailable,
+    ThreadQuarantined,
+)
 from bufstore.jetstream.messages import AppendUnknown, StoredMessage
 from bufstore.types import Consistency, Quarantined
 
 T = TypeVar("T")
+
+#: Of what was read last, so much is kept.
+_RECENT_BYTES = 32 << 20
+#: How long the watermark of what is kept may take.
+_ROW_S = 0.5
 
 
 class Reads(Generic[S]):
@@ -45,12 +59,22 @@ class Reads(Generic[S]):
         self._reader, self._with_waiting = reader, WithWaiting(parts, reader)
         self._waiter = waiter
         self._own_seq = own_seq
+        self._recent: RecentStates[S] = RecentStates(_RECENT_BYTES)
+        parts.log.on_forget(self._on_forget)
         #: Whether the store answers.
         self.store = StoreWatch(self._with_waiting, parts.config.read_timeout_s)
 
     async def aclose(self) -> None:
         """Stop looking whether the store is back."""
         await self.store.aclose()
+
+    def forget(self, thread_id: str) -> None:
+        """Read the thread from the store the next time."""
+        self._recent.forget(thread_id)
+
+    def _on_forget(self, everything: bool) -> None:
+        if everything:
+            self._recent.forget_all()
 
     async def thread(
         self,
@@ -149,6 +173,44 @@ class Reads(Generic[S]):
         Raises StoreUnavailable when only Postgres could tell, and it is down or does not tell in `read_timeout_s`;
         LogUnavailable.
         """
+        kept = self._recent.get(thread_id, elapsed.now_s()) if self.store.down is None else None
+        found = await self._continued(thread_id, kept, proven) if kept is not None else None
+        if found is None:
+            found = await self._from_store(thread_id, proven)
+        self._recent.keep(thread_id, found)
+        return found.state, found.last
+
+    async def _continued(self, thread_id: str, kept: Kept[S], proven: bool) -> Kept[S] | None:
+        """What was read before, with what came since, where the watermark says so; None: read it again."""
+        subject, began = self._subjects.of(thread_id), elapsed.now_s()
+        row = asyncio.get_running_loop().create_task(self._with_waiting.watermark(thread_id))
+        try:
+            last = await self._last(subject, proven)
+            new: list[Item] = []
+            if last > kept.last:
+                new = items_of(await self._log.seen_after(subject, kept.last, self._config.read_timeout_s), thread_id)
+            # A store that does not answer is for who knows how long to wait for it.
+            await asyncio.wait([row], timeout=_ROW_S)
+            if not row.done() or row.exception() is not None:
+                return None
+            if elapsed.now_s() - began > self._log.windows.rely_s / 2:
+                return None  # a pause: what was written behind the row may be purged
+            found = kept.anchored(row.result(), links_of(new), last)
+        finally:
+            await end(row)
+        if found is None or not new:
+            return found
+        state = overlay(self._domain, kept.state, thread_id, new)
+        return found._replace(state=state, size=self._size(state)) if not _broken(state) else None
+
+    def _size(self, state: S) -> int:
+        """How much of what may be kept it takes; 0: it may not be kept."""
+        mark = state.watermark
+        judged = mark.applied_id and not mark.gone and not mark.waits_to and not _broken(state)
+        return self._domain.size(state) if judged and state.whole else 0
+
+    async def _from_store(self, thread_id: str, proven: bool) -> Kept[S]:
+        """See `joined`."""
         subject = self._subjects.of(thread_id)
         loop = asyncio.get_running_loop()
         while True:
@@ -163,37 +225,46 @@ class Reads(Generic[S]):
                 await end(in_log, asked)
                 raise
             if state is None:
-                state, last = await self._without_store(thread_id, asked, deadline, last, proven)
-            elif last > state.watermark.flushed_seq:
-                state, last = await self._with_tail(thread_id, state, last, proven)
+                found = await self._without_store(thread_id, asked, deadline, last, proven)
+            else:
+                found = await self._with_tail(thread_id, state, last, proven)
             # A pause in between (of this process or machine, say) may have outlived an entry in the log: look again.
             if elapsed.now_s() - began < self._log.windows.rely_s / 2:
-                return state, last
+                return found._replace(asked_at=began)
 
     async def _joined_state(self, thread_id: str, proven: bool) -> S:
         return (await self.joined(thread_id, proven=proven))[0]
 
-    async def _with_tail(self, thread_id: str, state: S, last: int, proven: bool) -> tuple[S, int]:
-        """`state` with what the log holds above it, at least up to `last`, and the position of the last of that."""
-        messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
+    async def _with_tail(self, thread_id: str, state: S, last: int, proven: bool) -> Kept[S]:
+        """`state` with what the log holds above it, at least up to `last`, if that is above it."""
+        messages: list[StoredMessage] = []
+        if last > state.watermark.flushed_seq:
+            messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
         if not messages:
-            return state, last
+            return self._read(state, state, last, [])
         items = items_of(messages, thread_id)
         joined = overlay(self._domain, state, thread_id, items)
-        if joined.watermark.broken_since is not None and state.watermark.broken_since is None:
+        if _broken(joined) and not _broken(state):
             # Either an entry is missing because Postgres has moved since, or the chain is really broken.
             joined = overlay(self._domain, await self._with_waiting.state(thread_id), thread_id, items)
-        return joined, last
+            return self._read(joined, joined, last, None)
+        return self._read(joined, state, last, links_of(items))
+
+    def _read(self, state: S, stored: S, last: int, behind: list[Link] | None) -> Kept[S]:
+        """What was read. `stored`: without the tail. `behind`: the tail; None: it is not to be kept."""
+        anchor = (stored.watermark.flushed_seq, stored.watermark.applied_id)
+        known = behind is not None and stored.watermark.applied_id and not stored.watermark.waits_to
+        return Kept(state, last, 0.0, anchor, behind or (), self._size(state) if known else 0)
 
     async def _without_store(
         self, thread_id: str, asked: asyncio.Task[S] | None, deadline: float, last: int, proven: bool
-    ) -> tuple[S, int]:
+    ) -> Kept[S]:
         """What the log tells without the store, else what the store tells after all. `asked`: it was, before."""
         try:
             messages, last = await self._tail(thread_id, 0, last, proven)
             state = from_log_alone(self._domain, thread_id, items_of(messages, thread_id))
             if state is not None:
-                return state, last
+                return self._read(state, state, last, None)
             stored = await self.store.told_after_all(thread_id, asked, deadline)
         finally:
             self.store.let_go(asked)
@@ -242,3 +313,7 @@ class Reads(Generic[S]):
         if proven:
             return await self._log.latest(subject, self._config.read_timeout_s)
         return (await self._log.ends([subject], self._config.read_timeout_s))[0]
+
+
+def _broken(state: State) -> bool:
+    return state.watermark.broken_since is not None
