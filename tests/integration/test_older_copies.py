@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bufstore import BufferedThreadStore, BufstoreError, Consistency, LogRolledBack
+from bufstore import (
+    BufferedThreadStore,
+    BufstoreError,
+    Consistency,
+    LogRolledBack,
+    ReadNotFresh,
+    StoreUnavailable,
+    ThreadQuery,
+)
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
 from conftest import Deployment
@@ -124,6 +132,111 @@ async def test_a_copy_that_misses_more_than_the_log_still_has_is_noticed(own_ser
         # Nothing of it is overwritten while an operator decides.
         rows = await query(own_servers.postgres.dsn, f"SELECT applied_id FROM {deployment.name}.buffer_threads")
         assert len(rows) == 1
+
+
+async def test_a_postgres_restored_to_before_what_was_settled_counts_as_away_until_it_is_flushed_again(
+    own_servers: Servers, tmp_path: Path
+) -> None:
+    """Nobody looks for it in the log any more: neither a process that runs nor one that starts reads what is old."""
+    deployment = Deployment(own_servers, failover_window_s=4.0)
+    brief = {"append_timeout_s": 2.0, "read_timeout_s": 2.0}
+    delta, whole, other, new = fresh("delta"), fresh("whole"), fresh("other"), fresh("new")
+    async with deployment.store(**brief) as store:
+        await store.checkpoint(delta, ["a"], run_of(delta))
+        await store.checkpoint(whole, ["a"], run_of(whole))
+        await store.force_flush_all()
+    restore = await asyncio.to_thread(_copy_of_postgres, own_servers, tmp_path / "copy")
+    async with deployment.store(flusher=False, **brief) as runs:
+        async with deployment.store(**brief) as store:
+            for thread_id in (delta, whole):
+                await eventually(lambda t=thread_id: _appended(store, t, "b"))  # type: ignore[misc]
+            below = await store.buffer.log.end(5.0)
+            await eventually(lambda: _appended(store, other, "o"))
+            await eventually(lambda: _settled(store, below))
+        deployment.verified = False
+        await runs.buffer.log.let_go({})
+        await asyncio.to_thread(restore)
+        async with deployment.store(flusher=False, **brief) as starts:
+            for reader in (runs, starts):
+                found = {
+                    "fresh": await _outcome(reader.load_messages(delta)),
+                    "strong": await _outcome(reader.load_messages(delta, consistency=Consistency.STRONG)),
+                    "list": await _outcome(reader.query_threads(ThreadQuery())),
+                    "write": await _outcome(reader.checkpoint_append(delta, ["c"], run_of(delta))),
+                }
+                assert all(isinstance(f, (StoreUnavailable, ReadNotFresh)) for f in found.values()), found
+                await eventually(lambda r=reader: _says(r, delta, "flushed again"))  # type: ignore[misc]
+            # What needs nothing of Postgres is accepted, and counts.
+            await starts.checkpoint(whole, ["all", "new"], run_of(whole))
+            await starts.checkpoint(new, ["n"], run_of(new))
+            async with deployment.store(**brief) as store:
+                assert await eventually(lambda: _messages(runs, delta)) == ["a", "b"]
+                assert await eventually(lambda: _messages(starts, delta)) == ["a", "b"]
+                assert await starts.load_messages(whole) == ["all", "new"]
+                await runs.checkpoint_append(delta, ["c"], run_of(delta))
+                await store.force_flush_all()
+                assert await store.load_messages(delta) == ["a", "b", "c"]
+                assert await store.load_messages(other) == ["o"]
+                assert await store.load_messages(new) == ["n"]
+                report = await store.verify()
+                assert (report.ok, report.quarantined) == (True, 0), report.findings
+
+
+async def test_a_postgres_restored_to_before_the_first_flush_is_noticed_where_the_log_is_purged(
+    own_servers: Servers, tmp_path: Path
+) -> None:
+    """Its cursors name no entry that the log could lack. A process without a flusher notices it, too."""
+    deployment = Deployment(own_servers, failover_window_s=2.0)
+    deployment.verified = False
+    brief = {"append_timeout_s": 1.0, "read_timeout_s": 1.0, "retain_after_flush_s": 2.0}
+    thread_id = fresh()
+    async with deployment.store(**brief):
+        pass
+    restore = await asyncio.to_thread(_copy_of_postgres, own_servers, tmp_path / "copy")
+    async with deployment.store(flusher=False, **brief) as runs:
+        async with deployment.store(**brief) as store:
+            for n in range(3):
+                await eventually(lambda n=n: _appended(store, thread_id, f"{n}"))  # type: ignore[misc]
+                await store.force_flush(thread_id)
+                await eventually(lambda: _only_last(store, thread_id))
+            await eventually(lambda: _appended(store, fresh(), "o"))
+            await store.force_flush_all()
+            await eventually(lambda: _nothing(store, thread_id))
+        assert await runs.load_messages(thread_id) == ["0", "1", "2"]
+        await runs.buffer.log.let_go({})
+        await asyncio.to_thread(restore)
+        with pytest.raises(StoreUnavailable, match="has flushed nothing of it"):
+            await runs.load_messages(thread_id)
+        with pytest.raises(LogRolledBack, match="has flushed nothing of it"):
+            async with deployment.store(**brief):
+                pass
+
+
+async def _nothing(store: BufferedThreadStore, thread_id: str) -> bool:
+    return not [m.seq async for _, m in store.buffer.log.scan(threads=[thread_id])]
+
+
+async def _outcome(call: Awaitable[object]) -> object:
+    """What it returns, or raises of a Postgres that is away."""
+    try:
+        return await call
+    except (StoreUnavailable, ReadNotFresh) as e:
+        return e
+
+
+async def _says(store: BufferedThreadStore, thread_id: str, why: str) -> bool:
+    return why in str(await _outcome(store.load_messages(thread_id)))
+
+
+async def _settled(store: BufferedThreadStore, position: int) -> bool:
+    return await store.buffer.log.settled() > position
+
+
+async def _messages(store: BufferedThreadStore, thread_id: str) -> Any:
+    try:
+        return await store.load_messages(thread_id)
+    except (StoreUnavailable, ReadNotFresh):
+        return None
 
 
 async def _appended(store: BufferedThreadStore, thread_id: str, message: str) -> bool:

@@ -187,6 +187,8 @@ class Postgres:
         self.mended: str | None = None
         self.store.database = self
         self.store._ledger = self.ledger
+        #: How often it fell back to a copy: connections to it break then.
+        self.falls = 0
 
     async def gated(self, call: Callable[..., Awaitable[Any]], *arguments: Any, **options: Any) -> Any:
         """A call from outside."""
@@ -217,6 +219,7 @@ class Postgres:
 
     def put_back(self, copy: list[dict[Any, Any]]) -> None:
         """Fail over to a copy of before."""
+        self.falls += 1
         for table, content in zip(self._tables(), copy, strict=True):
             table.clear()
             table.update(content)
@@ -287,6 +290,10 @@ class LedgerView:
     @property
     def waiting(self) -> Any:
         return LedgerView(self._database, self._database.ledger.waiting)
+
+    @property
+    def connections(self) -> int:
+        return self._database.falls
 
     async def open(self) -> None:
         """The database need not be up."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
+from bufstore.buffer.ports.ledger import Cursor
 from bufstore.config import LogConfig
 from bufstore.errors import LogFull, StoreUnavailable
-from unit.test_flusher import Bench, bench
+from unit.test_flusher import SUBJECTS, Bench, bench, went_back
 
 #: A log of 1 MiB that takes this many a second fills as one of 2 GiB, the default, does at 1000 a second.
 LOG = LogConfig(partitions=4, max_bytes=1 << 20)
 RATE = 1000 * LOG.max_bytes / LogConfig().max_bytes
 CHECKPOINT = "x" * 2048
+PARTITION_OF = {thread_id: SUBJECTS.partition(thread_id) for thread_id in ("t", "u")}
 
 
 def away(it: Bench) -> None:
@@ -86,3 +89,34 @@ def test_an_owner_that_restarts_in_an_outage_has_the_reserve() -> None:
         assert await writes(it, 3600) > 650
 
     bench(main)
+
+
+def test_nothing_is_purged_that_a_restored_postgres_lacks_whatever_was_said_before() -> None:
+    """What an owner has said of a partition stands in the shared state, and was true of the Postgres before."""
+
+    async def main(it: Bench) -> None:
+        take, held = it.ledger.take, {PARTITION_OF["u"]}
+
+        async def takes(partitions: Sequence[int], owner: str) -> list[Cursor]:
+            return await take([p for p in partitions if p not in held], owner)
+
+        it.ledger.take = takes  # type: ignore[method-assign]
+        await it.start()
+        await it.writer.append(["a"], "t")
+        assert await it.flushed("t")
+        restore = went_back(it)
+        for n in range(3):
+            await it.writer.append([n], "t")
+            await asyncio.sleep(1)
+        await it.writer.append(["u"], "u")
+        await asyncio.sleep(120)  # all of the first partition may be purged, and nothing is said of the other one
+        restore()
+        held.clear()
+        held.add(PARTITION_OF["t"])
+        await asyncio.sleep(120)
+        held.clear()
+        assert await it.flushed("t", "u")
+        assert await it.stored("t") == ["a", 0, 1, 2]
+
+    log = LogConfig(partitions=4, failover_window_s=20.0)
+    bench(main, log=log, retain_after_flush_s=20.0)

@@ -12,7 +12,7 @@ from bufstore.buffer.append.appender import Appender
 from bufstore.buffer.chain import Watermark, plan
 from bufstore.buffer.entry import Malformed, StoredEntry, items_of
 from bufstore.buffer.parts import Parts
-from bufstore.buffer.ports.ledger import Decision
+from bufstore.buffer.ports.ledger import Cursor, Decision
 from bufstore.buffer.ports.waiting import WaitingEntry
 from bufstore.buffer.read.overlay import overlay
 from bufstore.buffer.read.reads import Reads
@@ -134,6 +134,14 @@ class Reached:
         if not self._world.store_is_up:
             raise StoreUnavailable("Postgres is down")
         return await self._world.ledger.watermarks(thread_ids)
+
+    async def cursors(self) -> dict[int, Cursor]:
+        """Where a flush by hand moves none: up to what is settled."""
+        if found := await self._world.ledger.cursors():
+            return found
+        bucket = self._world.log.bucket
+        floors = {p: found.body for p in range(SUBJECTS.partitions) if (found := bucket.get("floor", p)) is not None}
+        return {p: Cursor(p, 1, floor.settled, 0) for p, floor in floors.items()}
 
 
 class Instance:

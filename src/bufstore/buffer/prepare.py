@@ -7,7 +7,7 @@ import secrets
 from typing import Any
 
 from bufstore.buffer.domain import Backing
-from bufstore.buffer.flush.takeover import mismatch, proven
+from bufstore.buffer.flush.takeover import mismatch, never_flushed, proven
 from bufstore.buffer.operate.salvage import reason_to_repair
 from bufstore.buffer.ports.ledger import Ledger
 from bufstore.buffer.ports.log import Log
@@ -175,4 +175,5 @@ async def _compare(log: Log, ledger: Ledger, stream: str, epoch: int | None, kno
     if reason is not None or epoch is None:
         return reason
     # All partitions at once: if one went apart, the others must not go on beside it.
-    return next(filter(None, await asyncio.gather(*(mismatch(log, cursor) for cursor in cursors))), None)
+    looks = (never_flushed(log, cursors), *(mismatch(log, cursor) for cursor in cursors))
+    return next(filter(None, await asyncio.gather(*looks)), None)

@@ -32,6 +32,10 @@ class MemoryLedger:
         self.parked = MemoryParked(self._rows, target)
         self.waiting = MemoryWaiting()
 
+    @property
+    def connections(self) -> int:
+        return 0
+
     async def open(self) -> None:
         """Nothing to open."""
 

@@ -17,7 +17,7 @@ from bufstore.buffer.flush.owned_partition import OwnedPartition
 from bufstore.buffer.flush.passed import purgeable, share_to_go
 from bufstore.buffer.parts import AnyParts
 from bufstore.buffer.places import first_place
-from bufstore.buffer.ports.ledger import FlushFailed
+from bufstore.buffer.ports.ledger import Cursor, FlushFailed
 from bufstore.buffer.ports.log import Floor
 from bufstore.errors import BufstoreError
 from bufstore.failpoints import Failpoint, reach
@@ -37,7 +37,7 @@ class Retention:
         self,
         parts: AnyParts,
         owned_partitions: Mapping[int, OwnedPartition],
-        compare: Callable[[], Awaitable[None]],
+        compare: Callable[[], Awaitable[Mapping[int, Cursor]]],
     ) -> None:
         self._log, self._ledger = parts.log, parts.ledger
         self._subjects, self._config = parts.subjects, parts.config
@@ -46,6 +46,8 @@ class Retention:
         self._loop = asyncio.get_running_loop()
         #: When Postgres last confirmed that it had everything it should have.
         self._confirmed_at = float("-inf")
+        #: Up to where it had all partitions then.
+        self._reached = 0
         self._archived = 0
         #: Why Postgres does not confirm anything at the moment.
         self._unconfirmed = ""
@@ -96,7 +98,7 @@ class Retention:
                 floors[partition] = Floor(max(floor.settled, before.settled), max(floor.purgeable, before.purgeable))
         self._floors = floors
         reach(Failpoint.PURGE_BEFORE)
-        purged = await self._log.let_go(floors)
+        purged = await self._log.let_go(floors, self._reached)
         reach(Failpoint.PURGE_DONE)
         for owned in self._owned.values():
             if purged > owned.passed.purged:
@@ -110,7 +112,7 @@ class Retention:
         """Have Postgres confirm what it has, for times when it cannot be asked."""
         asked_at = self._loop.time()
         try:
-            await self._compare()
+            cursors = await self._compare()
             if archives:
                 self._archived = await self._ledger.archived()
         except (BufstoreError, FlushFailed) as e:
@@ -124,6 +126,8 @@ class Retention:
                 )
         else:
             self._confirmed_at, self._unconfirmed = asked_at, ""
+            partitions = range(self._subjects.partitions)
+            self._reached = min(cursors[p].seq if p in cursors else 0 for p in partitions)
 
     async def _bury(self) -> None:
         """Remove the rows of deleted threads whose entries the log has purged: they cannot come again."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from bufstore.buffer.entry import entry_id
@@ -54,6 +54,15 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
         found = await log.identity(cursor.seq)
         if found is None or entry_id(found) != cursor.id:
             return f"position {cursor.seq} no longer holds the entry at the cursor of partition {cursor.partition}"
+    return None
+
+
+async def never_flushed(log: Log, cursors: Iterable[Cursor]) -> str | None:
+    """Why the log is not that of a Postgres which has flushed nothing of it; None when it has, or the log may be."""
+    if all(cursor.seq < log.generation_start for cursor in cursors):
+        first, _ = await log.bounds()
+        if first > log.generation_start:
+            return f"the log is purged up to {first}, and this Postgres has flushed nothing of it"
     return None
 
 
@@ -258,13 +267,17 @@ class Takeover:
     async def _mismatch(self, cursor: Cursor) -> str | None:
         """`mismatch`, of a cursor that is still the partition's. Raises LogUnavailable when it is not."""
         reason = await mismatch(self._log, cursor)
+        if reason is None and cursor.seq < self._log.generation_start:
+            reason = await never_flushed(self._log, (await self._ledger.cursors()).values())
         # A process that stood still for long: others went on, and the log was purged behind them.
         if reason is not None and (await self._ledger.cursors()).get(cursor.partition) != cursor:
             raise LogUnavailable(f"another owner took partition {cursor.partition} meanwhile")
         return reason
 
-    async def compare(self) -> None:
+    async def compare(self) -> Mapping[int, Cursor]:
         """Doubt the partitions whose cursors Postgres no longer knows: it went back, or another owner has them.
+
+        Returns all cursors.
 
         Without this, a partition to which nothing is written would not notice. Raises what `Ledger.cursors` raises.
         """
@@ -278,6 +291,7 @@ class Takeover:
             if found.term != ours.term or found.seq < ours.seq or (found.seq == ours.seq and found.id != ours.id):
                 owned.doubt = f"Postgres has {found}, not {ours}"
                 self._wake()
+        return cursors
 
     async def compare_for_asker(self) -> None:
         """`compare`, now and then: somebody asks for a flush although everything is flushed."""

@@ -68,6 +68,8 @@ class GroupLog:
         stream.vouched_by(self._tail.last_seen.mismatch)
         self._sequencer = self.writer(config.append_timeout_s / 2)
         self._feeds = Feeds(self._follow, self._split)
+        #: Up to where the owners have said that everything is settled.
+        self._said = 0
         #: How often the stream was followed: each time by a consumer of its own.
         self._followed = 0
 
@@ -131,7 +133,9 @@ class GroupLog:
     def _settled(self, floors: Mapping[int, Floor]) -> int:
         """The position below which all partitions are settled; 0 as long as an owner has not said."""
         partitions = range(self._subjects.partitions)
-        return min(floors[p].settled for p in partitions) if all(p in floors for p in partitions) else 0
+        settled = min(floors[p].settled for p in partitions) if all(p in floors for p in partitions) else 0
+        self._said = max(self._said, settled)
+        return settled
 
     async def _settled_now(self) -> int:
         return self._settled(await self._shared.floors())
@@ -377,7 +381,7 @@ class GroupLog:
         name = f"{self._name}{self._followed}"
         return await self._stream.follow(name, self._subjects.groups, seq, wake)
 
-    async def let_go(self, floors: Mapping[int, Floor]) -> int:
+    async def let_go(self, floors: Mapping[int, Floor], reached: int | None = None) -> int:
         there = await self._shared.floors()
         known = dict(there)
         for partition, floor in floors.items():
@@ -388,8 +392,11 @@ class GroupLog:
             await self._shared.put_floors(said)
         if not all(p in known for p in range(self._subjects.partitions)):
             return 0
-        self._forgetting.forget(self._settled(known))
-        await self._purging.purge(group_of(min(floor.purgeable for floor in known.values())))
+        settled, purgeable = self._settled(known), min(floor.purgeable for floor in known.values())
+        if reached is not None:
+            settled, purgeable = min(settled, reached), min(purgeable, reached)
+        self._forgetting.forget(settled)
+        await self._purging.purge(group_of(purgeable))
         return first_place(self._purging.purged)
 
     async def fence(self, below: int) -> None:
@@ -430,6 +437,10 @@ class GroupLog:
     @property
     def generation_start(self) -> int:
         return first_place(self._stream.generation_start)
+
+    @property
+    def floor(self) -> int:
+        return self._said
 
     @property
     def windows(self) -> Windows:

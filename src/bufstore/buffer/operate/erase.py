@@ -58,7 +58,7 @@ class Eraser:
         try:
             # Twice the window: partitions may have moved to another owner meanwhile, who begins to count anew.
             async with asyncio.timeout(2 * windows.keep_s + self._config.flush_timeout_s):
-                while (settled := await self._log.settled()) < remains.settled_from:  # noqa: ASYNC110 - others say it
+                while (settled := await self._settled_to()) < remains.settled_from:  # noqa: ASYNC110 - others say it
                     await asyncio.sleep(_LOOK_S)
                 while windows.archives and await self._ledger.archived() < remains.settled_from:  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
@@ -69,3 +69,8 @@ class Eraser:
                 else "a partition changed hands, or Postgres went back, before its commit was old enough"
             )
             raise FlushTimeout(None, target=remains.settled_from, flushed=settled, reason=reason) from None
+
+    async def _settled_to(self) -> int:
+        """Up to where the owners have said that everything is settled, if this Postgres has it, too."""
+        settled, cursors = await self._log.settled(), await self._ledger.cursors()
+        return min([settled, *(cursors[p].seq if p in cursors else 0 for p in range(self._subjects.partitions))])

@@ -174,6 +174,11 @@ class Ledger(Protocol):
         """Get ready; the database need not be up."""
         ...
 
+    @property
+    def connections(self) -> int:
+        """How many connections to the database this process has made: an older copy of it is behind a new one."""
+        ...
+
     async def setup(self) -> None:
         """Create or migrate the tables."""
         ...

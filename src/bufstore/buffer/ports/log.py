@@ -203,6 +203,11 @@ class Log(Generations, Protocol):
         ...
 
     @property
+    def floor(self) -> int:
+        """Below this position this object may tell of no entries, because owners have said that they are settled."""
+        ...
+
+    @property
     def windows(self) -> Windows:
         """What flushers and writers must agree on, as the log said at the last look.
 
@@ -268,10 +273,12 @@ class Log(Generations, Protocol):
         """
         ...
 
-    async def let_go(self, floors: Mapping[int, Floor]) -> int:
+    async def let_go(self, floors: Mapping[int, Floor], reached: int | None = None) -> int:
         """Say what is no longer needed of these partitions; forget and remove what is needed of none.
 
         Below which position that was removed. Call it now and then, without partitions too: others say it as well.
+        `reached`: up to where Postgres has all partitions. Nothing above it goes, whatever was said: a Postgres that
+        was restored from a backup lacks what was true of the one before.
         """
         ...
 

@@ -22,6 +22,7 @@ from bufstore.buffer.parts import Parts
 from bufstore.buffer.read.flush_waiter import FlushWaiter
 from bufstore.buffer.read.overlay import from_log_alone, overlay
 from bufstore.buffer.read.recent_states import Kept, Link, RecentStates, links_of
+from bufstore.buffer.read.restored import Restored
 from bufstore.buffer.read.store_watch import STORE_PATIENCE_S, StoreWatch, end
 from bufstore.buffer.read.with_waiting import WithWaiting
 from bufstore.errors import (
@@ -55,8 +56,10 @@ class Reads(Generic[S]):
         """`own_seq`: up to which position this process itself has written to a thread, as far as it remembers."""
         self._domain, self._log, self._ledger = parts.domain, parts.log, parts.ledger
         self._subjects, self._config = parts.subjects, parts.config
+        #: Whether what Postgres says counts.
+        self.restored = Restored(parts)
         #: What is flushed, and that with what waits in the ledger.
-        self._reader, self._with_waiting = reader, WithWaiting(parts, reader)
+        self._reader, self._with_waiting = reader, WithWaiting(parts, reader, self.restored)
         self._waiter = waiter
         self._own_seq = own_seq
         self._recent: RecentStates[S] = RecentStates(_RECENT_BYTES)
@@ -67,6 +70,7 @@ class Reads(Generic[S]):
     async def aclose(self) -> None:
         """Stop looking whether the store is back."""
         await self.store.aclose()
+        await self.restored.aclose()
 
     def forget(self, thread_id: str) -> None:
         """Read the thread from the store the next time."""
@@ -100,6 +104,7 @@ class Reads(Generic[S]):
                 elif level is Consistency.STRONG:
                     target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
                     state = await self._until(thread_id, lambda: self._reader.state(thread_id), target)
+                    await self.restored.check()
                 else:
                     state = await self._until(thread_id, lambda: self._joined_state(thread_id, proven), needed)
         except TimeoutError:
@@ -128,7 +133,9 @@ class Reads(Generic[S]):
         """
         if self.store.down is not None:
             raise StoreUnavailable(self.store.down)
-        return {t: row for t, (row, _) in (await self._ledger.watermarks(thread_ids)).items()}
+        found = await self._ledger.watermarks(thread_ids)
+        await self.restored.check()
+        return {t: row for t, (row, _) in found.items()}
 
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
         """Wait until everything of the thread that is acknowledged now is flushed; up to which position that is."""
@@ -150,9 +157,12 @@ class Reads(Generic[S]):
             passed = await self._asked(self._ledger.cursors(), None, timeout_s)
             targets = {p: end or (passed[p].seq if p in passed else 0) for p, end in targets.items()}
         await self._waiter.partitions({p: seq for p, seq in targets.items() if seq}, timeout_s)
+        await self._asked(self.restored.check(), None, timeout_s)
 
     async def _waits_to(self, thread_id: str) -> int:
-        return (await self._ledger.watermark(thread_id)).waits_to
+        waits_to = (await self._ledger.watermark(thread_id)).waits_to
+        await self.restored.check()
+        return waits_to
 
     async def _asked(self, answer: Awaitable[T], thread_id: str | None, timeout_s: float) -> T:
         """What Postgres answers: of what the log shows nothing any more, entries may still wait there."""
@@ -240,6 +250,7 @@ class Reads(Generic[S]):
         messages: list[StoredMessage] = []
         if last > state.watermark.flushed_seq:
             messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
+        await self.restored.check()  # behind the first look at the log, which may have set its floor
         if not messages:
             return self._read(state, state, last, [])
         items = items_of(messages, thread_id)

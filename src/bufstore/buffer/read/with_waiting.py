@@ -15,16 +15,22 @@ from bufstore.buffer.domain import S, StateReader
 from bufstore.buffer.flush.deciding import decide_thread
 from bufstore.buffer.parts import Parts
 from bufstore.buffer.read.overlay import overlay
+from bufstore.buffer.read.restored import Restored
 
 
 class WithWaiting(Generic[S]):
     """See `bufstore.buffer.domain.StateReader`. Where nothing waits, which the row says, it costs nothing."""
 
-    def __init__(self, parts: Parts[Any, S, Any], reader: StateReader[S]) -> None:
+    def __init__(self, parts: Parts[Any, S, Any], reader: StateReader[S], restored: Restored) -> None:
         self._domain, self._ledger = parts.domain, parts.ledger
-        self._reader = reader
+        self._reader, self._restored = reader, restored
 
     async def state(self, thread_id: str) -> S:
+        state = await self._state(thread_id)
+        await self._restored.check()
+        return state
+
+    async def _state(self, thread_id: str) -> S:
         state = await self._reader.state(thread_id)
         if not state.watermark.waits_to:
             return state
@@ -34,6 +40,11 @@ class WithWaiting(Generic[S]):
 
     async def watermark(self, thread_id: str) -> Watermark:
         """The watermark alone. Raises what the ledger raises."""
+        watermark = await self._watermark(thread_id)
+        await self._restored.check()
+        return watermark
+
+    async def _watermark(self, thread_id: str) -> Watermark:
         row = await self._ledger.watermark(thread_id)
         if not row.waits_to:
             return row
@@ -44,6 +55,7 @@ class WithWaiting(Generic[S]):
 
     async def answers(self) -> None:
         await self._reader.answers()
+        await self._restored.check()
 
 
 def _without_mark(state: S) -> S:

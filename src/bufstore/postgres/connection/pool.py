@@ -70,6 +70,9 @@ class _Failure:
 
 
 class _Connection(AsyncConnection[TupleRow]):
+    #: How many of them this process has made.
+    made = 0
+
     @classmethod
     async def connect(cls, conninfo: str = "", *, failure: _Failure, **kwargs: Any) -> Self:  # type: ignore[override]
         try:
@@ -80,6 +83,7 @@ class _Connection(AsyncConnection[TupleRow]):
             failure.reason = "".join(reasons[-1]) if reasons else "connection failed"
             raise
         failure.reason = None
+        _Connection.made += 1
         # Whatever the role's default is: what waits for a row that another has changed goes on with the changed one.
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
@@ -110,6 +114,11 @@ def _end(pipeline: AsyncPipeline) -> Generator[Any, Any, None]:
                 pipeline.pgconn.consume_input()
     finally:
         yield from pipeline._fetch_gen(flush=False)
+
+
+def connections_made() -> int:
+    """How many connections to Postgres this process has made, in all pools."""
+    return _Connection.made
 
 
 class Pool(AsyncConnectionPool[_Connection]):

@@ -17,7 +17,7 @@ from bufstore.config import BufferConfig
 from bufstore.failpoints import Failpoint, reach
 from bufstore.postgres.connection import arrays
 from bufstore.postgres.connection.migrate import check_schema, migrate, queries
-from bufstore.postgres.connection.pool import Pool, new_pool
+from bufstore.postgres.connection.pool import Pool, connections_made, new_pool
 from bufstore.postgres.ledger.applying import apply_batch, flush_errors, probe_batch
 from bufstore.postgres.ledger.quarantine import PostgresParked, row_columns
 from bufstore.postgres.ledger.waiting import PostgresWaiting
@@ -72,6 +72,10 @@ class PostgresLedger:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(schema={self.schema!r})"
+
+    @property
+    def connections(self) -> int:
+        return connections_made()
 
     async def open(self) -> None:
         """Open the pool; Postgres need not be up."""
