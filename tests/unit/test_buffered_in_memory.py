@@ -17,6 +17,7 @@ from bufstore import (
     ConfigDrift,
     Consistency,
     FlushTimeout,
+    LineageError,
     LogConfig,
     LogFull,
     LogRolledBack,
@@ -395,6 +396,23 @@ def test_a_change_of_lineage_that_met_a_full_log_may_be_carried_out_by_another()
             assert thread.parent_thread_id == parent
 
     run(main())
+
+
+def test_a_record_of_lineage_that_cannot_be_read_stops_others_only_as_long_as_its_change_may_take() -> None:
+    """Somebody wrote something else there, or it is a newer release's: that one may be at work, but not for ever."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        await store.save_thread("t")
+        await store.buffer.shared.put_lineage(b"garbage", 0, 5.0)
+        with pytest.raises(LineageError, match="cannot read the lineage record"):
+            await store.delete_thread("t")
+        await asyncio.sleep(store.buffer.config.flush_timeout_s)
+        await store.delete_thread("t")
+        assert await store.load_thread("t") is None
+        await store.save_thread("u")
+        await store.delete_thread("u")
+
+    alone(main)
 
 
 def test_a_thread_in_quarantine_stops_no_change_of_lineage_of_others() -> None:

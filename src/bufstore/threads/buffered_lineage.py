@@ -10,9 +10,10 @@ back late to its own change looks at the record between reading a thread and the
 was read. If the record has moved on, another process has carried the change out; if it moves after the look, the
 other's change of the thread fails the append. A failure after a change took its place leaves the change to the next
 process: its outcome is not known. Only a final refusal (a thread in quarantine) ends it: it is marked as done and goes
-no further, so that it stops nobody else. Another's deletion is carried out only on the thread that it was decided on:
-if the thread has entries since, it may have been deleted before them, and deleting them would lose what was
-acknowledged later. If the bucket is lost while two changes are under way, they may overlap.
+no further, so that it stops nobody else. Nor does a record that cannot be read, once a change would be over. Another's
+deletion is carried out only on the thread that it was decided on: if the thread has entries since, it may have been
+deleted before them, and deleting them would lose what was acknowledged later. If the bucket is lost while two changes
+are under way, they may overlap.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class BufferedLineage:
         self._parents = NamedParents(self._thread, self.change if edits.taken else None)
         #: Changes whose record may have been stored.
         self._placed: set[int] = set()
+        #: The sequence of a record that cannot be read, and when it was seen first.
+        self._unread = (0, 0.0)
 
     async def check_run(self, run: Run) -> None:
         """Raise LineageError if the run names a parent that its thread cannot have.
@@ -200,7 +203,16 @@ class BufferedLineage:
         try:
             return seq, _decode(body) if body else None
         except msgspec.MsgspecError:
-            raise LineageError("this release cannot read the lineage record in the shared state") from None
+            # Maybe a newer release's: as long as its change may take, its process may be at work.
+            now = asyncio.get_running_loop().time()
+            if self._unread[0] != seq:
+                self._unread = seq, now
+            if now - self._unread[1] >= self._config.flush_timeout_s:
+                return seq, None
+            raise LineageError(
+                "this release cannot read the lineage record in the shared state; it is replaced by a change that "
+                f"comes {self._config.flush_timeout_s:g} s later and finds it unchanged"
+            ) from None
 
     async def _thread(self, thread_id: str) -> Thread | None:
         """The thread as reads show it, even with a broken chain."""
