@@ -415,6 +415,20 @@ def test_a_record_of_lineage_that_cannot_be_read_stops_others_only_as_long_as_it
     alone(main)
 
 
+def test_who_hears_that_something_is_flushed_has_heard_before_what_was_parked() -> None:
+    """A writer that waited for the flush builds on the thread at once: on a parked entry it would be parked, too."""
+
+    async def main(store: BufferedThreadStore) -> None:
+        heard = list[str]()
+        await store.buffer.shared.on_progress(lambda partition, seq: heard.append("progress"))
+        await store.buffer.shared.on_parked(heard.append)
+        await store.buffer.log.publish(Outgoing(store.buffer.subjects.of("t"), b"garbage"), 5.0)
+        await store.force_flush("t")
+        assert heard[0] == "t"
+
+    alone(main)
+
+
 def test_a_thread_in_quarantine_stops_no_change_of_lineage_of_others() -> None:
     async def main() -> None:
         nats, inner = MemoryNats(), MemoryThreadStore()

@@ -167,9 +167,10 @@ class Committer:
         """Report the commit to everybody who waits for it or built on what it parked, and to JetStream."""
         decision = committed.decision
         with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
-            await self._shared.report({cursor.partition: cursor.seq for cursor in decision.cursors})
+            # First this: who waits for the flush may write as soon as he hears of it, on what is parked.
             for thread_id in {p.item.thread_id for p in decision.parked if p.item.thread_id is not None}:
                 await self._shared.tell_parked(thread_id)
+            await self._shared.report({cursor.partition: cursor.seq for cursor in decision.cursors})
         reach(Failpoint.FLUSH_REPORTED)
         for owned in committed.owned_partitions:
             owned.feed.passed(owned.cursor.seq)
