@@ -224,6 +224,28 @@ def test_a_version_that_postgres_alone_cannot_tell_is_taken_from_the_content(sta
     test(main)
 
 
+@pytest.mark.parametrize("takes_s", [0.5, 3.0])
+def test_a_postgres_that_is_slow_is_not_asked_for_each_thread_instead(takes_s: float) -> None:
+    """Where everything is slow, a question for each of many threads would be far more to do than the one for all."""
+
+    async def main(world: World, one: Instance) -> None:
+        read = list[str]()
+
+        async def held(_: Sequence[str]) -> Collection[str]:
+            await asyncio.sleep(takes_s)
+            return ()
+
+        async def joined(thread_id: str) -> Any:
+            read.append(thread_id)
+            raise StoreUnavailable("too busy")
+
+        one.appender._finder._held, one.reads.joined = held, joined  # type: ignore[assignment, method-assign]
+        await asyncio.gather(*(one.append(["a"], f"t{n}") for n in range(20)))
+        assert not read
+
+    test(main)
+
+
 def test_when_postgres_cannot_say_which_threads_are_new_each_is_asked_for() -> None:
     async def main(world: World, one: Instance) -> None:
         asked = 0

@@ -20,8 +20,8 @@ _log = logging.getLogger(__name__)
 #: Purged entries were flushed a failover window ago, which is longer: a thread that existed nowhere, and was written
 #: since, still shows in the log.
 _NEW_FOR_S = 5.0
-#: How long Postgres may take to say what it knows of many threads, and how long it is not asked again when it did not.
-_KNOWN_S, _KNOWN_AGAIN_S = 1.0, 5.0
+#: How long Postgres is not asked again what it knows of many threads when it did not say.
+_KNOWN_AGAIN_S = 5.0
 
 #: Which of these threads the store has.
 Held = Callable[[Sequence[str]], Awaitable[Collection[str]]]
@@ -146,7 +146,8 @@ class TipFinder(Generic[S, M]):
         if self._loop.time() < self._ask_again_at:
             return {}
         try:
-            async with asyncio.timeout(_KNOWN_S):
+            # As long as the answer is of use: to ask for each of them instead is far more to do, where all is slow.
+            async with asyncio.timeout(self._new_for_s):
                 return await look()
         except Exception as e:  # whatever it is, each of them is asked for then, and says it
             _log.debug("cannot ask about many threads: %s", type(e).__name__, extra={"action": "known_unavailable"})

@@ -133,7 +133,7 @@ class Reads(Generic[S]):
         """
         if self.store.down is not None:
             raise StoreUnavailable(self.store.down)
-        found = await self._ledger.watermarks(thread_ids)
+        found = await self.store.while_up(self._ledger.watermarks(thread_ids))
         await self.restored.check()
         return {t: row for t, (row, _) in found.items()}
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from typing import Any, Generic
+from collections.abc import Coroutine
+from typing import Any, Generic, TypeVar
 
 from bufstore.buffer.domain import S, StateReader
 from bufstore.errors import BufstoreError, StoreUnavailable
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +29,7 @@ class StoreWatch(Generic[S]):
         self._probe: asyncio.Task[None] | None = None
         self._question: asyncio.Task[None] | None = None
         #: Requests to the store that nobody waits for any more.
-        self._ending: set[asyncio.Task[S]] = set()
+        self._ending: set[asyncio.Task[Any]] = set()
         #: Why the store counts as down; None while it answers.
         self.down: str | None = None
 
@@ -55,6 +58,18 @@ class StoreWatch(Generic[S]):
         await self._is_down()
         return None
 
+    async def while_up(self, asking: Coroutine[Any, Any, T]) -> T:
+        """What the store answers, however long it takes for that as long as it is up. Raises StoreUnavailable."""
+        asked = asyncio.get_running_loop().create_task(asking)
+        try:
+            while self.down is None and not (await asyncio.wait([asked], timeout=self._patience / 2))[0]:
+                await self._is_down()
+            if not asked.done():
+                raise StoreUnavailable(self.down or "it does not answer")
+            return asked.result()
+        finally:
+            self.let_go(asked)
+
     async def told_after_all(self, thread_id: str, asked: asyncio.Task[S] | None, deadline: float) -> S:
         """What only the store can tell: wait for it. `asked`: it was, before. Raises StoreUnavailable."""
         if asked is None or asked.done():
@@ -69,14 +84,14 @@ class StoreWatch(Generic[S]):
         finally:
             self.let_go(asked)
 
-    def let_go(self, asked: asyncio.Task[S] | None) -> None:
+    def let_go(self, asked: asyncio.Task[Any] | None) -> None:
         """End the request without waiting for its end, which takes long on a hanging server."""
         if asked is not None:
             self._ending.add(asked)
             asked.add_done_callback(self._ended)
             asked.cancel()
 
-    def _ended(self, asked: asyncio.Task[S]) -> None:
+    def _ended(self, asked: asyncio.Task[Any]) -> None:
         self._ending.discard(asked)
         if not asked.cancelled():
             asked.exception()  # or asyncio reports an exception that was never retrieved
