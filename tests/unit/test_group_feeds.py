@@ -306,6 +306,34 @@ def test_partitions_that_were_committed_together_are_not_late_for_each_other() -
     run(main())
 
 
+def test_who_waits_for_a_delivery_is_not_taken_for_one_to_whom_nothing_is_delivered() -> None:
+    """Both deliveries are further already: it has its turn when the second one has ended. To follow it anew from its
+    cursor would not help it.
+    """
+
+    async def main() -> None:
+        server = Server(["012"] * 40, ahead=8)
+        zero = await server.open(0)
+        while zero.delivered < place(40, 0):
+            await settled()
+            await zero.ack(taken(zero)[-1])
+        one = await server.open(1, 0)
+        await settled()
+        got = taken(one)
+        two = await server.open(2, 0)
+        assert two.delivery is None
+        assert two.crowded
+        while two.delivered < place(40, 2):
+            await one.ack(got[-1])
+            await settled()
+            got += taken(one)
+            if arrived := taken(two):
+                await two.ack(arrived[-1])
+        await server.feeds.aclose()
+
+    run(main())
+
+
 def test_a_partition_that_catches_up_holds_up_no_other() -> None:
     """Neither one that was set aside, nor one that is taken over with all that its owner has left behind."""
 

@@ -63,7 +63,7 @@ class PartitionFeed:
 
     @property
     def crowded(self) -> bool:
-        return self.aside or (self.delivery is not None and self.delivery.crowded)
+        return self.delivery is None or self.delivery.crowded  # set aside, or waiting for its turn
 
     def passed(self, seq: int) -> None:
         # The cursor of an idle partition goes to an entry of another: there is nothing to deliver up to there.
