@@ -368,6 +368,7 @@ async def the_log_is_purged_as_far_as_all_partitions_allow(logs: Logs) -> None:
     all_, half = range(logs.config.log.partitions), logs.config.log.partitions // 2
     assert await log.let_go({p: Floor(places[3], places[3]) for p in all_[:half]}) == 0
     assert (await log.identity(places[0])) is not None
+    assert await log.purged_to() == 0
     # What one owner says counts for all; the lowest decides.
     purged = 0
 
@@ -380,6 +381,7 @@ async def the_log_is_purged_as_far_as_all_partitions_allow(logs: Logs) -> None:
     assert places[1] < purged <= places[2]
     third = await logs.made()
     assert (await third.bounds())[0] > places[1]
+    assert places[1] < await third.purged_to() <= places[2]
     assert [await third.identity(at) is not None for at in places] == [False, False, True, True]
     assert [m.seq for m in await third.after(logs.subjects.all, 0, PATIENCE_S)] == places[2:]
     # An entry that leaves takes nothing else with it, and a thread without entries is as if nothing had been written.

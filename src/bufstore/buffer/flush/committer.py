@@ -167,7 +167,7 @@ class Committer:
         """Report the commit to everybody who waits for it or built on what it parked, and to JetStream."""
         decision = committed.decision
         with contextlib.suppress(BufstoreError):  # waiters also look into Postgres
-            # First this: who waits for the flush may write as soon as he hears of it, on what is parked.
+            # First this: who waits for the flush may write on what is parked as soon as they hear of it.
             for thread_id in {p.item.thread_id for p in decision.parked if p.item.thread_id is not None}:
                 await self._shared.tell_parked(thread_id)
             await self._shared.report({cursor.partition: cursor.seq for cursor in decision.cursors})

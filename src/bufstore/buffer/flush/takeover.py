@@ -59,10 +59,8 @@ async def mismatch(log: Log, cursor: Cursor) -> str | None:
 
 async def never_flushed(log: Log, cursors: Iterable[Cursor]) -> str | None:
     """Why the log is not that of a Postgres which has flushed nothing of it; None when it has, or the log may be."""
-    if all(cursor.seq < log.generation_start for cursor in cursors):
-        first, _ = await log.bounds()
-        if first > log.generation_start:
-            return f"the log is purged up to {first}, and this Postgres has flushed nothing of it"
+    if all(cursor.seq < log.generation_start for cursor in cursors) and (first := await log.purged_to()):
+        return f"the log is purged up to {first}, and this Postgres has flushed nothing of it"
     return None
 
 

@@ -351,6 +351,11 @@ class GroupLog:
         first, end = await self._stream.bounds()
         return first_place(first), last_place(end)
 
+    async def purged_to(self) -> int:
+        first = (await self._stream.part(self._subjects.groups, 0, _READ_S, 1)).messages
+        group = self._tail.decoded(first[0]) if first else None
+        return first_place(group.seq) if group is not None and group.before else 0
+
     async def held(self, positions: Mapping[int, int]) -> Held:
         await self._see_all()
         used, limit = await self._stream.fill()

@@ -164,6 +164,13 @@ class Log(Generations, Protocol):
     Writes raise Conflict, AppendUnknown, LogFull or LogUnavailable (certainly not stored).
     """
 
+    async def purged_to(self) -> int:
+        """The position from which on entries are left of a log that was purged; 0: none of it is gone, or none is left.
+
+        What stands beside the entries, and is gone, does not count.
+        """
+        ...
+
     async def publish(self, message: Outgoing, timeout_s: float) -> int:
         """Store one entry, or what stands beside the entries, durably. Returns its position."""
         ...
