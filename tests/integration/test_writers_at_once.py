@@ -6,6 +6,8 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
+import pytest
+
 from bufstore import Run
 from bufstore.nats.log import NatsLog
 from bufstore.nats.session import NatsSession
@@ -60,6 +62,7 @@ async def test_writers_take_turns_and_hear_what_was_faster(deployment: Deploymen
         await eventually(silent)
 
 
+@pytest.mark.long  # a property of `test_group_sequencer.py` has it without servers
 async def test_a_writer_that_is_far_away_gets_its_turns(deployment: Deployment) -> None:
     server = deployment.servers.nats
     async with FaultProxy("127.0.0.1", server.port, protocol="nats") as proxy, AsyncExitStack() as stack:

@@ -41,6 +41,7 @@ async def _run(servers: Servers, thread_id: str, what: str) -> list[str]:
     return printed.decode().splitlines()
 
 
+@pytest.mark.long  # half a minute
 async def test_the_example_is_killed_and_goes_on_while_postgres_is_away(own_servers: Servers) -> None:
     thread_id = fresh()
     killed = await _start(own_servers, thread_id, "ask", tool_s=600)
