@@ -52,6 +52,15 @@ class Asked:
         return self._ask(thread_id)
 
 
+async def read_in(store: BufferedThreadStore) -> str:
+    """A thread that is flushed and was read."""
+    thread_id = fresh()
+    await store.checkpoint(thread_id, [1], run_of(thread_id))
+    await store.force_flush(thread_id)
+    assert await store.load_messages(thread_id) == [1]
+    return thread_id
+
+
 @given(
     st.lists(
         st.one_of(
@@ -156,11 +165,8 @@ def test_a_process_that_has_read_a_thread_asks_postgres_for_its_watermark() -> N
 @pytest.mark.parametrize("trouble", ["hangs", "fails"])
 def test_a_watermark_that_does_not_come_leaves_the_read_to_who_waits_for_the_store(trouble: str) -> None:
     async def main() -> None:
-        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
-        async with instance(nats, inner) as store:
-            await store.checkpoint(thread_id, [1], run_of(thread_id))
-            await store.force_flush(thread_id)
-            assert await store.load_messages(thread_id) == [1]
+        async with instance(MemoryNats(), MemoryThreadStore()) as store:
+            thread_id = await read_in(store)
 
             async def away(_: str) -> Watermark:
                 if trouble == "hangs":
@@ -233,11 +239,8 @@ def test_a_thread_that_was_deleted_buried_and_written_again_is_read_from_postgre
 
 def test_nothing_is_kept_of_a_log_that_began_anew() -> None:
     async def main() -> None:
-        nats, inner, thread_id = MemoryNats(), MemoryThreadStore(), fresh()
-        async with instance(nats, inner) as store:
-            await store.checkpoint(thread_id, [1], run_of(thread_id))
-            await store.force_flush(thread_id)
-            assert await store.load_messages(thread_id) == [1]
+        async with instance(MemoryNats(), MemoryThreadStore()) as store:
+            thread_id = await read_in(store)
             assert store._reads._recent.get(thread_id, 0.0) is not None
             store.buffer.log._forgetting.all_begins_anew()  # type: ignore[attr-defined]
             assert store._reads._recent.get(thread_id, 0.0) is None
