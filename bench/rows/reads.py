@@ -34,7 +34,7 @@ class Reader(Ours):
         """Median of so many reads, ms, each as if this process had not read the thread before."""
 
         async def read() -> Any:
-            self.store.buffer.reads.forget(thread)
+            self.store.buffer.reads._recent.forget(thread)
             return await self.store.load_messages(thread)
 
         return await _timed(read, reads)

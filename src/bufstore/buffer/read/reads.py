@@ -72,10 +72,6 @@ class Reads(Generic[S]):
         await self.store.aclose()
         await self.restored.aclose()
 
-    def forget(self, thread_id: str) -> None:
-        """Read the thread from the store the next time."""
-        self._recent.forget(thread_id)
-
     def _on_forget(self, everything: bool) -> None:
         if everything:
             self._recent.forget_all()
