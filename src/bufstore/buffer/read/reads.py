@@ -99,8 +99,9 @@ class Reads(Generic[S]):
                     state = await self._until(thread_id, lambda: self._reader.state(thread_id), needed)
                 elif level is Consistency.STRONG:
                     target = max(await self.force_flush(thread_id, self._config.read_timeout_s), needed)
-                    state = await self._until(thread_id, lambda: self._reader.state(thread_id), target)
-                    await self.restored.check()
+                    state = await self.restored.counting(
+                        lambda: self._until(thread_id, lambda: self._reader.state(thread_id), target)
+                    )
                 else:
                     state = await self._until(thread_id, lambda: self._joined_state(thread_id, proven), needed)
         except TimeoutError:
@@ -129,8 +130,7 @@ class Reads(Generic[S]):
         """
         if self.store.down is not None:
             raise StoreUnavailable(self.store.down)
-        found = await self.store.while_up(self._ledger.watermarks(thread_ids))
-        await self.restored.check()
+        found = await self.restored.counting(lambda: self.store.while_up(self._ledger.watermarks(thread_ids)))
         return {t: row for t, (row, _) in found.items()}
 
     async def force_flush(self, thread_id: str, timeout_s: float) -> int:
@@ -153,12 +153,10 @@ class Reads(Generic[S]):
             passed = await self._asked(self._ledger.cursors(), None, timeout_s)
             targets = {p: end or (passed[p].seq if p in passed else 0) for p, end in targets.items()}
         await self._waiter.partitions({p: seq for p, seq in targets.items() if seq}, timeout_s)
-        await self._asked(self.restored.check(), None, timeout_s)
+        await self._asked(self.restored.counts_since(self.restored.era), None, timeout_s)
 
     async def _waits_to(self, thread_id: str) -> int:
-        waits_to = (await self._ledger.watermark(thread_id)).waits_to
-        await self.restored.check()
-        return waits_to
+        return (await self.restored.counting(lambda: self._ledger.watermark(thread_id))).waits_to
 
     async def _asked(self, answer: Awaitable[T], thread_id: str | None, timeout_s: float) -> T:
         """What Postgres answers: of what the log shows nothing any more, entries may still wait there."""
@@ -226,6 +224,7 @@ class Reads(Generic[S]):
             in_log = loop.create_task(self._last(subject, proven))
             try:
                 state = await self.store.stored(asked, deadline) if asked is not None else None
+                era = self.restored.era  # in which the state was answered, and counted
                 last = await in_log
             except BaseException:
                 await end(in_log, asked)
@@ -233,20 +232,25 @@ class Reads(Generic[S]):
             if state is None:
                 found = await self._without_store(thread_id, asked, deadline, last, proven)
             else:
-                found = await self._with_tail(thread_id, state, last, proven)
+                found = await self._with_tail(thread_id, state, era, last, proven)
             # A pause in between (of this process or machine, say) may have outlived an entry in the log: look again.
-            if elapsed.now_s() - began < self._log.windows.rely_s / 2:
+            if found is not None and elapsed.now_s() - began < self._log.windows.rely_s / 2:
                 return found._replace(asked_at=began)
 
     async def _joined_state(self, thread_id: str, proven: bool) -> S:
         return (await self.joined(thread_id, proven=proven))[0]
 
-    async def _with_tail(self, thread_id: str, state: S, last: int, proven: bool) -> Kept[S]:
-        """`state` with what the log holds above it, at least up to `last`, if that is above it."""
+    async def _with_tail(self, thread_id: str, state: S, era: int, last: int, proven: bool) -> Kept[S] | None:
+        """`state` with what the log holds above it, at least up to `last`, if that is above it.
+
+        None: when it was answered, in `era`, Postgres may have had less than it must have.
+        """
         messages: list[StoredMessage] = []
         if last > state.watermark.flushed_seq:
             messages, last = await self._tail(thread_id, state.watermark.flushed_seq, last, proven)
-        await self.restored.check()  # behind the first look at the log, which may have set its floor
+        # Behind the first look at the log, which may have set its floor.
+        if not await self.restored.counts_since(era):
+            return None
         if not messages:
             return self._read(state, state, last, [])
         items = items_of(messages, thread_id)
@@ -265,7 +269,7 @@ class Reads(Generic[S]):
 
     async def _without_store(
         self, thread_id: str, asked: asyncio.Task[S] | None, deadline: float, last: int, proven: bool
-    ) -> Kept[S]:
+    ) -> Kept[S] | None:
         """What the log tells without the store, else what the store tells after all. `asked`: it was, before."""
         try:
             messages, last = await self._tail(thread_id, 0, last, proven)
@@ -275,7 +279,7 @@ class Reads(Generic[S]):
             stored = await self.store.told_after_all(thread_id, asked, deadline)
         finally:
             self.store.let_go(asked)
-        return await self._with_tail(thread_id, stored, last, proven)
+        return await self._with_tail(thread_id, stored, self.restored.era, last, proven)
 
     async def _tail(self, thread_id: str, above: int, last: int, proven: bool) -> tuple[list[StoredMessage], int]:
         """The thread's messages in the log above a position, at least up to `last` if that is still there.

@@ -26,9 +26,7 @@ class WithWaiting(Generic[S]):
         self._reader, self._restored = reader, restored
 
     async def state(self, thread_id: str) -> S:
-        state = await self._state(thread_id)
-        await self._restored.check()
-        return state
+        return await self._restored.counting(lambda: self._state(thread_id))
 
     async def _state(self, thread_id: str) -> S:
         state = await self._reader.state(thread_id)
@@ -40,9 +38,7 @@ class WithWaiting(Generic[S]):
 
     async def watermark(self, thread_id: str) -> Watermark:
         """The watermark alone. Raises what the ledger raises."""
-        watermark = await self._watermark(thread_id)
-        await self._restored.check()
-        return watermark
+        return await self._restored.counting(lambda: self._watermark(thread_id))
 
     async def _watermark(self, thread_id: str) -> Watermark:
         row = await self._ledger.watermark(thread_id)
@@ -55,7 +51,7 @@ class WithWaiting(Generic[S]):
 
     async def answers(self) -> None:
         await self._reader.answers()
-        await self._restored.check()
+        await self._restored.counts_since(self._restored.era)
 
 
 def _without_mark(state: S) -> S:

@@ -1,0 +1,109 @@
+"""Which answers of a Postgres count that may have been restored from a backup."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bufstore.buffer.ports.ledger import Cursor
+from bufstore.buffer.read.restored import Restored
+from bufstore.errors import StoreUnavailable
+from unit.fake_log import run
+
+FLOOR = 100
+
+
+class Postgres:
+    """A ledger of two partitions, one of which lacks what is settled until it is flushed again."""
+
+    def __init__(self) -> None:
+        self.connections = 1
+        self.flushed = False
+        self.looks = 0
+
+    async def cursors(self) -> dict[int, Cursor]:
+        self.looks += 1
+        await asyncio.sleep(0.01)
+        return {0: Cursor(0, 1, FLOOR, 7), 1: Cursor(1, 1, FLOOR if self.flushed else 50, 8)}
+
+    async def answer(self) -> str:
+        found = "new" if self.flushed else "old"
+        await asyncio.sleep(0.01)
+        return found
+
+
+class Log:
+    """One that has an entry between the restored cursor and the floor."""
+
+    generation_start, floor = 1, FLOOR
+
+    async def identity(self, seq: int) -> Any:
+        return None
+
+    async def bounds(self) -> tuple[int, int]:
+        return 1, FLOOR
+
+    async def scan(self, above: int, **_: Any) -> Any:
+        yield 1, SimpleNamespace(seq=above + 1)
+
+
+def restored(postgres: Postgres, log: Log, monkeypatch: pytest.MonkeyPatch) -> Restored:
+    async def fits(*_: Any) -> None:
+        return None
+
+    monkeypatch.setattr("bufstore.buffer.read.restored.mismatch", fits)
+    monkeypatch.setattr("bufstore.buffer.read.restored.never_flushed", fits)
+    return Restored(SimpleNamespace(log=log, ledger=postgres, subjects=SimpleNamespace(partitions=2)))  # type: ignore[arg-type]
+
+
+def test_nothing_counts_until_it_is_flushed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        postgres = Postgres()
+        counts = restored(postgres, Log(), monkeypatch)
+        with pytest.raises(StoreUnavailable, match="flushed again"):
+            await counts.counting(postgres.answer)
+        postgres.flushed = True
+        assert await counts.counting(postgres.answer) == "new"
+        looks = postgres.looks
+        assert await counts.counting(postgres.answer) == "new"
+        assert postgres.looks == looks, "the same connections: nothing to ask"
+        await counts.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("what", ["a new connection", "a higher floor"])
+def test_an_answer_from_before_it_was_flushed_again_does_not_count(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The look came when the flushers were through, the answer when they were not: it was shown as fresh."""
+
+    async def main() -> None:
+        postgres, log = Postgres(), Log()
+        log.floor = FLOOR if what == "a new connection" else 1
+        counts = restored(postgres, log, monkeypatch)
+        postgres.flushed = what == "a new connection"
+        await counts.counting(postgres.answer)
+        asked = 0
+
+        async def meanwhile() -> str:
+            nonlocal asked
+            asked += 1
+            found = await postgres.answer()
+            if asked == 1:
+                if what == "a new connection":
+                    postgres.connections += 1
+                else:
+                    log.floor = FLOOR
+                postgres.flushed = True
+            return found
+
+        assert await counts.counting(meanwhile) == "new"
+        assert asked == 2
+        await asyncio.sleep(6)
+        assert await counts.counting(meanwhile) == "new"
+        assert asked == 3, "it is asked again for its cursors only"
+        await counts.aclose()
+
+    run(main())
