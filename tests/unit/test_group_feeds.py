@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +32,11 @@ class Source:
     def take(self) -> list[StoredMessage]:
         found = [m for m in self._server.messages if self._next <= m.seq <= self.acked + self._server.ahead]
         if found:
+            if len(found) > self._server.at_once:
+                self._wake()
+            found = found[: self._server.at_once]
             self._next = found[-1].seq + 1
+            self._server.given += len(found)
         return found if self.lost is None else []
 
     @property
@@ -56,12 +60,15 @@ class Source:
 
 
 class Server:
-    def __init__(self, groups: Sequence[str] = (), ahead: int = 100) -> None:
-        self.ahead = ahead
+    def __init__(self, groups: Sequence[str] = (), ahead: int = 100, at_once: int = 1000) -> None:
+        """`at_once`: as many arrive at a time."""
+        self.ahead, self.at_once = ahead, at_once
         self.messages: list[StoredMessage] = []
         self.sources: list[Source] = []
         self.open_sources = 0
         self.fails: Exception | None = None
+        #: How many groups were delivered, and how many entries of them were read.
+        self.given = self.read = 0
         #: Whether it makes consumers at once.
         self.made = asyncio.Event()
         self.made.set()
@@ -84,12 +91,15 @@ class Server:
         assert self.open_sources <= 2, "each has so much on its way, and the server bounds that of all"
         return self.sources[-1]
 
-    async def split(self, message: StoredMessage) -> list[tuple[int, StoredMessage]]:
+    async def split(self, message: StoredMessage, partitions: Collection[int]) -> list[tuple[int, StoredMessage]]:
         await asyncio.sleep(0)
-        return [
+        found = [
             (int(p), StoredMessage(f"s.{p}.t", place(message.seq, n), None, b""))
             for n, p in enumerate(message.body.decode())
+            if int(p) in partitions or n == len(message.body) - 1
         ]
+        self.read += len(found)
+        return found
 
     def expected(self, partition: int, start: int) -> list[int]:
         places = [place(m.seq, n) for m in self.messages for n, p in enumerate(m.body.decode()) if int(p) == partition]
@@ -162,6 +172,72 @@ def test_partitions_that_are_opened_together_follow_the_groups_few_times() -> No
         assert len(server.sources) <= 2
         await server.feeds.aclose()
         assert server.open_sources == 0
+
+    run(main())
+
+
+def test_partitions_that_are_opened_one_after_another_do_not_get_the_backlog_twice() -> None:
+    """A second delivery went over all of it beside the first, and never caught up."""
+
+    async def main() -> None:
+        server = Server(["012"] * 400, ahead=8, at_once=1)
+        feeds = []
+        for p in range(3):
+            feeds.append(await server.open(p))
+            for _ in range(8):
+                await asyncio.sleep(0)
+        got: list[list[int]] = [[], [], []]
+        while any(len(of_one) < 400 for of_one in got):
+            await asyncio.sleep(0)
+            for p, feed in enumerate(feeds):
+                got[p] += taken(feed)
+                if got[p]:
+                    await feed.ack(got[p][-1])
+        assert got == [server.expected(p, 0) for p in range(3)]
+        assert server.open_sources == 1
+        assert server.given <= 400 + 2 * 2 * 8, "but for what was on its way"
+        await server.feeds.aclose()
+        assert server.open_sources == 0
+
+    run(main())
+
+
+def test_of_a_group_no_more_is_read_than_somebody_waits_for() -> None:
+    async def main() -> None:
+        server = Server(["0" * 9 + "1" + "2" * 9] * 4)
+        one = await server.open(1)
+        await settled()
+        assert taken(one) == server.expected(1, 0)
+        assert one.through is not None
+        assert one.through.seq == place(4, 18), "the last of the log, whatever it is of"
+        assert server.read == 4 * 2
+        await server.feeds.aclose()
+
+    run(main())
+
+
+def test_who_is_served_while_a_group_is_read_gets_its_part_of_it() -> None:
+    async def main() -> None:
+        server = Server([])
+        zero = await server.open(0)
+        reading, go_on = asyncio.Event(), asyncio.Event()
+        split = server.split
+
+        async def slow(message: StoredMessage, partitions: Collection[int]) -> list[tuple[int, StoredMessage]]:
+            found = await split(message, partitions)
+            reading.set()
+            await go_on.wait()
+            return found
+
+        server.feeds._split = zero.delivery._split = slow  # type: ignore[union-attr]
+        server.write("10")
+        await reading.wait()
+        one = await server.open(1, first_place(1))
+        go_on.set()
+        await settled()
+        assert taken(zero) == [place(1, 1)]
+        assert taken(one) == [place(1, 0)]
+        await server.feeds.aclose()
 
     run(main())
 

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from bufstore.buffer.places import group_of
@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: Gives the entries of a message by partition, and whether it is a group at all.
-Split = Callable[[StoredMessage], Awaitable[Sequence[tuple[int, StoredMessage]]]]
+#: Gives those entries of a message that are of these partitions, and its last one whatever that is of, each with its
+#: partition.
+Split = Callable[[StoredMessage, Collection[int]], Awaitable[Sequence[tuple[int, StoredMessage]]]]
+
+#: To have this many times as much once more as is on its way is no delay that anybody would notice.
+_NEAR = 2
 
 
 class StreamFeed(Protocol):
@@ -95,6 +99,11 @@ class Delivery:
             self._lost = self._groups.lost
         return self._lost
 
+    def is_near(self, first: int) -> bool:
+        """Whether to begin anew at this sequence brings hardly more than what is on its way anyway."""
+        unacknowledged = self.next - (self._open[0][0] if self._open else self.next)
+        return self.next - first <= _NEAR * unacknowledged
+
     @property
     def crowded(self) -> bool:
         """See `bufstore.buffer.ports.log.Feed`."""
@@ -128,7 +137,12 @@ class Delivery:
         return False
 
     async def _give_out(self, message: StoredMessage) -> None:
-        entries = await self._split(message)
+        entries: Sequence[tuple[int, StoredMessage]] = ()
+        # Who is served since this was asked gets its part of this message, too.
+        served = None
+        while served is None or not served.issuperset(self.feeds):
+            served = frozenset(self.feeds)
+            entries = await self._split(message, served)
         touched: dict[int, int] = {}
         for partition, entry in entries:
             touched[partition] = entry.seq

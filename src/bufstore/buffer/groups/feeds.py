@@ -8,6 +8,9 @@ aside) get them in a second delivery, up to where the common one stands, and the
 neither for them nor for what they have missed. There are never more than these two, because each has a bounded number
 of bytes on its way, and the server closes the connection of who is owed too many. Who comes too late for the second
 one is served when that has ended.
+
+Who comes a moment after the common one has begun gets no second one, which might go over a whole backlog beside it, and
+never catch up: the common one begins anew for all, and who had some of that already gets none of it twice.
 """
 
 from __future__ import annotations
@@ -158,13 +161,20 @@ class Feeds:
         first = min((group_of(f.acked + 1) for f in feeds), default=0)
         delivery = Delivery(self._split, self._joins)
         await delivery.begin(lambda wake: self._follow(first, wake), first)
+        common = self._common
+        if common is not None and common.is_near(first):
+            feeds += common.feeds.values()
+            common.feeds.clear()
+            self._past.append(common)
+            self._common = common = None
         for one in feeds:
             if self._feeds.get(one.partition) is one and not one.ended:  # nor was it closed meanwhile
                 delivery.serve(one)
-        if self._common is None:
+        if common is None:
             self._common = delivery
         else:
             self._late = delivery
+        await self._end_useless()
 
     def _unserved(self) -> list[PartitionFeed]:
         return [feed for feed in self._feeds.values() if feed.delivery is None and not (feed.ended or feed.aside)]

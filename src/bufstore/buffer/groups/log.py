@@ -238,38 +238,49 @@ class GroupLog:
         return None
 
     async def _entry(self, group: Group, number: int, body: bytes) -> StoredMessage:
+        entry, elsewhere = self._written(group, number, body)
+        if not elsewhere:
+            return entry
+        payload = entry.body
+        try:
+            payload = await joined(payload, self._stream.identity)
+        except MalformedEntry:  # its checksum does not fit what is left of it
+            if await self._stream.identity(group.seq) is None:
+                raise _Purged("a large entry was purged while it was read") from None
+            # Who lacks a part and has the group behind it is not the one that was asked first, who led no more.
+            with contextlib.suppress(MalformedEntry):
+                payload = await joined(payload, self._stream.identity)
+        return StoredMessage(entry.subject, entry.seq, entry.header, payload)
+
+    def _written(self, group: Group, number: int, body: bytes) -> tuple[StoredMessage, bool]:
+        """An entry as it stands in its group, and whether its payload only says where that stands."""
         at = place(group.seq, number)
         try:
             entry = decode_entry(group, number, body)
         except MalformedEntry:
             # What it is of is known by its hash only. Of the group's body it gets no more than its own part.
             subject = f"{self._subjects.prefix}.{group.records[number].partition}."
-            return StoredMessage(subject, at, None, body_of(group, number, body))
-        subject, payload = self._subjects.of(entry.thread_id), entry.payload
-        if entry.elsewhere:
-            try:
-                payload = await joined(payload, self._stream.identity)
-            except MalformedEntry:  # its checksum does not fit what is left of it
-                if await self._stream.identity(group.seq) is None:
-                    raise _Purged("a large entry was purged while it was read") from None
-                # Who lacks a part and has the group behind it is not the one that was asked first, who led no more.
-                with contextlib.suppress(MalformedEntry):
-                    payload = await joined(payload, self._stream.identity)
-        return StoredMessage(subject, at, entry.header, payload)
+            return StoredMessage(subject, at, None, body_of(group, number, body)), False
+        return StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, entry.payload), entry.elsewhere
 
     def _foreign(self, message: StoredMessage) -> StoredMessage:
         """What is among the groups and is none, as if it were an entry."""
         return StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
 
-    async def _split(self, message: StoredMessage) -> Sequence[tuple[int, StoredMessage]]:
-        """The entries of a message of the stream, with the partition of each."""
+    async def _split(self, message: StoredMessage, partitions: Collection[int]) -> Sequence[tuple[int, StoredMessage]]:
+        """See `bufstore.buffer.groups.delivery.Split`."""
         group = self._tail.decoded(message)
         if group is None:  # anybody may publish: it belongs to no thread, and somebody must look at it
             return [(0, self._foreign(message))]
-        return [
-            (record.partition, await self._entry(group, number, message.body))
-            for number, record in enumerate(group.records)
-        ]
+        found = []
+        last = len(group.records) - 1
+        for number, record in enumerate(group.records):
+            if record.partition in partitions or number == last:
+                entry, elsewhere = self._written(group, number, message.body)
+                if elsewhere:
+                    entry = await self._entry(group, number, message.body)
+                found.append((record.partition, entry))
+        return found
 
     async def _all(self, filter_: str, seq: int) -> AsyncIterator[StoredMessage]:
         """Everything in the log that matches and stands above a place, in order: this reads all of it."""
