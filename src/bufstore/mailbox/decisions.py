@@ -1,11 +1,10 @@
-"""The life of a dispatch: which event leads from where to where, and what each step writes.
+"""The life of a dispatch: what leads from where to where, and what each step writes.
 
 No I/O and no clock: a step is decided on a thread's state as it was read, and written if the state is still that one.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 
 import msgspec
@@ -14,31 +13,10 @@ from msgspec.structs import replace
 from bufstore.errors import ClaimInterrupted, StaleClaim
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status, check_invariants, clean
 
-
-class Transition(enum.Enum):
-    """What happens to a dispatch."""
-
-    CLAIM = "claim"
-    ACK = "ack"
-    NACK = "nack"
-    EXPIRE = "expire"
-    DEAD_LETTER = "dead letter"
-    CANCEL = "cancel"
-    SUPERSEDE = "supersede"
-
-
-_AGAIN = frozenset({Status.QUEUED, Status.DEAD, Status.SUPERSEDED})
-
-#: From a status, by an event, to one of these. What is not here does not happen.
-TRANSITIONS: dict[tuple[Status, Transition], frozenset[Status]] = {
-    (Status.QUEUED, Transition.CLAIM): frozenset({Status.CLAIMED}),
-    (Status.QUEUED, Transition.CANCEL): frozenset({Status.CANCELLED}),
-    (Status.QUEUED, Transition.SUPERSEDE): frozenset({Status.SUPERSEDED}),
-    (Status.CLAIMED, Transition.ACK): frozenset({Status.ACKED}),
-    (Status.CLAIMED, Transition.NACK): _AGAIN,
-    (Status.CLAIMED, Transition.EXPIRE): _AGAIN,
-    (Status.CLAIMED, Transition.DEAD_LETTER): frozenset({Status.DEAD}),
-    (Status.CLAIMED, Transition.SUPERSEDE): frozenset({Status.SUPERSEDED}),
+#: From a status to these. What is not here does not happen.
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.QUEUED: frozenset({Status.CLAIMED, Status.CANCELLED, Status.SUPERSEDED}),
+    Status.CLAIMED: frozenset({Status.ACKED, Status.QUEUED, Status.DEAD, Status.SUPERSEDED}),
 }
 
 
@@ -87,8 +65,8 @@ def held(thread: MailboxThread, claim: Dispatch) -> Dispatch:
     return active
 
 
-def _became(d: Dispatch, event: Transition, status: Status, now_ms: int, **fields: object) -> Dispatch:
-    assert status in TRANSITIONS[d.status, event], (d.status, event, status)
+def _became(d: Dispatch, status: Status, now_ms: int, **fields: object) -> Dispatch:
+    assert status in TRANSITIONS[d.status], (d.status, status)
     if status.finished:
         fields |= {"completed_at_ms": now_ms, "ended_by": max(0, d.token)}
     if status is not Status.CLAIMED:
@@ -100,7 +78,6 @@ def claimed(d: Dispatch, claiming: Claiming, token: int) -> Dispatch:
     """The queued dispatch `d` as claimed."""
     return _became(
         d,
-        Transition.CLAIM,
         Status.CLAIMED,
         claiming.now_ms,
         token=token,
@@ -124,13 +101,12 @@ def _release(thread: MailboxThread, after: Dispatch, *, wake: bool = True) -> St
 def ack(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
     """The work is done, also when an interrupt came meanwhile."""
     active = held(thread, claim)
-    return _release(thread, _became(active, Transition.ACK, Status.ACKED, now_ms), wake=False)
+    return _release(thread, _became(active, Status.ACKED, now_ms), wake=False)
 
 
 def _again(
     thread: MailboxThread,
     active: Dispatch,
-    event: Transition,
     available_at_ms: int,
     error: str | None,
     now_ms: int,
@@ -146,7 +122,6 @@ def _again(
         status = Status.QUEUED
     after = _became(
         active,
-        event,
         status,
         now_ms,
         attempts=attempts,
@@ -159,14 +134,14 @@ def _again(
 
 def nack(thread: MailboxThread, claim: Dispatch, retry_at_ms: int, error: str | None, now_ms: int) -> Step:
     """It is handed back, to be tried again from `retry_at_ms` on, unless it was interrupted or has no attempt left."""
-    return _again(thread, held(thread, claim), Transition.NACK, retry_at_ms, error, now_ms)
+    return _again(thread, held(thread, claim), retry_at_ms, error, now_ms)
 
 
 def release(thread: MailboxThread, claim: Dispatch, now_ms: int) -> Step:
     """It is handed back untouched: nobody got the claim. Like all that is handed back it is not new in the queue."""
     active = held(thread, claim)
     at_ms = max(active.available_at_ms, active.created_at_ms + 1)
-    return _again(thread, active, Transition.NACK, at_ms, None, now_ms, attempts=active.attempts)
+    return _again(thread, active, at_ms, None, now_ms, attempts=active.attempts)
 
 
 def expire(thread: MailboxThread, now_ms: int) -> Step | None:
@@ -174,30 +149,27 @@ def expire(thread: MailboxThread, now_ms: int) -> Step | None:
     if thread.active is None or not is_expired(thread, now_ms):
         return None
     error = f"the lease of {thread.active.claimed_by!r} ran out"
-    return _again(thread, thread.active, Transition.EXPIRE, 0, error, now_ms)
+    return _again(thread, thread.active, 0, error, now_ms)
 
 
 def dead_letter(thread: MailboxThread, claim: Dispatch, error: str | None, now_ms: int) -> Step:
     """The holder gives it up for good."""
     active = held(thread, claim)
-    return _release(
-        thread,
-        _became(active, Transition.DEAD_LETTER, Status.DEAD, now_ms, last_error=clean(error) or active.last_error),
-    )
+    return _release(thread, _became(active, Status.DEAD, now_ms, last_error=clean(error) or active.last_error))
 
 
 def supersede_claimed(thread: MailboxThread, now_ms: int) -> Step | None:
     """The active dispatch ends and its holder is fenced off; None when there is none."""
     if thread.active is None:
         return None
-    return _release(thread, _became(thread.active, Transition.SUPERSEDE, Status.SUPERSEDED, now_ms))
+    return _release(thread, _became(thread.active, Status.SUPERSEDED, now_ms))
 
 
 def cancel(thread: MailboxThread, d: Dispatch | None, now_ms: int) -> Step | None:
     """A queued dispatch is taken out; None when it is not queued (any more)."""
     if d is None or d.status is not Status.QUEUED or is_stale(d, thread):
         return None
-    return Step(thread, (Move(d, _became(d, Transition.CANCEL, Status.CANCELLED, now_ms)),))
+    return Step(thread, (Move(d, _became(d, Status.CANCELLED, now_ms)),))
 
 
 def interrupt(thread: MailboxThread) -> Step:
@@ -210,7 +182,7 @@ def supersede_stale(thread: MailboxThread, queued: Sequence[Dispatch], now_ms: i
     stale = [d for d in queued if is_stale(d, thread)]
     if not stale:
         return None
-    return Step(thread, tuple(Move(d, _became(d, Transition.SUPERSEDE, Status.SUPERSEDED, now_ms)) for d in stale))
+    return Step(thread, tuple(Move(d, _became(d, Status.SUPERSEDED, now_ms)) for d in stale))
 
 
 def extend(thread: MailboxThread, claim: Dispatch, lease_until_ms: int, now_ms: int) -> Step:
