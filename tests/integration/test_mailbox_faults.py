@@ -20,8 +20,8 @@ from bufstore.embedded import Servers
 from bufstore.jetstream.messages import AppendUnknown, Outgoing
 from bufstore.jetstream.stream import Shown
 from bufstore.mailbox import Dispatch, StaleClaim, Status, StepUnknown, Sweeper
+from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.nats_keys import Keys
-from bufstore.mailbox.nats_reads import NatsReads
 from bufstore.mailbox.store import MailboxStore
 from helpers import eventually, fresh
 from mailboxes import Mailboxes
@@ -426,10 +426,10 @@ async def test_what_cannot_be_asked_is_unavailable_and_no_inner_error() -> None:
             raise AppendUnknown("the connection was lost")
 
     keys = Keys("bucket")
-    reads = NatsReads(Stream(), keys, replicated=True, timeout_s=1.0)  # type: ignore[arg-type]
-    reads.open = True
+    reads = Bucket(None, Stream(), keys, replicated=True, timeout_s=1.0)  # type: ignore[arg-type]
+    reads._open = True
     written = Outgoing(keys.thread("t"), b"state")
-    reads.wrote([written], 7)
+    reads._wrote([written], 7)
     with pytest.raises(LogUnavailable):
         await reads.last([written.subject])
 
@@ -454,8 +454,8 @@ async def test_nobody_waits_for_a_copy_to_show_what_is_gone(gone_after: int) -> 
         async def read(self, *_: Any) -> list[Any]:
             return []
 
-    reads = NatsReads(Stream(), Keys("bucket"), replicated=True, timeout_s=30.0)  # type: ignore[arg-type]
-    reads.open = True
+    reads = Bucket(None, Stream(), Keys("bucket"), replicated=True, timeout_s=30.0)  # type: ignore[arg-type]
+    reads._open = True
     async with asyncio.timeout(10):
         assert await reads.last(["$KV.bucket.r.t.*"]) == {}
         asked = 0

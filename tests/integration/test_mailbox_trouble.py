@@ -91,7 +91,7 @@ async def test_a_step_goes_on_when_others_held_the_last_room_for_a_moment(
             refused += 1
             return await (full(*arguments) if refused < 3 else publish(*arguments))
 
-        monkeypatch.setattr(backend._writes, "submit", full)
+        monkeypatch.setattr(backend._bucket._writes, "submit", full)
         monkeypatch.setattr(backend._stream, "publish_batch", full_at_first)
         claim = await store.claim(thread_id, "w")
         assert claim is not None
@@ -116,7 +116,7 @@ async def test_a_record_that_nobody_can_read_is_set_aside_on_nats(on_nats: Mailb
             of("s", "!"),
         ]
         for subject in garbage:
-            await backend._put([Outgoing(subject, b"\xc1 not ours")])
+            await backend._bucket.put([Outgoing(subject, b"\xc1 not ours")])
         claim = await store.claim(done, "w")
         assert claim is not None
         await store.ack(claim)
@@ -250,21 +250,23 @@ async def test_an_interrupt_is_complete_only_when_nothing_superseded_is_left(on_
         while (claim := await store.claim(thread_id, "w")) is not None:
             await store.ack(claim)
         for d in ended:  # as a server does that is killed when what replaced the messages is gone
-            await backend._put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
+            await backend._bucket.put(
+                [Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))]
+            )
         queued = [await store.enqueue(thread_id) for _ in range(3)]
         assert (await other.count_by_status())[Status.QUEUED] == len(queued)
         done = await other.interrupt(thread_id)
         assert done.complete
         assert sorted(d.dispatch_id for d in done.superseded) == sorted(d.dispatch_id for d in queued)
         # An enqueue that has seen the thread before the interrupt is stored after it, behind others.
-        seen, go_on, write = asyncio.Event(), asyncio.Event(), _nats(slow)._put
+        seen, go_on, write = asyncio.Event(), asyncio.Event(), _nats(slow)._bucket.put
 
         async def later(messages: Any) -> int:
             seen.set()
             await go_on.wait()
             return await write(messages)
 
-        _nats(slow)._put = later  # type: ignore[method-assign]
+        _nats(slow)._bucket.put = later  # type: ignore[method-assign]
         late = asyncio.create_task(slow.enqueue(thread_id))
         await seen.wait()
         look = backend.queued
@@ -354,7 +356,7 @@ async def test_what_a_killed_server_brought_back_hides_nothing_behind_it(on_nats
 async def _brought_back(backend: NatsBackend, left: list[Dispatch]) -> None:
     """As a nats-server that was killed does with what has left its queue: see ADR 13."""
     for d in left:
-        await backend._put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
+        await backend._bucket.put([Outgoing(backend._keys.queued(d), msgspec.msgpack.encode(replace(d, position=0)))])
 
 
 async def test_what_a_killed_server_brought_back_is_not_counted_as_queued(on_nats: Mailboxes) -> None:

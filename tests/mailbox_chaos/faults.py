@@ -157,7 +157,7 @@ async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
             room = place.boxes.max_bytes * 7 // 8 - int(state["bytes"])
             written = [Outgoing(of("zz", str(n)), b"x" * size) for n in range(room // size + 1)]
             for n in range(0, len(written), 8):
-                await asyncio.gather(*(backend._put([m]) for m in written[n : n + 8]))
+                await asyncio.gather(*(backend._bucket.put([m]) for m in written[n : n + 8]))
     try:
         yield
     finally:
@@ -165,7 +165,7 @@ async def _full(place: Place, chance: random.Random) -> AsyncIterator[None]:
             with suppress(BufstoreError, Conflict, AppendUnknown):
                 async with place.boxes.store() as store:
                     assert isinstance(store.backend, NatsBackend)
-                    await store.backend._sweeps.remove(store.backend._keys.of("zz", ">"), 1 << 60)
+                    await store.backend._bucket.remove(store.backend._keys.of("zz", ">"), 1 << 60)
                     break
             await asyncio.sleep(0.2)
 

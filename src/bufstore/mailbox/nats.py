@@ -18,23 +18,22 @@ from typing import Any
 from msgspec.structs import replace
 
 from bufstore.config import NatsConfig, as_nats_config
-from bufstore.errors import LogFull, LogUnavailable, MalformedEntry, TooLarge
+from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.buckets import bucket
 from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.drift import check
 from bufstore.jetstream.ensure import ensure_stream, seconds
 from bufstore.jetstream.errors import TooManyResults
-from bufstore.jetstream.group_commit import GroupCommit
-from bufstore.jetstream.messages import AppendUnknown, BatchRefused, Conflict, Outgoing, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
 from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step
 from bufstore.mailbox.model import DEFAULT_PRIORITY, Dispatch, MailboxThread, Status
+from bufstore.mailbox.nats_bucket import PAGE, Bucket
 from bufstore.mailbox.nats_keys import Keys
-from bufstore.mailbox.nats_reads import PAGE, NatsReads
-from bufstore.mailbox.nats_room import Room, while_full
+from bufstore.mailbox.nats_room import Room
 from bufstore.mailbox.nats_signals import NatsLive, NatsSignals
 from bufstore.mailbox.nats_sweeps import NatsSweeps
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Signal
@@ -46,12 +45,9 @@ _log = logging.getLogger(__name__)
 _NEVER_MS = 1 << 53
 #: So many of a queue's first are read ahead at most, for so many threads; their order cannot change.
 #: What a read costs the server grows with the queue: so of a long one many are read at once.
-#: Every step reads before it writes, which takes less than this share of a group's time.
-_LINGER = 0.3
 _AHEAD_MAX = 512
 _AHEAD_BYTES = 1 << 20
 _THREADS_AHEAD = 2000
-_OVERHEAD = 512
 #: How long whoever asks again soon waits for a copy, which may have died with the question.
 _SOON_S = 1.0
 
@@ -64,16 +60,13 @@ class NatsBackend:
         self._config = config
         self._keys = Keys(names.bucket)
         self._connection = Connection(nats, "bufstore mailbox")
-        self._stream = NatsStream(self._connection, nats.api, f"KV_{names.bucket}", names.replicas)
-        self._reads = NatsReads(self._stream, self._keys, names.replicas > 1, config.timeout_s)
-        self._writes = GroupCommit(self._stream, linger=_LINGER)
-        self._signals = NatsSignals(self._connection, self._stream, nats.api, names, self._again_in)
+        self._stream = NatsStream(self._connection, nats.api, self._keys.stream, names.replicas)
+        self._bucket = Bucket(self._connection, self._stream, self._keys, names.replicas > 1, config.timeout_s)
+        self._signals = NatsSignals(self._bucket, nats.api, names, config.signal_ack_wait_s, self._again_in)
         self._room = Room(names.max_bytes, self._held)
-        self._live = NatsLive(self._connection, self._stream, names)
+        self._live = NatsLive(self._bucket, names)
         patience_s = max(config.signal_ack_wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
-        self._sweeps = NatsSweeps(
-            self._stream, self._keys, self._reads, self._put, names.bucket, config.timeout_s, patience_s
-        )
+        self._sweeps = NatsSweeps(self._bucket, patience_s)
         #: Per thread and priority: the first of the queue, in order.
         self._ahead: OrderedDict[str, defaultdict[int, _Ahead]] = OrderedDict()
         #: Sequences under ``r``, by subject, as they were read.
@@ -82,33 +75,30 @@ class NatsBackend:
         self._doubted: set[str] = set()
         #: The server's clock minus ours, which no step of the wall clock moves.
         self._offset_s = 0.0
-        self._alone = asyncio.Lock()
 
     async def open(self) -> None:
         await self._connection.open()
         try:
             await self._ensure_bucket()
-            await self._signals.setup(self._config.signal_ack_wait_s)
+            await self._signals.setup()
         except BaseException:
             await self._connection.aclose()
             raise
-        self._writes.start()
-        self._reads.open = True
+        self._bucket.open()
 
     async def aclose(self) -> None:
-        self._reads.open = False
-        await self._writes.aclose()
+        await self._bucket.aclose()
         await self._connection.aclose()
 
     async def destroy(self) -> None:
         """Remove the bucket with all that is in it."""
-        await self._stream.api(f"STREAM.DELETE.KV_{self._names.bucket}")
+        await self._stream.api(f"STREAM.DELETE.{self._keys.stream}")
 
     async def _ensure_bucket(self) -> None:
         made = {"bufstore.consumer": self._names.consumer, "bufstore.live": self._names.live_subject}
         wanted = bucket(self._names.bucket, self._names, self._names.max_bytes)
         info = await ensure_stream(self._stream, wanted, "NatsMailboxNames", made)
-        edit = f"nats stream edit KV_{self._names.bucket}, for all instances"
+        edit = f"nats stream edit {self._keys.stream}, for all instances"
         check(f"bucket {self._names.bucket}", made, info["config"].get("metadata") or {}, "NatsMailboxNames", edit)
         self._set_clock(info)
 
@@ -116,34 +106,13 @@ class NatsBackend:
         self._offset_s = seconds(info["ts"]) - time.monotonic()
 
     async def _held(self) -> tuple[int, int]:
-        state = (await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}"))["state"]
+        state = (await self._bucket.info())["state"]
         return int(state["bytes"]), int(state["messages"])
 
     def now_ms(self) -> int:
         return round(1000 * (time.monotonic() + self._offset_s))
 
     # Writing
-
-    async def _put(self, messages: Sequence[Outgoing]) -> int:
-        self._reads.check_open()
-        limit = self._connection.client().max_payload
-        for message in messages:
-            if len(message.body) + _OVERHEAD > limit:
-                raise TooLarge(len(message.body), limit - _OVERHEAD)
-        try:
-            seq = await self._writes.submit(messages)
-        except LogFull:
-            seq = await while_full(self._config.timeout_s)(self._put_alone, messages)
-        self._reads.wrote(messages, seq)
-        return seq
-
-    async def _put_alone(self, messages: Sequence[Outgoing]) -> int:
-        # A step makes room when it is done, and needs some before: many at once need more than one after the other.
-        async with self._alone:
-            try:
-                return await self._stream.publish_batch(messages, self._config.timeout_s)
-            except BatchRefused as e:
-                raise LogUnavailable(f"the server accepts no batch now: {e}") from None
 
     async def add(self, dispatch: Dispatch, *, own_id: bool, now_ms: int) -> Dispatch:
         t = token(dispatch.thread_id)
@@ -164,7 +133,7 @@ class NatsBackend:
         state = self._keys.state(found.get(subject), dispatch.thread_id)
         d, messages = self._keys.enqueued(dispatch, state, keys)
         async with self._room.taken(messages):
-            seq = await self._put(messages)
+            seq = await self._bucket.put(messages)
         return self._keys.dispatch(StoredMessage("", seq, None, messages[-1].body)) if not d.position else d
 
     async def _check_key(self, thread_id: str, held: StoredMessage, same_id: bool) -> None:
@@ -178,7 +147,7 @@ class NatsBackend:
     async def write(self, before: MailboxThread, step: Step, now_ms: int) -> MailboxThread:
         messages = self._keys.step(before, step, self._returned, now_ms)
         try:
-            seq = await self._put(messages)
+            seq = await self._bucket.put(messages)
         except BaseException as e:
             self._ahead.pop(before.thread_id, None)
             if isinstance(e, Conflict):
@@ -200,7 +169,7 @@ class NatsBackend:
 
     async def thread(self, thread_id: str) -> MailboxThread:
         subject = self._keys.thread(thread_id)
-        return self._keys.state((await self._reads.last([subject])).get(subject), thread_id)
+        return self._keys.state((await self._bucket.last([subject])).get(subject), thread_id)
 
     async def first(self, thread_id: str, now_ms: int) -> tuple[MailboxThread, Dispatch | None]:
         thread, first, *_ = await self._look(thread_id, now_ms)
@@ -224,11 +193,11 @@ class NatsBackend:
         returned, priorities = (self._keys.of(kind, token(thread_id), "*") for kind in "rp")
         try:
             found, _ = await asyncio.gather(
-                self._reads.last([*more, subject, priorities, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
+                self._bucket.last([*more, subject, priorities, returned]), self._read_ahead(thread_id, DEFAULT_PRIORITY)
             )
         except TooManyResults:
-            found = await self._reads.last([*more, subject, priorities])
-            found |= {m.subject: m for m in await self._reads.all(returned)}
+            found = await self._bucket.last([*more, subject, priorities])
+            found |= {m.subject: m for m in await self._bucket.all(returned)}
         seqs = [found.pop(s).seq if s in found else 0 for s in more]
         thread = self._keys.state(found.pop(subject, None), thread_id)
         if thread.active is not None:
@@ -262,14 +231,14 @@ class NatsBackend:
         if 0 < soon <= self._config.signal_nack_max_delay_s:
             return soon
         if thread.step:
-            await self._put([self._keys.written(replace(thread, answered=signal), thread.version)])
+            await self._bucket.put([self._keys.written(replace(thread, answered=signal), thread.version)])
         return None
 
     async def wake(self, thread_id: str) -> None:
-        await self._put([self._keys.signal(thread_id)])
+        await self._bucket.put([self._keys.signal(thread_id)])
 
     async def gauges(self) -> MailboxGauges:
-        info = await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}")
+        info = await self._bucket.info()
         waiting, out, again = await self._signals.counts()
         first = [d.created_at_ms for walk in self._sweeps.walks for d in await self._first_of(walk.subject)]
         return MailboxGauges(
@@ -284,8 +253,8 @@ class NatsBackend:
     async def _first_of(self, subject: str) -> list[Dispatch]:
         """Some of the first that wait; what has left is marked for a second only, so they are soon found."""
         seq, size = 0, 16
-        while page := await self._stream.read(subject, seq, self._config.timeout_s, size):
-            if waiting := await self._reads.waiting(page):
+        while page := await self._bucket.read(subject, seq, size):
+            if waiting := await self._bucket.waiting(page):
                 return waiting
             seq, size = page[-1].seq, PAGE
         return []
@@ -293,7 +262,7 @@ class NatsBackend:
     async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         try:
             async with asyncio.timeout(_SOON_S):
-                found = await self._reads.copy([self._keys.thread(t) for t in thread_ids])
+                found = await self._bucket.copy([self._keys.thread(t) for t in thread_ids])
         except TimeoutError:
             raise LogUnavailable("the copy that was asked has not answered soon; the next may") from None
         states = [self._keys.state(found.get(self._keys.thread(t)), t) for t in thread_ids]
@@ -304,13 +273,13 @@ class NatsBackend:
         if thread_id not in self._doubted or not queued:
             return queued
         now_at = {s: d for d in queued for s in (self._keys.ended(d), self._keys.returned(d))}
-        found = await self._reads.last(list(now_at))
+        found = await self._bucket.last(list(now_at))
         ended = {now_at[s].dispatch_id for s, m in found.items() if m.body and s != self._keys.queued(now_at[s])}
         left = [d for d in queued if d.dispatch_id not in ended]
         if len(left) == len(queued):
             self._doubted.discard(thread_id)
             return queued
-        await self._sweeps.write_each([self._keys.gone(self._keys.queued(d)) for d in queued if d.dispatch_id in ended])
+        await self._bucket.put_each([self._keys.gone(self._keys.queued(d)) for d in queued if d.dispatch_id in ended])
         self._ahead.pop(thread_id, None)
         return left
 
@@ -320,13 +289,13 @@ class NatsBackend:
         self._ahead.move_to_end(thread_id)
         subject = self._keys.of("q", token(thread_id), str(priority), "*")
         while not ahead.dispatches:
-            found = await self._stream.read(subject, ahead.floor, self._config.timeout_s, ahead.next_read)
+            found = await self._bucket.read(subject, ahead.floor, ahead.next_read)
             more = len(found) >= ahead.next_read
-            if self._reads.replicated and not more and not any(m.body for m in found):
+            if self._bucket.replicated and not more and not any(m.body for m in found):
                 # What any copy shows is first in the queue; whether there is nothing only the leader knows.
                 seq = found[-1].seq if found else ahead.floor
                 found += await self._stream.after(subject, seq, self._config.timeout_s, 2)
-            ahead.read(found, [d for d, _ in self._reads.dispatches(found)])
+            ahead.read(found, [d for d, _ in self._bucket.dispatches(found)])
             if not more:
                 break
         if len(self._ahead) > _THREADS_AHEAD:
@@ -339,22 +308,22 @@ class NatsBackend:
         self._returned.update((m.subject, m.seq) for m in messages)
         while len(self._returned) > 50_000:
             self._returned.popitem(last=False)
-        return [d for d, _ in self._reads.dispatches(messages)]
+        return [d for d, _ in self._bucket.dispatches(messages)]
 
     async def find(self, thread_id: str, dispatch_id: str) -> tuple[MailboxThread, Dispatch | None]:
         version = None
         while True:
-            found = await self._reads.last(self._keys.by_id(thread_id, dispatch_id))
+            found = await self._bucket.last(self._keys.by_id(thread_id, dispatch_id))
             thread = self._keys.state(found.pop(self._keys.thread(thread_id), None), thread_id)
             if thread.active is not None and thread.active.dispatch_id == dispatch_id:
                 return thread, thread.active
             # It may be in several places (see `Keys`): its end counts, then that it was handed back.
             places = [found[s] for s in self._keys.by_id(thread_id, dispatch_id)[1:3] if s in found]
-            if there := [d for messages in (places, found.values()) for d, _ in self._reads.dispatches(messages)]:
+            if there := [d for messages in (places, found.values()) for d, _ in self._bucket.dispatches(messages)]:
                 self._noted(places)
                 return thread, there[0]
             # On replicas the reads are not of one moment, and it may have gone from the one to the other meanwhile.
-            if not self._reads.replicated or thread.version == version:
+            if not self._bucket.replicated or thread.version == version:
                 return thread, None
             version = thread.version
 
@@ -363,9 +332,9 @@ class NatsBackend:
         most: int | None = limit
         while time.monotonic() < deadline:
             active = (await self.thread(thread_id)).active
-            messages = await self._reads.all(self._keys.of("q", t, "*", "*"), most)
-            found = [d for d, _ in self._reads.dispatches(messages)]
-            found += self._noted(await self._reads.all(self._keys.of("r", t, "*")))
+            messages = await self._bucket.all(self._keys.of("q", t, "*", "*"), most)
+            found = [d for d, _ in self._bucket.dispatches(messages)]
+            found += self._noted(await self._bucket.all(self._keys.of("r", t, "*")))
             known = {d.dispatch_id: d for d in found if active is None or d.dispatch_id != active.dispatch_id}
             wanted = [d for d in known.values() if d.epoch < below_epoch][:limit]
             left = await self._not_ended(thread_id, wanted)
@@ -378,31 +347,31 @@ class NatsBackend:
         t, subject = token(thread_id), self._keys.thread(thread_id)
         filters = [self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*"), self._keys.of("x", t, "*")]
         try:
-            found = await self._reads.last([subject, *filters])
+            found = await self._bucket.last([subject, *filters])
         except TooManyResults:
             # Read one after the other, in the direction in which dispatches move.
-            found = await self._reads.last([subject])
+            found = await self._bucket.last([subject])
             for f in filters:
-                found |= {m.subject: m for m in await self._reads.all(f)}
+                found |= {m.subject: m for m in await self._bucket.all(f)}
         thread = self._keys.state(found.pop(subject, None), thread_id)
         # In the order q, r, x: of what is in several places (see `Keys`) the last counts.
         messages = sorted(found.values(), key=lambda m: self._keys.kind(m.subject))
-        dispatches = {d.dispatch_id: d for d, _ in self._reads.dispatches(messages)}
+        dispatches = {d.dispatch_id: d for d, _ in self._bucket.dispatches(messages)}
         if thread.active is not None:
             dispatches.pop(thread.active.dispatch_id, None)
         return thread, list(dispatches.values())
 
     async def queued_threads(self, limit: int) -> list[str]:
-        found = [m for walk in self._sweeps.walks for m in await self._reads.all(walk.subject)]
-        return list({d.thread_id: None for d in await self._reads.waiting(found)})[:limit]
+        found = [m for walk in self._sweeps.walks for m in await self._bucket.all(walk.subject)]
+        return list({d.thread_id: None for d in await self._bucket.waiting(found)})[:limit]
 
     async def finished(self, limit: int) -> list[Dispatch]:
-        return [d for d, _ in self._reads.dispatches(await self._reads.all(self._keys.of("x", "*", "*"), limit))]
+        return [d for d, _ in self._bucket.dispatches(await self._bucket.all(self._keys.of("x", "*", "*"), limit))]
 
     async def counts(self) -> dict[Status, int]:
         counts = dict.fromkeys(Status, 0)
         states = {}
-        for message in await self._reads.all(self._keys.of("t", "*")):
+        for message in await self._bucket.all(self._keys.of("t", "*")):
             with suppress(MalformedEntry):
                 state = self._keys.state(message, "")
                 states[state.thread_id] = state
@@ -410,7 +379,7 @@ class NatsBackend:
         # Of what is in several places (see `Keys`) the last counts.
         found: dict[tuple[str, str], tuple[Status, int]] = {}
         for kind in (self._keys.of("q", "*", "*", "*"), self._keys.of("r", "*", "*"), self._keys.of("x", "*", "*")):
-            for d, _ in self._reads.dispatches(await self._reads.all(kind)):
+            for d, _ in self._bucket.dispatches(await self._bucket.all(kind)):
                 found[d.thread_id, d.dispatch_id] = d.status, d.epoch
         for (thread_id, dispatch_id), (status, epoch) in found.items():
             thread = states.get(thread_id)
@@ -436,9 +405,11 @@ class NatsBackend:
 
     async def sweeps(self, interval_s: float) -> bool:
         # Whoever has not the turn keeps its clock, too.
-        self._set_clock(await self._stream.api(f"STREAM.INFO.KV_{self._names.bucket}"))
+        self._set_clock(await self._bucket.info())
         try:
-            await self._put([Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s)))])
+            await self._bucket.put(
+                [Outgoing(self._keys.prefix + "sweep", b"-", expected=0, ttl_s=max(1, int(interval_s)))]
+            )
         except (Conflict, AppendUnknown):
             return False
         await self._signals.forget_answered()
@@ -448,8 +419,6 @@ class NatsBackend:
         return await self._signals.pull(limit, timeout_s)
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
-        if len(payload) + _OVERHEAD > self._connection.client().max_payload:
-            raise TooLarge(len(payload), self._connection.client().max_payload - _OVERHEAD)
         return await self._live.deliver(thread_id, payload, timeout_s)
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:

@@ -7,34 +7,23 @@ and what a writer whose clock was far behind has put into an earlier slot.
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
 from bufstore.jetstream.errors import TooManyResults
-from bufstore.jetstream.messages import Outgoing, StoredMessage
-from bufstore.jetstream.stream import NatsStream
-from bufstore.mailbox.nats_keys import SLOT_MS, Keys
+from bufstore.jetstream.messages import StoredMessage
+from bufstore.mailbox.nats_bucket import PAGE, Bucket
+from bufstore.mailbox.nats_keys import SLOT_MS
 
 _WINDOW = 3600_000 // SLOT_MS
-_PAGE = 1000
-
-#: Writes each message by itself.
-WriteEach = Callable[[Iterable[Outgoing]], Awaitable[set[str]]]
-#: Removes what a filter has, up to a sequence. It stores nothing.
-Purge = Callable[[str, int], Awaitable[None]]
 
 
 class Agenda:
     """The keys under ``l`` or ``d``. Any copy is read: what it lacks is at the end, and comes with the next pass."""
 
-    def __init__(
-        self, kind: str, stream: NatsStream, keys: Keys, write_each: WriteEach, purge: Purge, timeout_s: float
-    ) -> None:
+    def __init__(self, kind: str, bucket: Bucket) -> None:
         self._kind = kind
-        self._stream = stream
-        self._keys = keys
-        self._write_each = write_each
-        self._purge = purge
-        self._timeout_s = timeout_s
+        self._bucket = bucket
+        self._keys = bucket.keys
         #: How far everything was looked at.
         self._position = 0
 
@@ -43,7 +32,7 @@ class Agenda:
         now = now_ms // SLOT_MS
         async for page in self._slots(range(now - _WINDOW, now + 1)):
             yield page
-        page = await self._stream.read(self._keys.of(self._kind, ">"), self._position, self._timeout_s, _PAGE // 10)
+        page = await self._bucket.read(self._keys.of(self._kind, ">"), self._position, PAGE // 10)
         self._position = page[-1].seq if page else 0
         yield [m for m in page if m.body and self._slot(m) < now - _WINDOW]
 
@@ -51,7 +40,7 @@ class Agenda:
         """What lies in the slots; halved until the server gives it at once."""
         subjects = [self._keys.of(self._kind, str(slot), ">") for slot in slots]
         try:
-            yield [m for m in (await self._stream.last(subjects, self._timeout_s)).values() if m.body]
+            yield [m for m in (await self._bucket.stream.last(subjects, self._bucket.timeout_s)).values() if m.body]
         except TooManyResults:
             if len(slots) > 1:
                 half = len(slots) // 2
@@ -61,8 +50,8 @@ class Agenda:
                 return
             seq, full = 0, True
             while full:
-                page = await self._stream.read(subjects[0], seq, self._timeout_s, _PAGE)
-                seq, full = page[-1].seq if page else 0, len(page) >= _PAGE
+                page = await self._bucket.read(subjects[0], seq, PAGE)
+                seq, full = page[-1].seq if page else 0, len(page) >= PAGE
                 yield [m for m in page if m.body]
 
     async def settle(self, page: list[StoredMessage], kept: Collection[str], now_ms: int, left: set[int]) -> None:
@@ -78,9 +67,9 @@ class Agenda:
                 continue
             if slot < old:
                 # Only a part of the slot may have been seen.
-                await self._write_each(self._keys.gone(m.subject, m.seq) for m in page if self._slot(m) == slot)
+                await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in page if self._slot(m) == slot)
             else:
-                await self._purge(self._keys.of(self._kind, str(slot), ">"), max(seqs))
+                await self._bucket.remove(self._keys.of(self._kind, str(slot), ">"), max(seqs))
 
     def _slot(self, message: StoredMessage) -> int:
         return self._keys.entry(message).slot

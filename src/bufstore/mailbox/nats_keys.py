@@ -67,6 +67,7 @@ class Keys:
 
     def __init__(self, bucket: str) -> None:
         self.prefix = f"$KV.{bucket}."
+        self.stream = f"KV_{bucket}"
 
     def of(self, kind: str, *words: str) -> str:
         """A subject of words that are tokens, numbers or wildcards."""

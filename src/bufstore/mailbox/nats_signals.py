@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import nats.errors
 from nats.aio.client import Client
@@ -17,15 +18,14 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from bufstore.errors import LogUnavailable, MalformedEntry
-from bufstore.jetstream.connection import Connection
 from bufstore.jetstream.ensure import ensure_consumer
 from bufstore.jetstream.errors import ConsumerMissing
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
-from bufstore.jetstream.stream import NatsStream
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import NatsMailboxNames
-from bufstore.mailbox.nats_keys import Keys, consumer_config
+from bufstore.mailbox.nats_bucket import Bucket
+from bufstore.mailbox.nats_keys import consumer_config
 from bufstore.mailbox.ports import Live, LiveHandler, Signal
 
 _log = logging.getLogger(__name__)
@@ -69,24 +69,19 @@ class NatsSignal:
 class NatsSignals:
     """Pulls signals, and removes those that were answered."""
 
-    def __init__(
-        self, connection: Connection, stream: NatsStream, api: str, names: NatsMailboxNames, again_in: AgainIn
-    ) -> None:
-        self._stream = stream
-        self._names = names
-        self._keys = Keys(names.bucket)
+    def __init__(self, bucket: Bucket, api: str, names: NatsMailboxNames, ack_wait_s: float, again_in: AgainIn) -> None:
+        self._bucket = bucket
+        self._wanted = consumer_config(names, ack_wait_s)
         self._again_in = again_in
-        self._consumer = f"KV_{names.bucket}.{names.consumer}"
-        self._pulls = Pulls(connection, f"{api}.CONSUMER.MSG.NEXT.{self._consumer}")
-        self._ack_wait_s = 30.0
+        self._consumer = f"{bucket.keys.stream}.{names.consumer}"
+        self._pulls = Pulls(bucket.connection, f"{api}.CONSUMER.MSG.NEXT.{self._consumer}")
         #: Workers have had the signals up to here, as known when answered ones were last removed.
         self.delivered = 0
 
-    async def setup(self, ack_wait_s: float) -> None:
+    async def setup(self) -> None:
         """Create the consumer, or check it. Raises ConfigDrift."""
-        self._ack_wait_s = ack_wait_s
-        wanted = consumer_config(self._names, ack_wait_s)
-        await ensure_consumer(self._stream, f"KV_{self._names.bucket}", wanted, "MailboxConfig, NatsMailboxNames")
+        bucket, settings = self._bucket, "MailboxConfig, NatsMailboxNames"
+        await ensure_consumer(bucket.stream, bucket.keys.stream, self._wanted, settings)
 
     async def pull(self, limit: int, timeout_s: float) -> list[Signal]:
         """What waits, or the first that comes in time. Raises LogUnavailable."""
@@ -97,7 +92,7 @@ class NatsSignals:
                 came = [d for d in [await self._pulls.next(timeout_s)] if d is not None]
         except PullRefused as e:
             if e.code == "503":  # the consumer is gone: somebody removed it
-                await self.setup(self._ack_wait_s)
+                await self.setup()
             else:  # more wait than the consumer lets: this one asks again later
                 await asyncio.sleep(min(timeout_s, _CROWDED_S))
             return []
@@ -113,38 +108,38 @@ class NatsSignals:
 
     async def counts(self) -> tuple[int, int, int]:
         """How many wait, are out, and of these came again."""
-        info = await self._stream.api(f"CONSUMER.INFO.{self._consumer}")
+        info = await self._info()
         return int(info["num_pending"]), int(info["num_ack_pending"]), int(info["num_redelivered"])
 
     async def forget_answered(self) -> None:
         """Remove the signals up to the consumer's ack floor, in one request."""
         try:
-            info = await self._stream.api(f"CONSUMER.INFO.{self._consumer}")
+            info = await self._info()
         except ConsumerMissing:
-            await self.setup(self._ack_wait_s)
+            await self.setup()
             return
         self.delivered = int(info["delivered"]["stream_seq"])
         floor = int(info["ack_floor"]["stream_seq"])
         if floor:
-            await self._stream.api(
-                f"STREAM.PURGE.KV_{self._names.bucket}", {"filter": self._keys.of("s", "*"), "seq": floor + 1}
-            )
+            await self._bucket.remove(self._bucket.keys.of("s", "*"), floor)
+
+    async def _info(self) -> dict[str, Any]:
+        return await self._bucket.stream.api(f"CONSUMER.INFO.{self._consumer}")
 
 
 class NatsLive:
     """Live deliveries: request and reply of core NATS, kept nowhere."""
 
-    def __init__(self, connection: Connection, stream: NatsStream, names: NatsMailboxNames) -> None:
-        self._connection = connection
-        self._stream = stream
-        self._bucket = f"KV_{names.bucket}"
+    def __init__(self, bucket: Bucket, names: NatsMailboxNames) -> None:
+        self._bucket = bucket
         self._prefix = f"{names.live_subject}.{names.bucket}."
         self._handlers: list[_Listening] = []
-        connection.on_connect(self._listen_again)
+        bucket.connection.on_connect(self._listen_again)
 
     async def deliver(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         """See `Backend.deliver_live`."""
-        client = self._connection.client()
+        self._bucket.check_size(payload)
+        client = self._bucket.connection.client()
         try:
             await client.request(self._prefix + token(thread_id), payload, timeout=timeout_s)
         except nats.errors.NoRespondersError:
@@ -156,7 +151,7 @@ class NatsLive:
     async def listen(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:
         """See `Backend.listen_live`."""
         listening = _Listening(self._prefix + token(thread_id), handler)
-        client = self._connection.client()
+        client = self._bucket.connection.client()
 
         async def stop() -> None:
             if listening in self._handlers:
@@ -180,7 +175,7 @@ class NatsLive:
 
         Not nats-py's flush: its PING may overtake what still waits to be written.
         """
-        await self._stream.api(f"STREAM.INFO.{self._bucket}")
+        await self._bucket.info()
 
     async def _listen_again(self, client: Client) -> None:
         for listening in self._handlers:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.errors import TooManyResults
-from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, StoredMessage
-from bufstore.jetstream.stream import NatsStream
+from bufstore.jetstream.messages import StoredMessage
 from bufstore.jetstream.subject_tokens import token
 from bufstore.mailbox.decisions import is_expired
 from bufstore.mailbox.model import Dispatch, MailboxThread
 from bufstore.mailbox.nats_agenda import Agenda
-from bufstore.mailbox.nats_keys import GONE_S, SLOT_MS, THREAD_GONE_S, Keys
-from bufstore.mailbox.nats_reads import NatsReads
+from bufstore.mailbox.nats_bucket import Bucket
+from bufstore.mailbox.nats_keys import GONE_S, SLOT_MS, THREAD_GONE_S
 
 #: So old is an entry of a lease whose thread is not there at all.
 _FORGOTTEN_MS = 24 * 3600_000
@@ -28,27 +27,12 @@ _WALK_BYTES, _WALK_MAX = 512 << 10, 512
 class NatsSweeps:
     """See `bufstore.mailbox.ports.Backend` for what the methods of the same names promise."""
 
-    def __init__(
-        self,
-        stream: NatsStream,
-        keys: Keys,
-        reads: NatsReads,
-        put: Callable[[Sequence[Outgoing]], Awaitable[int]],
-        bucket: str,
-        timeout_s: float,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, bucket: Bucket, patience_s: float) -> None:
         """`patience_s`: so long a worker may have a signal of a free thread."""
-        self._stream = stream
-        self._keys = keys
-        self._reads = reads
-        self._put = put
         self._bucket = bucket
-        self._timeout_s = timeout_s
+        self._keys = keys = bucket.keys
         self._patience_s = patience_s
-        self._leases, self._delays = (
-            Agenda(kind, stream, keys, self.write_each, self.remove, timeout_s) for kind in "ld"
-        )
+        self._leases, self._delays = (Agenda(kind, bucket) for kind in "ld")
         self.walks = [_Walk(keys.of("q", "*", "*", "*")), _Walk(keys.of("r", "*", "*"))]
 
     async def expiring(self, now_ms: int, limit: int) -> list[MailboxThread]:
@@ -56,7 +40,7 @@ class NatsSweeps:
         left: set[int] = set()
         async for page in self._leases.due(now_ms):
             entries = {m: e for m in page if (e := self._keys.entry(m)).at_ms < now_ms}
-            states = await self._reads.states({e.thread_id for e in entries.values()})
+            states = await self._bucket.states({e.thread_id for e in entries.values()})
             expired |= {t: s for t, s in states.items() if is_expired(s, now_ms)}
             kept = {
                 m.subject
@@ -75,10 +59,10 @@ class NatsSweeps:
         async for page in self._delays.due(now_ms):
             ripe = [(m, e) for m in page if (e := self._keys.entry(m)).at_ms <= now_ms]
             threads = {e.thread_id for _, e in ripe}
-            failed = await self.write_each(self._keys.signal(t) for t in threads)
+            failed = await self._bucket.put_each(self._keys.signal(t) for t in threads)
             told = {t for t in threads if self._keys.signal(t).subject not in failed}
             running = [m for m, e in ripe if (e.slot + 1) * SLOT_MS > now_ms and e.thread_id in told]
-            await self.write_each(self._keys.gone(m.subject, m.seq) for m in running)
+            await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for m in running)
             await self._delays.settle(page, {m.subject for m, e in ripe if e.thread_id not in told}, now_ms, left)
             signalled |= told
             if len(signalled) >= limit:
@@ -89,21 +73,21 @@ class NatsSweeps:
         """`delivered`: workers have had the signals up to here."""
         lost = 0
         for walk in self.walks:
-            page = await self._stream.read(walk.subject, walk.position, self._timeout_s, min(limit, walk.size))
+            page = await self._bucket.read(walk.subject, walk.position, min(limit, walk.size))
             walk.read(page, min(limit, walk.size))
             first: dict[str, StoredMessage] = {}
-            for d, m in self._reads.dispatches(page):
+            for d, m in self._bucket.dispatches(page):
                 if d.available_at_ms <= due_ms:
                     first.setdefault(d.thread_id, m)
             # Most have their signal: so a copy is asked first.
-            told = self._told(first, await self._reads.copy(self._told_by(first)) if first else {})
+            told = self._told(first, await self._bucket.copy(self._told_by(first)) if first else {})
             overdue = walk.since({w for w in told if w.signal <= delivered}, time.monotonic() - self._patience_s)
             for t in {w.thread_id for w in told if not w.signal} | {w.thread_id for w in overdue}:
-                seen = self._told([t], await self._reads.last(self._told_by([t])))
-                queued = (await self._reads.last([first[t].subject])).get(first[t].subject)
+                seen = self._told([t], await self._bucket.last(self._told_by([t])))
+                queued = (await self._bucket.last([first[t].subject])).get(first[t].subject)
                 is_so = any(not w.signal or w in overdue for w in seen)
                 if is_so and queued is not None and queued.seq == first[t].seq:
-                    lost += not await self.write_each([self._keys.signal(t)])
+                    lost += not await self._bucket.put_each([self._keys.signal(t)])
         return lost
 
     def _told_by(self, thread_ids: Iterable[str]) -> list[str]:
@@ -126,12 +110,12 @@ class NatsSweeps:
         size = 1  # mostly nothing is old enough
         while old < limit:
             size = min(size, limit - old)
-            page = await self._stream.read(subject, position, self._timeout_s, size)
-            readable = list(self._reads.dispatches(page))
+            page = await self._bucket.read(subject, position, size)
+            readable = list(self._bucket.dispatches(page))
             part = list(takewhile(lambda r: (r[0].completed_at_ms or 0) < finished_before_ms, readable))
             if part:
                 # First what makes room also where there is none; an id of which nothing is left may be used again.
-                await self.remove(subject, part[-1][1].seq)
+                await self._bucket.remove(subject, part[-1][1].seq)
                 await self._drop_keys([d for d, _ in part])
                 await asyncio.gather(*(self._drop_thread(t) for t in {d.thread_id for d, _ in part}))
                 old += len(part)
@@ -147,44 +131,25 @@ class NatsSweeps:
             holders[self._keys.of("i", t, token(d.dispatch_id))] = body
             if d.dedupe_key is not None:
                 holders[self._keys.of("k", t, token(d.dedupe_key))] = body
-        found = await self._reads.last(list(holders))
+        found = await self._bucket.last(list(holders))
         # Not the key of a later dispatch.
-        await self._drop([m for s, m in found.items() if m.body == holders[s]])
+        await self._bucket.put_each(self._keys.gone(m.subject, m.seq) for s, m in found.items() if m.body == holders[s])
 
     async def _drop_thread(self, thread_id: str) -> None:
         """Forget a thread of which nothing is left. Its epoch and tokens are not needed: their numbers only grow."""
         t, subject = token(thread_id), self._keys.thread(thread_id)
         try:
             # First what is removed: whatever is put into a queue after this look has changed that by then.
-            kept = await self._reads.last([subject, self._keys.of("p", t, "*")])
-            queued = await self._reads.last([self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
+            kept = await self._bucket.last([subject, self._keys.of("p", t, "*")])
+            queued = await self._bucket.last([self._keys.of("q", t, "*", "*"), self._keys.of("r", t, "*")])
         except TooManyResults:
             return
         if self._keys.state(kept.get(subject), thread_id).active or any(m.body for m in queued.values()):
             return
         days = {subject: THREAD_GONE_S}
-        await self.write_each(self._keys.gone(s, m.seq, ttl_s=days.get(s, GONE_S)) for s, m in kept.items() if m.body)
-
-    async def _drop(self, messages: Iterable[StoredMessage]) -> None:
-        await self.write_each([self._keys.gone(m.subject, m.seq) for m in messages])
-
-    async def write_each(self, messages: Iterable[Outgoing]) -> set[str]:
-        """Write each by itself; the subjects of those that were not, or not surely."""
-        each = list(messages)
-        failed = set()
-        for m, outcome in zip(
-            each, await asyncio.gather(*(self._put([m]) for m in each), return_exceptions=True), strict=True
-        ):
-            if isinstance(outcome, (Conflict, AppendUnknown)):
-                failed.add(m.subject)
-            elif isinstance(outcome, BaseException):
-                raise outcome
-        return failed
-
-    async def remove(self, subject: str, seq: int) -> None:
-        """Remove what a filter has, up to a sequence. It stores nothing."""
-        request = {"filter": subject, "seq": seq + 1}
-        await self._stream.api(f"STREAM.PURGE.KV_{self._bucket}", request)
+        await self._bucket.put_each(
+            self._keys.gone(s, m.seq, ttl_s=days.get(s, GONE_S)) for s, m in kept.items() if m.body
+        )
 
 
 class _Waiting(NamedTuple):
