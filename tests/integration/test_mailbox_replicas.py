@@ -11,7 +11,7 @@ import pytest
 
 from bufstore import BufstoreError
 from bufstore.embedded import Servers
-from bufstore.mailbox.nats_signals import NatsSignal
+from bufstore.mailbox.ports import Signal
 from bufstore.mailbox.store import MailboxStore
 from bufstore.testing import Check
 from cluster import Cluster
@@ -119,19 +119,18 @@ async def test_each_signal_comes_to_one_worker_and_the_last_one_comes(servers: S
         stores = await eventually(lambda: _opened(Mailboxes("nats", servers, cluster), stack), 60)
         thread_id = fresh()
         put = [await stores[0].enqueue(thread_id) for _ in range(5)]
-        came: list[NatsSignal] = []
+        came: list[Signal] = []
 
         async def last_came() -> bool:
             for store in stores[:2]:
                 for signal in await store.pull_signals(timeout_s=0.2):
-                    assert isinstance(signal, NatsSignal)
                     assert (signal.thread_id, signal.deliveries) == (thread_id, 1)
                     came.append(signal)
             # The last dispatch and its signal stand in one batch, and a dispatch's position is its place there.
-            return bool(came) and came[-1].delivery.seq >= put[-1].position - 1
+            return bool(came) and came[-1].mark.seq >= put[-1].position - 1
 
         await eventually(last_came)
-        numbers = [signal.delivery.seq for signal in came]
+        numbers = [signal.mark.seq for signal in came]
         assert numbers == sorted(set(numbers)), "each came once, in order"
         for store in stores[:2]:
             assert not await store.pull_signals(timeout_s=0.3)

@@ -26,7 +26,6 @@ from bufstore.mailbox import (
     Worker,
 )
 from bufstore.mailbox.nats import NatsBackend
-from bufstore.mailbox.nats_signals import NatsSignal
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.notify import MemoryNotifier
 from helpers import eventually, fresh, query
@@ -415,8 +414,7 @@ async def test_a_signal_that_nobody_answers_is_followed_by_a_new_one(on_nats: Ma
         async def is_new() -> bool:
             await sweeper.sweep()
             for signal in await store.pull_signals(timeout_s=0.1):
-                assert isinstance(signal, NatsSignal)
-                came.append((signal.thread_id, signal.delivery.seq, signal.deliveries))
+                came.append((signal.thread_id, signal.mark.seq, signal.deliveries))
             return len({seq for thread_id, seq, _ in came if thread_id == free}) > 1
 
         await eventually(is_new, 30)

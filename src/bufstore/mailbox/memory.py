@@ -28,14 +28,12 @@ _SOON_MS = 30_000
 _EPOCH_S = time.time() - time.monotonic()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Wake:
-    """That a thread may have work, from a time on."""
+    """That a thread may have work, from a time on. Each new signal is another: an answer to an earlier one is void."""
 
     due: float
     deliveries: int = 0
-    #: Grows with each new signal, so that an answer to an earlier one does not end a later one.
-    number: int = 0
 
 
 class MemoryMailbox:
@@ -60,50 +58,17 @@ class MemoryMailbox:
 
     def wake(self, thread_id: str) -> None:
         """Signal a thread."""
-        self.wakes[thread_id] = _Wake(time.monotonic(), number=self.number())
+        self.wakes[thread_id] = _Wake(time.monotonic())
         self.news.set()
-
-
-class _MemorySignal:
-    def __init__(self, backend: MemoryBackend, thread_id: str, wake: _Wake, ack_wait_s: float) -> None:
-        self._backend = backend
-        self._shared = backend.shared
-        self.thread_id = thread_id
-        self.deliveries = wake.deliveries
-        self._number = wake.number
-        self._ack_wait_s = ack_wait_s
-
-    def _mine(self) -> _Wake | None:
-        wake = self._shared.wakes.get(self.thread_id)
-        return wake if wake is not None and wake.number == self._number else None
-
-    async def ack(self) -> bool:
-        if self._mine() is not None:
-            if (await self._backend.thread(self.thread_id)).active is not None:
-                return False
-            waits = [d.available_at_ms - self._backend.now_ms() for d in self._backend.waiting(self.thread_id)]
-            # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
-            if min(waits, default=_SOON_MS) < _SOON_MS:
-                await self.nack(max(0, min(waits)) / 1000)
-            else:
-                del self._shared.wakes[self.thread_id]
-        return True
-
-    async def nack(self, delay_s: float) -> None:
-        if (wake := self._mine()) is not None:
-            wake.due = time.monotonic() + delay_s
-            self._shared.news.set()
-
-    async def working(self) -> None:
-        await self.nack(self._ack_wait_s)
 
 
 class MemoryBackend:
     """See `bufstore.mailbox.ports.Backend`."""
 
-    def __init__(self, shared: MemoryMailbox, clock: Callable[[], float]) -> None:
+    def __init__(self, shared: MemoryMailbox, clock: Callable[[], float], ack_wait_s: float) -> None:
         self.shared = self._shared = shared
         self._clock = clock
+        self._ack_wait_s = ack_wait_s
         self._closed = False
         #: Up to where lost signals were looked for.
         self._looked = 0
@@ -279,7 +244,7 @@ class MemoryBackend:
         self._shared.swept = now
         return True
 
-    async def signals(self, limit: int, timeout_s: float, ack_wait_s: float) -> list[Signal]:
+    async def signals(self, limit: int, timeout_s: float) -> list[Signal]:
         shared = self._state()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -287,7 +252,7 @@ class MemoryBackend:
             now = time.monotonic()
             due = sorted((t for t, w in shared.wakes.items() if w.due <= now), key=lambda t: shared.wakes[t].due)
             if due or self._closed or now >= deadline:
-                return [self._deliver(t, now + ack_wait_s, ack_wait_s) for t in due[:limit]]
+                return [self._deliver(t, now + self._ack_wait_s) for t in due[:limit]]
             next_due = min([w.due for w in shared.wakes.values()], default=deadline)
             try:
                 async with asyncio.timeout(max(0.0, min(next_due, deadline) - now)):
@@ -295,11 +260,31 @@ class MemoryBackend:
             except TimeoutError:
                 pass
 
-    def _deliver(self, thread_id: str, until: float, ack_wait_s: float) -> Signal:
+    def _deliver(self, thread_id: str, until: float) -> Signal:
         wake = self._shared.wakes[thread_id]
         wake.due = until
         wake.deliveries += 1
-        return _MemorySignal(self, thread_id, wake, ack_wait_s)
+        return Signal(self, thread_id, wake.deliveries, wake)
+
+    async def ack_signal(self, signal: Signal) -> bool:
+        thread_id = signal.thread_id
+        if self._shared.wakes.get(thread_id) is not signal.mark:
+            return True
+        if (await self.thread(thread_id)).active is not None:
+            return False
+        waits = [d.available_at_ms - self.now_ms() for d in self.waiting(thread_id)]
+        # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
+        if min(waits, default=_SOON_MS) < _SOON_MS:
+            await self.put_off(signal, max(0, min(waits)) / 1000)
+        else:
+            del self._shared.wakes[thread_id]
+        return True
+
+    async def put_off(self, signal: Signal, delay_s: float | None) -> None:
+        wake = self._shared.wakes.get(signal.thread_id)
+        if wake is not None and wake is signal.mark:
+            wake.due = time.monotonic() + (self._ack_wait_s if delay_s is None else delay_s)
+            self._shared.news.set()
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         handlers = list(self._state().listeners.get(thread_id, ()))
@@ -330,4 +315,5 @@ class MemoryMailboxStore(MailboxStore):
         config: MailboxConfig | None = None,
         clock: Callable[[], float] = lambda: _EPOCH_S + time.monotonic(),
     ) -> None:
-        super().__init__(MemoryBackend(shared or MemoryMailbox(), clock), config)
+        config = config or MailboxConfig()
+        super().__init__(MemoryBackend(shared or MemoryMailbox(), clock, config.signal_ack_wait_s), config)

@@ -62,7 +62,7 @@ class NatsBackend:
         self._connection = Connection(nats, "bufstore mailbox")
         self._stream = NatsStream(self._connection, nats.api, self._keys.stream, names.replicas)
         self._bucket = Bucket(self._connection, self._stream, self._keys, names.replicas > 1, config.timeout_s)
-        self._signals = NatsSignals(self._bucket, nats.api, names, config.signal_ack_wait_s, self._again_in)
+        self._signals = NatsSignals(self._bucket, nats.api, names, config.signal_ack_wait_s)
         self._room = Room(names.max_bytes, self._held)
         self._live = NatsLive(self._bucket, names)
         patience_s = max(config.signal_ack_wait_s, config.signal_nack_max_delay_s) + 2 * config.sweep_interval_s
@@ -214,25 +214,33 @@ class NatsBackend:
             return None
         return thread, left[0] if left else None, handed_back, seqs
 
-    async def _again_in(self, thread_id: str, signal: int) -> float | None:
-        """See `AgainIn`. The look comes before the answer, and what comes after the look has a signal of its own."""
-        now_ms = self.now_ms()
-        thread, first, handed_back, (newest,) = await self._look(
-            thread_id, now_ms, self._keys.signal(thread_id).subject
-        )
-        if newest > signal:
-            return None
-        if newest < signal or thread.active is not None:
-            raise Conflict("the thread is claimed, or what was read is older than the signal")
-        if first is not None:
-            return 0.0
-        # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
-        soon = min((d.available_at_ms - now_ms for d in handed_back), default=_NEVER_MS) / 1000
-        if 0 < soon <= self._config.signal_nack_max_delay_s:
-            return soon
-        if thread.step:
-            await self._bucket.put([self._keys.written(replace(thread, answered=signal), thread.version)])
-        return None
+    async def ack_signal(self, signal: Signal) -> bool:
+        # The look comes before the answer, and what comes after the look has a signal of its own.
+        now_ms, subject = self.now_ms(), self._keys.signal(signal.thread_id).subject
+        thread, first, handed_back, (newest,) = await self._look(signal.thread_id, now_ms, subject)
+        number, soon = signal.mark.seq, 0.0
+        if newest <= number:
+            if newest < number or thread.active is not None:
+                return False  # what was read is older than the signal, or the thread is claimed
+            if first is None:
+                # A sweeper whose clock is ahead of ours has signalled what is not due here yet, and looks no more.
+                soon = min((d.available_at_ms - now_ms for d in handed_back), default=_NEVER_MS) / 1000
+            if first is not None or 0 < soon <= self._config.signal_nack_max_delay_s:
+                await self.put_off(signal, soon)
+                return True
+            if thread.step:
+                try:
+                    await self._bucket.put([self._keys.written(replace(thread, answered=number), thread.version)])
+                except (Conflict, AppendUnknown):
+                    return False
+        await self._signals.pulls.answer(signal.mark, b"+ACK")
+        return True
+
+    async def put_off(self, signal: Signal, delay_s: float | None) -> None:
+        if delay_s is None:
+            await self._signals.pulls.answer(signal.mark, b"+WPI")
+        else:
+            await self._signals.pulls.hand_back(signal.mark, delay_s)
 
     async def wake(self, thread_id: str) -> None:
         await self._bucket.put([self._keys.signal(thread_id)])
@@ -415,8 +423,8 @@ class NatsBackend:
         await self._signals.forget_answered()
         return True
 
-    async def signals(self, limit: int, timeout_s: float, ack_wait_s: float) -> list[Signal]:
-        return await self._signals.pull(limit, timeout_s)
+    async def signals(self, limit: int, timeout_s: float) -> list[Signal]:
+        return [Signal(self, t, came.times, came) for t, came in await self._signals.pull(limit, timeout_s)]
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         return await self._live.deliver(thread_id, payload, timeout_s)

@@ -20,61 +20,27 @@ from nats.aio.subscription import Subscription
 from bufstore.errors import LogUnavailable, MalformedEntry
 from bufstore.jetstream.ensure import ensure_consumer
 from bufstore.jetstream.errors import ConsumerMissing
-from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.jetstream.pulls import Delivery, PullRefused, Pulls
 from bufstore.jetstream.subject_tokens import token, untoken
 from bufstore.mailbox.config import NatsMailboxNames
 from bufstore.mailbox.nats_bucket import Bucket
 from bufstore.mailbox.nats_keys import consumer_config
-from bufstore.mailbox.ports import Live, LiveHandler, Signal
+from bufstore.mailbox.ports import Live, LiveHandler
 
 _log = logging.getLogger(__name__)
-
-#: When to look at a thread again whose signal of this number is answered: in so many seconds, or (None) with the next
-#: signal. Raises Conflict, AppendUnknown while that cannot be said.
-AgainIn = Callable[[str, int], Awaitable[float | None]]
 
 #: How long a worker waits for whom the consumer has no more room among those that wait.
 _CROWDED_S = 0.5
 
 
-class NatsSignal:
-    """See `bufstore.mailbox.ports.Signal`. Answers are hints too: a lost one makes the signal come again."""
-
-    def __init__(self, pulls: Pulls, delivery: Delivery, again_in: AgainIn) -> None:
-        self.thread_id = untoken(delivery.subject.rpartition(".")[2])
-        self.deliveries = delivery.times
-        self.delivery = delivery
-        self._pulls = pulls
-        self._again_in = again_in
-
-    async def ack(self) -> bool:
-        try:
-            again_in = await self._again_in(self.thread_id, self.delivery.seq)
-        except (Conflict, AppendUnknown):
-            return False
-        if again_in is None:
-            await self._pulls.answer(self.delivery, b"+ACK")
-        else:
-            await self.nack(again_in)
-        return True
-
-    async def nack(self, delay_s: float) -> None:
-        await self._pulls.hand_back(self.delivery, delay_s)
-
-    async def working(self) -> None:
-        await self._pulls.answer(self.delivery, b"+WPI")
-
-
 class NatsSignals:
     """Pulls signals, and removes those that were answered."""
 
-    def __init__(self, bucket: Bucket, api: str, names: NatsMailboxNames, ack_wait_s: float, again_in: AgainIn) -> None:
+    def __init__(self, bucket: Bucket, api: str, names: NatsMailboxNames, ack_wait_s: float) -> None:
         self._bucket = bucket
         self._wanted = consumer_config(names, ack_wait_s)
-        self._again_in = again_in
         self._consumer = f"{bucket.keys.stream}.{names.consumer}"
-        self._pulls = Pulls(bucket.connection, f"{api}.CONSUMER.MSG.NEXT.{self._consumer}")
+        self.pulls = Pulls(bucket.connection, f"{api}.CONSUMER.MSG.NEXT.{self._consumer}")
         #: Workers have had the signals up to here, as known when answered ones were last removed.
         self.delivered = 0
 
@@ -83,28 +49,20 @@ class NatsSignals:
         bucket, settings = self._bucket, "MailboxConfig, NatsMailboxNames"
         await ensure_consumer(bucket.stream, bucket.keys.stream, self._wanted, settings)
 
-    async def pull(self, limit: int, timeout_s: float) -> list[Signal]:
-        """What waits, or the first that comes in time. Raises LogUnavailable."""
+    async def pull(self, limit: int, timeout_s: float) -> list[tuple[str, Delivery]]:
+        """Threads that may have work: what waits, or the first that comes in time. Raises LogUnavailable."""
         try:
-            came = await self._pulls.ready(limit)
+            came = await self.pulls.ready(limit)
             if not came and timeout_s > 0:
                 # One only: a request that is open when its asker is gone would take signals with it.
-                came = [d for d in [await self._pulls.next(timeout_s)] if d is not None]
+                came = [d for d in [await self.pulls.next(timeout_s)] if d is not None]
         except PullRefused as e:
             if e.code == "503":  # the consumer is gone: somebody removed it
                 await self.setup()
             else:  # more wait than the consumer lets: this one asks again later
                 await asyncio.sleep(min(timeout_s, _CROWDED_S))
             return []
-        return [signal for delivery in came if (signal := self._signal(delivery)) is not None]
-
-    def _signal(self, delivery: Delivery) -> Signal | None:
-        try:
-            return NatsSignal(self._pulls, delivery, self._again_in)
-        except MalformedEntry:
-            what = delivery.subject[:200]
-            _log.warning("ignoring a signal that belongs to no thread: %s", what, extra={"action": "mailbox_foreign"})
-            return None
+        return [(thread_id, delivery) for delivery in came if (thread_id := _thread_id(delivery)) is not None]
 
     async def counts(self) -> tuple[int, int, int]:
         """How many wait, are out, and of these came again."""
@@ -125,6 +83,15 @@ class NatsSignals:
 
     async def _info(self) -> dict[str, Any]:
         return await self._bucket.stream.api(f"CONSUMER.INFO.{self._consumer}")
+
+
+def _thread_id(delivery: Delivery) -> str | None:
+    try:
+        return untoken(delivery.subject.rpartition(".")[2])
+    except MalformedEntry:
+        what = delivery.subject[:200]
+        _log.warning("ignoring a signal that belongs to no thread: %s", what, extra={"action": "mailbox_foreign"})
+        return None
 
 
 class NatsLive:

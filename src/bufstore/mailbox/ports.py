@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from bufstore.mailbox.counters import MailboxGauges
 from bufstore.mailbox.decisions import Claiming, Step
@@ -24,33 +24,32 @@ class InSteps(Exception):
     """Look first, then write."""
 
 
-class Signal(Protocol):
+class Signal:
     """A hint that a thread may have work. Its receiver must answer it, or it goes to another one later."""
 
-    @property
-    def thread_id(self) -> str:
-        """The thread that may have work."""
-        ...
-
-    @property
-    def deliveries(self) -> int:
-        """How many times the signal has come, this time included."""
-        ...
+    def __init__(self, backend: Backend, thread_id: str, deliveries: int, mark: Any) -> None:
+        self._backend = backend
+        #: The thread that may have work.
+        self.thread_id = thread_id
+        #: How many times the signal has come, this time included.
+        self.deliveries = deliveries
+        #: By which the backend knows it from an earlier or later one of the thread.
+        self.mark = mark
 
     async def ack(self) -> bool:
         """The receiver found no more work: end the signal, unless the store sees something to claim (see `nack`).
 
         False when the thread is claimed, or has moved meanwhile: then nothing was done.
         """
-        ...
+        return await self._backend.ack_signal(self)
 
     async def nack(self, delay_s: float) -> None:
         """Come again after `delay_s`, to anybody."""
-        ...
+        await self._backend.put_off(self, delay_s)
 
     async def working(self) -> None:
         """Do not come to others for the time being: I am at it."""
-        ...
+        await self._backend.put_off(self, None)
 
 
 class Live(enum.Enum):
@@ -163,7 +162,15 @@ class Backend(Protocol):
         """True when this instance is the one to sweep now."""
         ...
 
-    async def signals(self, limit: int, timeout_s: float, ack_wait_s: float) -> list[Signal]: ...
+    async def signals(self, limit: int, timeout_s: float) -> list[Signal]: ...
+
+    async def ack_signal(self, signal: Signal) -> bool:
+        """See `Signal.ack`. Answers are hints, too: a lost one makes the signal come again."""
+        ...
+
+    async def put_off(self, signal: Signal, delay_s: float | None) -> None:
+        """See `Signal.nack`; without a delay, `Signal.working`."""
+        ...
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live: ...
 

@@ -61,6 +61,7 @@ class PostgresBackend:
         self._sql = queries(_FOLDER, schema)
         self._numbers = sql.Identifier(schema, "mailbox_numbers").as_string()
         self._timeout_s = config.timeout_s
+        self._ack_wait_s = config.signal_ack_wait_s
         self._patience_ms = round(1000 * (config.signal_ack_wait_s + config.signal_nack_max_delay_s))
         #: Up to which thread lost signals were looked for.
         self._looked = ""
@@ -301,16 +302,16 @@ class PostgresBackend:
         await self._set_clock()
         return bool(await self._run("sweeps", interval_s / 2))
 
-    async def signals(self, limit: int, timeout_s: float, ack_wait_s: float) -> list[Signal]:
+    async def signals(self, limit: int, timeout_s: float) -> list[Signal]:
         deadline = time.monotonic() + timeout_s
         while True:
             self._news.clear()
-            rows = await self._run("pull", self.now_ms(), limit, round(1000 * ack_wait_s))
+            rows = await self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s))
             left = deadline - time.monotonic()
             if rows or left <= 0:
                 if rows:
                     await self._unlisten()
-                return [_PostgresSignal(self, row, ack_wait_s) for row in rows]
+                return [Signal(self, *row) for row in rows]
             if await self._listen():
                 continue  # what came before is not told
             with suppress(TimeoutError):
@@ -337,11 +338,16 @@ class PostgresBackend:
                 unlisten, self._listening = self._listening, None
                 await unlisten()
 
-    async def answer(self, name: str, *parameters: Any) -> list[tuple[Any, ...]]:
-        """Answer a signal. One that is lost makes the signal come again."""
+    async def ack_signal(self, signal: Signal) -> bool:
         with suppress(NoAnswer):
-            return await self._run(name, *parameters)
-        return []
+            return await self._run("signal_ack", signal.thread_id, signal.mark) != [(False,)]
+        return True
+
+    async def put_off(self, signal: Signal, delay_s: float | None) -> None:
+        wake_at = self.now_ms() + round(1000 * (self._ack_wait_s if delay_s is None else delay_s))
+        with suppress(NoAnswer):
+            await self._run("signal_nack", signal.thread_id, signal.mark, wake_at)
+        signal.mark = wake_at
 
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         return Live.NO_SUBSCRIBER  # Postgres cannot tell whether anybody listens
@@ -351,29 +357,6 @@ class PostgresBackend:
             return None
 
         return stop
-
-
-class _PostgresSignal:
-    def __init__(self, backend: PostgresBackend, row: tuple[Any, ...], ack_wait_s: float) -> None:
-        self._backend = backend
-        self.thread_id: str = row[0]
-        self.deliveries: int = row[1]
-        self._wake_at: int = row[2]
-        self._ack_wait_s = ack_wait_s
-
-    async def ack(self) -> bool:
-        return (await self._backend.answer("signal_ack", self.thread_id, self._wake_at)) != [(False,)]
-
-    async def nack(self, delay_s: float) -> None:
-        await self._again(delay_s)
-
-    async def working(self) -> None:
-        await self._again(self._ack_wait_s)
-
-    async def _again(self, delay_s: float) -> None:
-        wake_at = self._backend.now_ms() + round(1000 * delay_s)
-        await self._backend.answer("signal_nack", self.thread_id, self._wake_at, wake_at)
-        self._wake_at = wake_at
 
 
 @contextmanager

@@ -439,9 +439,7 @@ class MailboxStore:
         """Which threads may have work: each signal goes to one worker, over all instances, until it is answered."""
         c = self.config
         signals = await self.backend.signals(
-            limit or c.signal_batch_size,
-            c.signal_fetch_expires_s if timeout_s is None else timeout_s,
-            c.signal_ack_wait_s,
+            limit or c.signal_batch_size, c.signal_fetch_expires_s if timeout_s is None else timeout_s
         )
         self.counters.count("signals", len(signals))
         return signals
