@@ -18,7 +18,7 @@ from bufstore.errors import Closed
 from bufstore.jetstream.messages import Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
-from bufstore.mailbox.decisions import Claiming, Step, is_expired
+from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_expired
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.store import MailboxStore
@@ -180,10 +180,8 @@ class MemoryBackend:
         for thread in self._state().threads.values():
             counts[Status.CLAIMED] += thread.active is not None
         for thread_id, known in self._shared.dispatches.items():
-            epoch = self._thread(thread_id).epoch
             for d in known.values():
-                stale = d.status is Status.QUEUED and d.epoch < epoch
-                counts[Status.SUPERSEDED if stale else d.status] += 1
+                counts[as_seen(d, self._thread(thread_id)).status] += 1
         return counts
 
     async def purge(self, finished_before_ms: int, limit: int) -> int:

@@ -173,21 +173,18 @@ class MailboxStore:
         check_id(thread_id, "thread_id")
         check_id(dispatch_id, "dispatch_id")
 
-        async def at_once(_: Claiming, __: str) -> MailboxThread | None:
-            raise InSteps
-
         async def find() -> tuple[MailboxThread, Dispatch | None]:
             thread, found = await self.backend.find(thread_id, dispatch_id)
             return thread, found if found is not None and found.status is Status.QUEUED else None
 
-        return await self._claim(holder, lease_s, self._now(now_ms), at_once, find)
+        return await self._claim(holder, lease_s, self._now(now_ms), None, find)
 
     async def _claim(
         self,
         holder: str,
         lease_s: float | None,
         now: int,
-        at_once: Callable[[Claiming, str], Awaitable[MailboxThread | None]],
+        at_once: Callable[[Claiming, str], Awaitable[MailboxThread | None]] | None,
         find: Callable[[], Awaitable[tuple[MailboxThread, Dispatch | None]]],
     ) -> Dispatch | None:
         check_id(holder, "holder")
@@ -201,7 +198,8 @@ class MailboxStore:
         async def attempt() -> MailboxThread | None:
             nonlocal again
             with suppress(InSteps):
-                return await at_once(claiming, step_id)
+                if at_once is not None:
+                    return await at_once(claiming, step_id)
             thread, head = await find()
             if again and head is None and thread.step != step_id:
                 # An earlier attempt may have been stored after the thread was read, and before its queue was.
@@ -223,7 +221,7 @@ class MailboxStore:
                     after = await self._steps.tries()(attempt)
                     if after is not None and after.active is not None:
                         held = after.active
-                        await self._end(held, now, lambda thread: decisions.release(thread, held, now))
+                        await self._as_holder(held, now, lambda thread: decisions.release(thread, held, now))
                 raise
         if after is None or after.active is None:
             self.counters.count("claims_empty")
@@ -238,7 +236,7 @@ class MailboxStore:
         now = self._now(now_ms)
         try:
             with self.counters.timed("ack"):
-                ended = await self._end(claim, now, lambda thread: decisions.ack(thread, claim, now))
+                ended = await self._as_holder(claim, now, lambda thread: decisions.ack(thread, claim, now))
         except (StaleClaim, StepUnknown) as e:  # its answer may be lost, and the thread another's since
             try:
                 _, found = await self.backend.find(claim.thread_id, claim.dispatch_id)
@@ -261,14 +259,14 @@ class MailboxStore:
         """
         now = self._now(now_ms)
         retry_at = 0 if retry_at_ms is None else check_ms(retry_at_ms, "retry_at_ms")
-        ended = await self._end(claim, now, lambda thread: decisions.nack(thread, claim, retry_at, error, now))
+        ended = await self._as_holder(claim, now, lambda thread: decisions.nack(thread, claim, retry_at, error, now))
         self.counters.count("nacked" if ended.status is Status.QUEUED else _counted(ended))
         return ended
 
     async def dead_letter(self, claim: Dispatch, *, error: str | None = None, now_ms: int | None = None) -> Dispatch:
         """Give it up for good."""
         now = self._now(now_ms)
-        ended = await self._end(claim, now, lambda thread: decisions.dead_letter(thread, claim, error, now))
+        ended = await self._as_holder(claim, now, lambda thread: decisions.dead_letter(thread, claim, error, now))
         self.counters.count("dead_lettered")
         return ended
 
@@ -278,7 +276,7 @@ class MailboxStore:
         """Hold the claim longer. Raises ClaimInterrupted when its holder shall stop."""
         now = self._now(now_ms)
         until = check_ms(now + round(1000 * (self.config.lease_s if lease_s is None else lease_s)), "lease")
-        extended = await self._held(claim, now, lambda thread: decisions.extend(thread, claim, until, now))
+        extended = await self._as_holder(claim, now, lambda thread: decisions.extend(thread, claim, until, now))
         self.counters.count("extended")
         return extended
 
@@ -286,7 +284,7 @@ class MailboxStore:
         """Record the worker that begins. Raises ClaimInterrupted when none must begin."""
         check_id(instance_id, "instance_id")
         now = self._now(now_ms)
-        return await self._held(claim, now, lambda thread: decisions.start(thread, claim, instance_id, now))
+        return await self._as_holder(claim, now, lambda thread: decisions.start(thread, claim, instance_id, now))
 
     async def record_result(
         self,
@@ -301,7 +299,7 @@ class MailboxStore:
         """Note what came of it, before the ack."""
         now = self._now(now_ms)
         check_dispatch(replace(claim, payload=result or b""), payload_max=self.config.payload_max)
-        return await self._held(
+        return await self._as_holder(
             claim, now, lambda thread: decisions.finish(thread, claim, run_status, termination, result, error, now)
         )
 
@@ -321,7 +319,7 @@ class MailboxStore:
         if done is None:
             return None
         self.counters.count("cancelled")
-        return done[1].moves[0].after
+        return done.dispatch
 
     async def interrupt(self, thread_id: str, *, now_ms: int | None = None) -> Interruption:
         """Supersede all that is queued now, in one write, and tell the holder of a claim with its next step to stop.
@@ -332,7 +330,7 @@ class MailboxStore:
         now, deadline = self._now(now_ms), time.monotonic() + self.config.timeout_s
         done = await self._steps.change(thread_id, now, lambda: self.backend.thread(thread_id), decisions.interrupt)
         assert done is not None
-        thread = done[0]
+        thread = done.thread
         self.counters.count("interrupted")
         superseded: list[Dispatch] = []
         # The one write above has superseded them; this takes them out of the way, a part at a time.
@@ -362,7 +360,7 @@ class MailboxStore:
         if done is None:
             return None
         self.counters.count("superseded")
-        return done[1].moves[0].after
+        return done.dispatch
 
     async def load_dispatch(self, thread_id: str, dispatch_id: str) -> Dispatch | None:
         """The dispatch as it is now; None if the id is unknown or was purged. Raises Unavailable."""
@@ -415,8 +413,7 @@ class MailboxStore:
                 raise
             if done is None:
                 continue  # its holder or another sweeper was faster
-            after = done[1].moves[0].after
-            assert after is not None
+            after = done.dispatch
             reclaimed.append(after)
             self.counters.count("reclaimed")
             if after.status is not Status.QUEUED:
@@ -474,18 +471,10 @@ class MailboxStore:
     def _now(self, now_ms: int | None) -> int:
         return self.backend.now_ms() if now_ms is None else check_ms(now_ms, "now_ms")
 
-    async def _end(self, claim: Dispatch, now_ms: int, decide: Callable[[MailboxThread], Step]) -> Dispatch:
+    async def _as_holder(self, claim: Dispatch, now_ms: int, decide: Callable[[MailboxThread], Step]) -> Dispatch:
         done = await self._steps.change(claim.thread_id, now_ms, self._steps.known(claim), decide)
         assert done is not None
-        after = done[1].moves[0].after
-        assert after is not None
-        return after
-
-    async def _held(self, claim: Dispatch, now_ms: int, decide: Callable[[MailboxThread], Step]) -> Dispatch:
-        done = await self._steps.change(claim.thread_id, now_ms, self._steps.known(claim), decide)
-        assert done is not None
-        assert done[0].active is not None
-        return done[0].active
+        return done.dispatch
 
 
 def _same(found: Dispatch, draft: Dispatch) -> bool:
