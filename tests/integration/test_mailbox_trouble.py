@@ -469,6 +469,34 @@ async def test_a_listener_that_could_not_be_told_of_is_none(on_nats: Mailboxes) 
         assert backend._live._handlers == []
 
 
+async def test_a_listener_that_stops_while_all_listen_again_makes_no_other_deaf(on_nats: Mailboxes) -> None:
+    """A client with much to send makes who subscribes wait."""
+    async with on_nats.open(1) as (store,):
+        live = _nats(store)._live
+
+        async def handle(payload: bytes) -> None: ...
+
+        stops = [await store.listen_live(thread_id, handle) for thread_id in ("one", "two", "three")]
+        listening: list[str] = []
+
+        class Subscription:
+            def __init__(self, subject: str) -> None:
+                self.subject = subject
+                listening.append(subject)
+
+            async def unsubscribe(self) -> None:
+                listening.remove(self.subject)
+
+        class NewClient:
+            async def subscribe(self, subject: str, **_: Any) -> Subscription:
+                if subject == live._prefix + token("one"):
+                    await stops[0]()
+                return Subscription(subject)
+
+        await live._listen_again(NewClient())  # type: ignore[arg-type]
+        assert listening == [live._prefix + token(thread_id) for thread_id in ("two", "three")]
+
+
 async def test_more_workers_than_the_consumer_lets_wait_ask_again_later(on_nats: Mailboxes) -> None:
     async with on_nats.open(1) as (store,):
         took: list[float] = []

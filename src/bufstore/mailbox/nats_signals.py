@@ -145,8 +145,10 @@ class NatsLive:
         await self._bucket.info()
 
     async def _listen_again(self, client: Client) -> None:
-        for listening in self._handlers:
+        for listening in tuple(self._handlers):
             await listening.start(client)
+            if listening not in self._handlers:  # it was stopped meanwhile
+                await listening.stop()
 
 
 class _Listening:
