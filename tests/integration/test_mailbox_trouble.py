@@ -401,6 +401,38 @@ async def test_a_store_that_was_away_for_a_moment_delays_no_thread_for_long(
             await done.wait()
 
 
+async def test_a_copy_that_does_not_know_of_a_claim_yet_ends_no_work(
+    mailboxes: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether claims are still held any copy tells, which may be behind the leader that has stored the claim."""
+    async with mailboxes.open(1) as (store,):
+        thread_id, looked, done = fresh(), asyncio.Event(), asyncio.Event()
+        await store.enqueue(thread_id)
+        earlier = await store.claim(thread_id, "another")
+        assert earlier is not None
+        await store.ack(earlier)
+        before = await store.backend.held([thread_id])
+        looks: list[int] = []
+
+        async def behind(_: Any) -> dict[str, tuple[int, int, int]]:
+            looks.append(1)
+            if len(looks) == 2:
+                looked.set()
+            return before
+
+        async def handle(_: Dispatch) -> None:
+            await looked.wait()
+            done.set()
+
+        monkeypatch.setattr(store.backend, "held", behind)
+        await store.enqueue(thread_id)
+        async with Worker(store, "w", handle), asyncio.timeout(20):
+            await done.wait()
+        counts = store.statistics().counts
+        assert counts["acked"] == 2
+        assert "work_lost" not in counts
+
+
 async def test_a_signal_that_nobody_answers_is_followed_by_a_new_one(on_nats: Mailboxes) -> None:
     """However often it goes astray: each time it would come again after 30 s, which add up."""
     config = {"signal_ack_wait_s": 1.0, "signal_nack_max_delay_s": 1.0, "sweep_interval_s": 0.5}

@@ -231,9 +231,9 @@ class MemoryBackend:
             signals_again=sum(w.deliveries > 1 for w in due),
         )
 
-    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int, int]]:
         threads = [await self.thread(t) for t in thread_ids]
-        return {t.thread_id: (t.active.token if t.active is not None else 0, t.epoch) for t in threads}
+        return {t.thread_id: (t.version, t.active.token if t.active is not None else 0, t.epoch) for t in threads}
 
     async def sweeps(self, interval_s: float) -> bool:
         now = time.monotonic()

@@ -267,14 +267,14 @@ class NatsBackend:
             seq, size = page[-1].seq, PAGE
         return []
 
-    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int, int]]:
         try:
             async with asyncio.timeout(_SOON_S):
                 found = await self._bucket.copy([self._keys.thread(t) for t in thread_ids])
         except TimeoutError:
             raise LogUnavailable("the copy that was asked has not answered soon; the next may") from None
         states = [self._keys.state(found.get(self._keys.thread(t)), t) for t in thread_ids]
-        return {s.thread_id: (s.active.token if s.active is not None else 0, s.epoch) for s in states if s.version}
+        return {s.thread_id: (s.version, s.active.token if s.active is not None else 0, s.epoch) for s in states}
 
     async def _not_ended(self, thread_id: str, queued: list[Dispatch]) -> list[Dispatch]:
         """Of a thread in doubt: without those that have ended, or been handed back, which are removed once more."""

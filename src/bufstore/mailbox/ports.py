@@ -154,8 +154,8 @@ class Backend(Protocol):
         """How things stand; without what `expiring` tells."""
         ...
 
-    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Token (0: none) and epoch of each thread; any copy may tell, for whoever asks again soon."""
+    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+        """Version, token (0: none) and epoch of each thread, for whoever asks again soon: a copy may tell, and lag."""
         ...
 
     async def sweeps(self, interval_s: float) -> bool:

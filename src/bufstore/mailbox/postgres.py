@@ -295,8 +295,8 @@ class PostgresBackend:
         since = None if first is None else max(0, self.now_ms() - first) / 1000
         return MailboxGauges(oldest_queued_s=since, signals_waiting=count)
 
-    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        return {row[0]: (row[1], row[2]) for row in await self._run("held", arrays.texts(thread_ids))}
+    async def held(self, thread_ids: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+        return {row[0]: (row[1], row[2], row[3]) for row in await self._run("held", arrays.texts(thread_ids))}
 
     async def sweeps(self, interval_s: float) -> bool:
         await self._set_clock()

@@ -189,9 +189,11 @@ class Worker:
             if not working:
                 continue
             with suppress(BufstoreError):  # then the renewal says so
-                for thread_id, (token, epoch) in (await self._mailbox.backend.held(list(working))).items():
+                for thread_id, (version, token, epoch) in (await self._mailbox.backend.held(list(working))).items():
                     claim, task = working[thread_id]
-                    if not task.done() and (token != claim.token or epoch > claim.epoch):
+                    # A claim's token is the version that it made: what is older does not know of it.
+                    known = version >= claim.token and not task.done()
+                    if known and (token != claim.token or epoch > claim.epoch):
                         self._lost(task, "lost" if token != claim.token else "interrupted")
 
     def _lost(self, task: asyncio.Future[None], how: str) -> None:

@@ -31,7 +31,7 @@ SELECT count(*), min(wake_at) FROM (
 
 -- name: held
 -- Who holds each of these threads.
-SELECT t.thread_id, coalesce(a.token, 0), t.epoch FROM {schema}.mailbox_threads t
+SELECT t.thread_id, t.version, coalesce(a.token, 0), t.epoch FROM {schema}.mailbox_threads t
 LEFT JOIN {schema}.mailbox_dispatches a ON a.thread_id = t.thread_id AND a.dispatch_id = t.active_id
 WHERE t.thread_id = ANY ($1::text[]);
 
