@@ -51,3 +51,30 @@ def test_a_process_that_begins_late_purges_all_but_what_the_groups_that_stay_nee
         await log.aclose()
 
     run(main())
+
+
+@given(st.booleans(), st.booleans())
+@examples(4)
+def test_a_process_that_only_flushes_reads_the_groups_only_to_find_parts_that_they_need(
+    large: bool, certain: bool
+) -> None:
+    async def main() -> None:
+        world = World(GroupServer(4096))
+        one = Instance(world)
+        log = world.log.open(world.config)
+        if not certain:  # on replicas
+            log._stream.none_below = _not_certain  # type: ignore[method-assign]
+        for n in range(6):
+            await one.checkpoint(["x" * 9000 if large and n == 1 else n], f"thread {n}")
+        groups = [m.seq for m in world.log.stream.messages if m.subject == SUBJECTS.groups]
+        await let_go(log, groups[4], groups[4])
+        assert world.log.stream.messages[0].seq == groups[4]
+        assert (log._heads.seen == 0) is (certain and not large)
+        await one.aclose()
+        await log.aclose()
+
+    run(main())
+
+
+async def _not_certain(subject: str, seq: int, timeout_s: float) -> bool:
+    return False

@@ -37,7 +37,6 @@ class Purging:
             return
         # The last group stays: behind nothing, a late first copy of any group could be stored.
         last = (await self._stream.last([self._subjects.groups], _READ_S)).get(self._subjects.groups)
-        await self._see_all()
         if last is not None:
             needed = await self._first_needed(below)
             await self._stream.purge_below(min(needed, last.seq))
@@ -45,6 +44,11 @@ class Purging:
 
     async def _first_needed(self, below: int) -> int:
         """The first sequence that the groups from this one on need."""
+        # Most logs have no large entries: then a process that only flushes need not have seen all groups, which is to
+        # read the log once more.
+        if await self._stream.none_below(self._subjects.parts, below, _READ_S):
+            return below
+        await self._see_all()
         needed = self._heads.first_needed(below)
         if needed is not None:
             return needed

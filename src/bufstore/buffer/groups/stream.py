@@ -59,6 +59,10 @@ class GroupsInStream(Generations, Announcements, Protocol):
         """Where the subject ends, as of a moment after this was asked; 0 where every read is as fresh as that."""
         ...
 
+    async def none_below(self, subject: str, seq: int, timeout_s: float) -> bool:
+        """Whether the subject certainly has no message below a sequence. False, too, where reads may lag."""
+        ...
+
     async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:
         """The subject's first messages above `seq`, as any replica has them, which may lag.
 
