@@ -42,7 +42,7 @@ WORKERS ?= 3
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile
 ALONE := -n 2 --dist loadfile
 # Without servers nothing waits: as many as there are cores.
-WITHOUT_SERVERS := -n logical --dist loadfile tests/unit
+WITHOUT_SERVERS := -n logical --dist worksteal tests/unit
 
 .PHONY: test
 test: check ## Run the tests on real servers (lint, types and layers first; about 15 minutes)
@@ -73,7 +73,7 @@ spark-version: $(READY) ## Run some tests of tests/spark on PySpark SPARK=4.2.1 
 
 .PHONY: unit
 unit: $(READY) ## Run the tests that need no servers (about a minute)
-	$(BIN)/python -m pytest -q $(WITHOUT_SERVERS)
+	$(BIN)/python -m pytest -q $(WITHOUT_SERVERS) -m "not long"
 
 .PHONY: check
 check: $(READY) ## Lint, format, types, layers (no servers, under a minute)

@@ -230,6 +230,7 @@ def test_a_message_too_large_for_the_log_is_reported_and_the_rest_is_imported(ma
     assert stored(made, thread, other) == [["small"], ["o"]]
 
 
+@pytest.mark.long
 def test_an_import_waits_for_postgres(own_servers: Servers) -> None:
     threads = list(generate(3, 200))
     addresses = {"BUFSTORE_NATS": own_servers.nats.url, "BUFSTORE_POSTGRES": own_servers.postgres.dsn}

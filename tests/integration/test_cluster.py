@@ -35,6 +35,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         yield running
 
 
+@pytest.mark.long
 async def test_three_replicas_survive_their_leader(servers: Servers, cluster: Cluster) -> None:
     deployment = Deployment(servers, replicas=3)
     async with cluster.store(deployment) as store:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from bufstore import Consistency, PostgresThreadStore
 from bufstore.buffer.places import group_of
 from bufstore.embedded import Servers
@@ -85,6 +87,7 @@ async def test_the_content_of_an_erased_thread_is_nowhere_any_more(
         assert await store.load_messages(gone) == ["new"]
 
 
+@pytest.mark.long
 async def test_threads_that_share_groups_with_an_erased_one_lose_nothing(
     deploy: Callable[..., Deployment], servers: Servers
 ) -> None:

@@ -60,6 +60,7 @@ async def test_ten_thousand_checkpoints_without_postgres(own_servers: Servers) -
         assert await store.quarantined() == 0
 
 
+@pytest.mark.long
 async def test_a_flusher_says_soon_that_postgres_is_away(own_servers: Servers) -> None:
     """Long before the time of a flush is over, which is half a minute."""
     async with Deployment(own_servers).store() as store:

@@ -131,6 +131,7 @@ async def test_setup_makes_what_an_app_then_needs_no_rights_for(site: Site) -> N
         await store.force_flush(thread_id)
 
 
+@pytest.mark.long
 async def test_setup_does_not_wait_for_servers_that_are_away(site: Site) -> None:
     async with asyncio.timeout(40):
         for way in ((), ("--sql",), ("--own-store",)):

@@ -67,6 +67,7 @@ async def test_it_keeps_the_mailbox_contract_while_leaders_go(seed: int, cluster
     await _keep_beside_leaders_that_go(BESIDE[seed::_PARTS], cluster, seed, 12)
 
 
+@pytest.mark.long
 async def test_some_of_the_mailbox_contract_is_kept_while_leaders_go(cluster: Cluster) -> None:
     await _keep_beside_leaders_that_go(random.Random(1).sample(BESIDE, 8), cluster, 7, 5)
 

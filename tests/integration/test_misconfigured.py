@@ -103,6 +103,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.long
 async def test_postgres_that_refuses_parks_nothing_and_goes_on_when_mended(disturbed: Servers) -> None:
     """Not one entry's fault: everything waits in the log, writes go on, and it is said what an operator must mend."""
 

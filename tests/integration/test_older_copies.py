@@ -182,6 +182,7 @@ async def test_a_postgres_restored_to_before_what_was_settled_counts_as_away_unt
                 assert (report.ok, report.quarantined) == (True, 0), report.findings
 
 
+@pytest.mark.long
 async def test_a_postgres_restored_to_before_the_first_flush_is_noticed_where_the_log_is_purged(
     own_servers: Servers, tmp_path: Path
 ) -> None:

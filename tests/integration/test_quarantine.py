@@ -385,6 +385,7 @@ async def test_with_a_full_quarantine_poison_waits_and_nothing_is_dropped(deploy
         await eventually(calm)
 
 
+@pytest.mark.long
 async def test_a_storm_of_poison_delays_the_good_by_little(deployment: Deployment) -> None:
     chance = random.Random(7)
     inner = picky(deployment)

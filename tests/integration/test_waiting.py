@@ -54,6 +54,7 @@ async def forgotten(store: BufferedThreadStore, thread_id: str, beside: str) -> 
     await eventually(gone)
 
 
+@pytest.mark.long
 async def test_the_log_forgets_a_thread_that_waits_and_nobody_else_does(deploy: Callable[..., Deployment]) -> None:
     deployment = deploy(partitions=1, failover_window_s=2.0)
     thread_id, beside = fresh("held"), fresh("beside")

@@ -69,6 +69,7 @@ async def test_another_process_reads_a_thread_that_the_log_has_whole(own: Server
         await one.force_flush()
 
 
+@pytest.mark.long
 async def test_only_postgres_can_tell_of_a_thread_that_nobody_here_has_read(own: Servers, place: Place) -> None:
     thread_id = fresh()
     put = checkpoint({"a": "1"}, {"a": [1]})

@@ -102,6 +102,7 @@ async def test_ranges_that_overlap_or_hold_each_other_come_back_once(
     assert await come_back(spark, deployment, tmp_path / "archive", threads) == {t: list(range(6)) for t in threads}
 
 
+@pytest.mark.long
 async def test_some_threads_come_back_as_they_were_at_a_time(
     spark: Any, deployment: Deployment, tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ async def test_an_archive_of_an_earlier_version_is_gone_on_with(
     assert await come_back(spark, deployment, path, threads) == {t: list(range(4)) for t in threads}
 
 
+@pytest.mark.long
 async def test_who_says_where_to_go_on_takes_what_is_left(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     deployment.verified = False
     threads, path = [fresh() for _ in range(4)], str(tmp_path / "archive")

@@ -55,6 +55,7 @@ async def test_a_full_log_is_waited_for(deploy: Any, caplog: pytest.LogCaptureFi
     assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
 
 
+@pytest.mark.long
 async def test_a_deletion_waits_until_somebody_flushes(
     deployment: Deployment, caplog: pytest.LogCaptureFixture
 ) -> None:

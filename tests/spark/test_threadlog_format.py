@@ -103,6 +103,7 @@ async def test_a_group_is_read_whole_and_a_position_may_be_within_it(
     assert len(batches) == len({group_of(r.position) for r in rows[50:]})
 
 
+@pytest.mark.long
 async def test_a_large_entry_of_which_a_part_is_gone(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     """Its parts stand before its group, on a subject of their own."""
     deployment.verified = False
@@ -257,6 +258,7 @@ async def test_what_was_erased_on_purpose_is_no_loss(
     assert [r.thread_id for r in rows if r.kind != "checkpoint"] == [gone], "its removal"
 
 
+@pytest.mark.long
 async def test_a_stream_that_was_made_anew_is_another_one(spark: Any, deployment: Deployment, tmp_path: Path) -> None:
     deployment.verified = False
     await written(deployment, [fresh()], range(3))

@@ -112,6 +112,6 @@ TestStore.settings = examples(
 )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(s, marks=pytest.mark.long) for s in range(5, 20))])
 def test_a_long_life(seed: int) -> None:
     live(seed)
