@@ -176,26 +176,34 @@ def test_partitions_that_are_opened_together_follow_the_groups_few_times() -> No
     run(main())
 
 
-def test_partitions_that_are_opened_one_after_another_do_not_get_the_backlog_twice() -> None:
+@pytest.mark.parametrize("starts", [(0, 0, 0), (30, 20, 10)])
+@pytest.mark.parametrize("turns", [0, 2, 8])
+def test_partitions_that_are_opened_one_after_another_do_not_get_the_backlog_twice(
+    starts: Sequence[int], turns: int
+) -> None:
     """A second delivery went over all of it beside the first, and never caught up."""
 
     async def main() -> None:
-        server = Server(["012"] * 400, ahead=8, at_once=1)
+        server = Server(["012"] * 400, ahead=50, at_once=1)
         feeds = []
         for p in range(3):
-            feeds.append(await server.open(p))
-            for _ in range(8):
+            feeds.append(await server.open(p, first_place(starts[p])))
+            for _ in range(turns):
                 await asyncio.sleep(0)
         got: list[list[int]] = [[], [], []]
-        while any(len(of_one) < 400 for of_one in got):
+        expected = [server.expected(p, first_place(starts[p])) for p in range(3)]
+        while any(not of_one or of_one[-1] < all_of_it[-1] for of_one, all_of_it in zip(got, expected, strict=True)):
             await asyncio.sleep(0)
             for p, feed in enumerate(feeds):
                 got[p] += taken(feed)
                 if got[p]:
+                    feed.passed(got[p][-1])
+            for p, feed in enumerate(feeds):
+                if got[p]:
                     await feed.ack(got[p][-1])
-        assert got == [server.expected(p, 0) for p in range(3)]
+        assert got == expected
         assert server.open_sources == 1
-        assert server.given <= 400 + 2 * 2 * 8, "but for what was on its way"
+        assert server.given <= 400 + 2 * 50, "but for what was on its way"
         await server.feeds.aclose()
         assert server.open_sources == 0
 

@@ -29,8 +29,9 @@ _log = logging.getLogger(__name__)
 #: partition.
 Split = Callable[[StoredMessage, Collection[int]], Awaitable[Sequence[tuple[int, StoredMessage]]]]
 
-#: To have this many times as much once more as is on its way is no delay that anybody would notice.
-_NEAR = 2
+#: To have this many times as much once more as is on its way is no delay that anybody would notice; nor are so many
+#: groups while nothing is acknowledged yet: the cursors of a process that starts are hardly ever the same.
+_NEAR, _NEAR_AT_FIRST = 2, 256
 
 
 class StreamFeed(Protocol):
@@ -76,6 +77,7 @@ class Delivery:
         self.last: StoredMessage | None = None
         #: Groups that are not acknowledged: their sequences, and up to which place each partition has entries in them.
         self._open: deque[tuple[int, dict[int, int]]] = deque()
+        self._acknowledged = False
         self._groups: StreamFeed | None = None
         self._task: asyncio.Task[None] | None = None
         self._something = asyncio.Event()
@@ -102,7 +104,7 @@ class Delivery:
     def is_near(self, first: int) -> bool:
         """Whether to begin anew at this sequence brings hardly more than what is on its way anyway."""
         unacknowledged = self.next - (self._open[0][0] if self._open else self.next)
-        return self.next - first <= _NEAR * unacknowledged
+        return self.next - first <= max(_NEAR * unacknowledged, 0 if self._acknowledged else _NEAR_AT_FIRST)
 
     @property
     def crowded(self) -> bool:
@@ -173,6 +175,7 @@ class Delivery:
             self._open.popleft()
             passed = seq
         if passed and self._groups is not None:
+            self._acknowledged = True
             await self._groups.ack(passed)
 
     def _stops_others(self, seq: int) -> bool:
