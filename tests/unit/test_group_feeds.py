@@ -118,6 +118,17 @@ def taken(feed: PartitionFeed) -> list[int]:
     return [m.seq for m in feed.take()]
 
 
+async def commit(feeds: Sequence[PartitionFeed], got: Sequence[list[int]]) -> None:
+    """Take what has arrived at each, and pass all of it together."""
+    for feed, of_one in zip(feeds, got, strict=True):
+        of_one += taken(feed)
+        if of_one:
+            feed.passed(of_one[-1])
+    for feed, of_one in zip(feeds, got, strict=True):
+        if of_one:
+            await feed.ack(of_one[-1])
+
+
 async def one_goes_on(server: Server) -> tuple[PartitionFeed, PartitionFeed]:
     """Two partitions: the first passes nothing, the other has acknowledged what came until nothing did."""
     zero, one = await server.open(0), await server.open(1)
@@ -194,13 +205,7 @@ def test_partitions_that_are_opened_one_after_another_do_not_get_the_backlog_twi
         expected = [server.expected(p, first_place(starts[p])) for p in range(3)]
         while any(not of_one or of_one[-1] < all_of_it[-1] for of_one, all_of_it in zip(got, expected, strict=True)):
             await asyncio.sleep(0)
-            for p, feed in enumerate(feeds):
-                got[p] += taken(feed)
-                if got[p]:
-                    feed.passed(got[p][-1])
-            for p, feed in enumerate(feeds):
-                if got[p]:
-                    await feed.ack(got[p][-1])
+            await commit(feeds, got)
         assert got == expected
         assert server.open_sources == 1
         assert server.given <= 400 + 2 * 50, "but for what was on its way"
@@ -376,13 +381,7 @@ def test_partitions_that_were_committed_together_are_not_late_for_each_other() -
         got: list[list[int]] = [[], [], [], []]
         for _ in range(40):
             await settled()
-            for p, feed in enumerate(feeds):
-                got[p] += taken(feed)
-                if got[p]:
-                    feed.passed(got[p][-1])
-            for p, feed in enumerate(feeds):
-                if got[p]:
-                    await feed.ack(got[p][-1])
+            await commit(feeds, got)
         assert got == [server.expected(p, 0) for p in range(4)]
         assert len(server.sources) == 1
         await server.feeds.aclose()

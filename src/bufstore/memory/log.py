@@ -351,9 +351,10 @@ class MemoryLog:
         """One server leads always."""
         return 0
 
-    async def none_below(self, subject: str, seq: int, timeout_s: float) -> bool:
-        found = await self.after(subject, 0, timeout_s, limit=1)
-        return not found or found[0].seq >= seq
+    @property
+    def may_lag(self) -> bool:
+        """One server answers always."""
+        return False
 
     async def fill(self) -> tuple[int, int]:
         stream = await self._turn()

@@ -237,12 +237,10 @@ class NatsLog(NatsStream):
         """Where the subject ends, as of a moment after this was asked; 0 on a single server, which always knows."""
         return await self.latest(subject, timeout_s) if self._leader_only else 0
 
-    async def none_below(self, subject: str, seq: int, timeout_s: float) -> bool:
+    @property
+    def may_lag(self) -> bool:
         """See `bufstore.buffer.groups.stream.GroupsInStream`."""
-        if self._leader_only:
-            return False  # who answers may lead no more, and lack what is below
-        found = await self.after(subject, 0, timeout_s, limit=1)
-        return not found or found[0].seq >= seq
+        return self._leader_only
 
     async def latest_ends(self, filters: Sequence[str], timeout_s: float) -> list[int]:
         if not self._leader_only:

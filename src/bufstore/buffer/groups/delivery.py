@@ -29,9 +29,8 @@ _log = logging.getLogger(__name__)
 #: partition.
 Split = Callable[[StoredMessage, Collection[int]], Awaitable[Sequence[tuple[int, StoredMessage]]]]
 
-#: To have this many times as much once more as is on its way is no delay that anybody would notice; nor are so many
-#: groups while nothing is acknowledged yet: the cursors of a process that starts are hardly ever the same.
-_NEAR, _NEAR_AT_FIRST = 2, 256
+#: The cursors of a process that starts are hardly ever the same: so many groups behind the first is no distance.
+_BEHIND_MAX = 256
 
 
 class StreamFeed(Protocol):
@@ -73,11 +72,12 @@ class Delivery:
         self.feeds: dict[int, PartitionFeed] = {}
         #: The next group has at least this sequence.
         self.next = 0
+        #: Where it began; None once something of it is acknowledged.
+        self._began: int | None = None
         #: The last entry that was given out.
         self.last: StoredMessage | None = None
         #: Groups that are not acknowledged: their sequences, and up to which place each partition has entries in them.
         self._open: deque[tuple[int, dict[int, int]]] = deque()
-        self._acknowledged = False
         self._groups: StreamFeed | None = None
         self._task: asyncio.Task[None] | None = None
         self._something = asyncio.Event()
@@ -85,7 +85,7 @@ class Delivery:
 
     async def begin(self, follow: Callable[[Callable[[], None]], Awaitable[StreamFeed]], first: int) -> None:
         """Follow the groups from this sequence on. Raises LogUnavailable."""
-        self.next = first
+        self.next = self._began = first
         self._groups = await follow(self._something.set)
         self._task = asyncio.create_task(self._guarded(self._groups), name="bufstore-feeds")
 
@@ -101,10 +101,9 @@ class Delivery:
             self._lost = self._groups.lost
         return self._lost
 
-    def is_near(self, first: int) -> bool:
-        """Whether to begin anew at this sequence brings hardly more than what is on its way anyway."""
-        unacknowledged = self.next - (self._open[0][0] if self._open else self.next)
-        return self.next - first <= max(_NEAR * unacknowledged, 0 if self._acknowledged else _NEAR_AT_FIRST)
+    def has_just_begun(self, first: int) -> bool:
+        """Whether to begin anew at this sequence brings little more than what is on its way, once more."""
+        return self._began is not None and self._began - first <= _BEHIND_MAX
 
     @property
     def crowded(self) -> bool:
@@ -139,12 +138,11 @@ class Delivery:
         return False
 
     async def _give_out(self, message: StoredMessage) -> None:
-        entries: Sequence[tuple[int, StoredMessage]] = ()
-        # Who is served since this was asked gets its part of this message, too.
-        served = None
-        while served is None or not served.issuperset(self.feeds):
+        while True:
             served = frozenset(self.feeds)
             entries = await self._split(message, served)
+            if served.issuperset(self.feeds):
+                break  # else who is served since gets its part of this message, too
         touched: dict[int, int] = {}
         for partition, entry in entries:
             touched[partition] = entry.seq
@@ -175,7 +173,7 @@ class Delivery:
             self._open.popleft()
             passed = seq
         if passed and self._groups is not None:
-            self._acknowledged = True
+            self._began = None
             await self._groups.ack(passed)
 
     def _stops_others(self, seq: int) -> bool:

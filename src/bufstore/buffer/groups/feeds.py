@@ -162,7 +162,7 @@ class Feeds:
         delivery = Delivery(self._split, self._joins)
         await delivery.begin(lambda wake: self._follow(first, wake), first)
         common = self._common
-        if common is not None and common.is_near(first):
+        if common is not None and common.has_just_begun(first):
             feeds += common.feeds.values()
             common.feeds.clear()
             self._past.append(common)

@@ -1,8 +1,8 @@
 """The log of entries, kept as groups in a stream: entries have places, and these answer all that the buffer asks.
 
 `GroupLog` stands between the buffer and the stream: it writes with the `Sequencer`, knows the last entry of each thread
-from the `Heads`, and finds an entry in its group. What concerns the stream itself (generations, its leader, how full it
-is) it leaves to the stream.
+from the `Heads`, and reads an entry with `Entries`. What concerns the stream itself (generations, its leader, how full
+it is) it leaves to the stream.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
 from bufstore.buffer.groups.delivery import StreamFeed
+from bufstore.buffer.groups.entries import Entries, Purged
 from bufstore.buffer.groups.erasing import Erasing
 from bufstore.buffer.groups.feeds import Feeds, PartitionFeed
 from bufstore.buffer.groups.forgetting import Forgetting
-from bufstore.buffer.groups.group import Group, body_of, decode_entry, hash_of, stored_bytes
+from bufstore.buffer.groups.group import hash_of, stored_bytes
 from bufstore.buffer.groups.heads import Heads
-from bufstore.buffer.groups.oversize import joined
 from bufstore.buffer.groups.purging import Purging
 from bufstore.buffer.groups.sequencer import Sequencer
 from bufstore.buffer.groups.stream import Floors, GroupsInStream
 from bufstore.buffer.groups.tail import Tail
 from bufstore.buffer.groups.written import Written
-from bufstore.buffer.places import first_place, group_of, last_place, number_of, place
+from bufstore.buffer.places import first_place, group_of, last_place, number_of
 from bufstore.buffer.ports.log import Floor, GroupSizes, Remains, Writes
 from bufstore.buffer.subjects import Subjects
 from bufstore.buffer.target import Target
 from bufstore.buffer.windows import Windows
 from bufstore.config import BufferConfig
-from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.errors import LogUnavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict, Held, Outgoing, StoredMessage
 
 _READ_S = 5.0
@@ -46,10 +46,6 @@ _LOOKED_AT_ONCE = 8
 _LAST_GROUPS = 64
 
 
-class _Purged(LogUnavailable):
-    """What was read is not in the log any more, nor anything before it."""
-
-
 class GroupLog:
     """See `bufstore.buffer.ports.log.Log`. Positions are places (`bufstore.buffer.places`)."""
 
@@ -63,11 +59,12 @@ class GroupLog:
         )
         anew = self._forgetting.all_begins_anew
         self._tail = Tail(stream, self._subjects.groups, self._heads, self._floor, self.erased, anew, _READ_S)
+        self._entries = Entries(self._subjects, stream.identity, self._tail.decoded)
         self._erasing = Erasing(stream, self._subjects.erased, self._groups, self._tail.decoded, self._floor)
         self._purging = Purging(stream, self._subjects, self._heads, self._groups, self._tail.decoded, self._see_all)
         stream.vouched_by(self._tail.last_seen.mismatch)
         self._sequencer = self.writer(config.append_timeout_s / 2)
-        self._feeds = Feeds(self._follow, self._split)
+        self._feeds = Feeds(self._follow, self._entries.split)
         #: Up to where the owners have said that everything is settled.
         self._said = 0
         #: How often the stream was followed: each time by a consumer of its own.
@@ -175,11 +172,11 @@ class GroupLog:
 
     async def _found(self, seq: int, heads: Sequence[tuple[str, int]]) -> dict[str, StoredMessage]:
         """The entries that stand in the group with this sequence, by subject."""
-        with contextlib.suppress(_Purged):
+        with contextlib.suppress(Purged):
             if (found := await self._tail.group(seq)) is not None:
                 group, body = found
                 return {
-                    subject: await self._entry(group, number_of(head), body)
+                    subject: await self._entries.read(group, number_of(head), body)
                     for subject, head in heads
                     if number_of(head) < len(group.records)
                 }
@@ -207,7 +204,7 @@ class GroupLog:
     async def _thread_after(self, subject: str, seq: int, limit: int = 0) -> list[StoredMessage]:
         found = deque[StoredMessage](maxlen=limit or None)
         at, group, ahead = self._head(subject), None, 0
-        with contextlib.suppress(_Purged):
+        with contextlib.suppress(Purged):
             while at > seq:
                 if group is None or group[0].seq != group_of(at):
                     if group is not None:
@@ -217,7 +214,7 @@ class GroupLog:
                     group = await self._tail.group(group_of(at), ahead)
                     if group is None:
                         break
-                found.appendleft(await self._entry(group[0], number_of(at), group[1]))
+                found.appendleft(await self._entries.read(group[0], number_of(at), group[1]))
                 at = group[0].records[number_of(at)].prev
         if at > seq and not found:
             await self._forget_purged()
@@ -232,55 +229,10 @@ class GroupLog:
             or (group := self._tail.decoded(message)) is None
         ):
             return None
-        with contextlib.suppress(_Purged):
+        with contextlib.suppress(Purged):
             if number_of(seq) < len(group.records):
-                return await self._entry(group, number_of(seq), message.body)
+                return await self._entries.read(group, number_of(seq), message.body)
         return None
-
-    async def _entry(self, group: Group, number: int, body: bytes) -> StoredMessage:
-        entry, elsewhere = self._written(group, number, body)
-        if not elsewhere:
-            return entry
-        payload = entry.body
-        try:
-            payload = await joined(payload, self._stream.identity)
-        except MalformedEntry:  # its checksum does not fit what is left of it
-            if await self._stream.identity(group.seq) is None:
-                raise _Purged("a large entry was purged while it was read") from None
-            # Who lacks a part and has the group behind it is not the one that was asked first, who led no more.
-            with contextlib.suppress(MalformedEntry):
-                payload = await joined(payload, self._stream.identity)
-        return StoredMessage(entry.subject, entry.seq, entry.header, payload)
-
-    def _written(self, group: Group, number: int, body: bytes) -> tuple[StoredMessage, bool]:
-        """An entry as it stands in its group, and whether its payload only says where that stands."""
-        at = place(group.seq, number)
-        try:
-            entry = decode_entry(group, number, body)
-        except MalformedEntry:
-            # What it is of is known by its hash only. Of the group's body it gets no more than its own part.
-            subject = f"{self._subjects.prefix}.{group.records[number].partition}."
-            return StoredMessage(subject, at, None, body_of(group, number, body)), False
-        return StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, entry.payload), entry.elsewhere
-
-    def _foreign(self, message: StoredMessage) -> StoredMessage:
-        """What is among the groups and is none, as if it were an entry."""
-        return StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
-
-    async def _split(self, message: StoredMessage, partitions: Collection[int]) -> Sequence[tuple[int, StoredMessage]]:
-        """See `bufstore.buffer.groups.delivery.Split`."""
-        group = self._tail.decoded(message)
-        if group is None:  # anybody may publish: it belongs to no thread, and somebody must look at it
-            return [(0, self._foreign(message))]
-        found = []
-        last = len(group.records) - 1
-        for number, record in enumerate(group.records):
-            if record.partition in partitions or number == last:
-                entry, elsewhere = self._written(group, number, message.body)
-                if elsewhere:
-                    entry = await self._entry(group, number, message.body)
-                found.append((record.partition, entry))
-        return found
 
     async def _all(self, filter_: str, seq: int) -> AsyncIterator[StoredMessage]:
         """Everything in the log that matches and stands above a place, in order: this reads all of it."""
@@ -305,7 +257,7 @@ class GroupLog:
             group = self._tail.decoded(message)
             if group is None:
                 if hashes is None and (partitions is None or 0 in partitions) and first_place(message.seq) > above:
-                    yield 0, self._foreign(message)
+                    yield 0, self._entries.foreign(message)
                 continue
             for at, record in group.places():
                 if (
@@ -314,8 +266,8 @@ class GroupLog:
                     and (partitions is None or record.partition in partitions)
                     and (last_up_to is None or not at < self._heads.head(record.hash) <= last_up_to)
                 ):
-                    with contextlib.suppress(_Purged):
-                        yield record.partition, await self._entry(group, number_of(at), message.body)
+                    with contextlib.suppress(Purged):
+                        yield record.partition, await self._entries.read(group, number_of(at), message.body)
 
     async def _groups(self, above: int) -> AsyncIterator[StoredMessage]:
         """The messages of the groups' subject above a sequence, so many at a time."""

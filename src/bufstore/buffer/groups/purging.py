@@ -44,17 +44,17 @@ class Purging:
 
     async def _first_needed(self, below: int) -> int:
         """The first sequence that the groups from this one on need."""
-        # Most logs have no large entries: then a process that only flushes need not have seen all groups, which is to
-        # read the log once more.
-        if await self._stream.none_below(self._subjects.parts, below, _READ_S):
+        # Where this can be trusted, and there are no parts, a process that only flushes need not see all groups, which
+        # is to read the log once more. On replicas who answers may lead no more, and lack the parts.
+        if not self._stream.may_lag and await self._first_part(below) == below:
             return below
         await self._see_all()
         needed = self._heads.first_needed(below)
         if needed is not None:
             return needed
         # Some group that it has not seen may name parts that stand far below. It looks once: this reads the log.
-        parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
-        if not parts or parts[0].seq >= below:
+        first_part = await self._first_part(below)
+        if first_part == below:
             return below
         began, life = self._heads.began, self._heads.life
         named: list[tuple[int, int]] = []
@@ -64,6 +64,11 @@ class Purging:
             if (group := self._decoded(message)) is not None and group.parts:
                 named.append((group.seq, group.parts))
         if life != self._heads.life:
-            return parts[0].seq
+            return first_part
         self._heads.looked_back(below, named)
         return self._heads.first_needed(below) or below
+
+    async def _first_part(self, below: int) -> int:
+        """Where the first part of a large entry below a sequence stands; that sequence, if none does."""
+        parts = await self._stream.after(self._subjects.parts, 0, _READ_S, limit=1)
+        return min(parts[0].seq, below) if parts else below

@@ -59,8 +59,9 @@ class GroupsInStream(Generations, Announcements, Protocol):
         """Where the subject ends, as of a moment after this was asked; 0 where every read is as fresh as that."""
         ...
 
-    async def none_below(self, subject: str, seq: int, timeout_s: float) -> bool:
-        """Whether the subject certainly has no message below a sequence. False, too, where reads may lag."""
+    @property
+    def may_lag(self) -> bool:
+        """Whether a read may show less than the log has: one of several replicas answers it."""
         ...
 
     async def part(self, subject: str, seq: int, timeout_s: float, limit: int, bytes_max: int = 0) -> Part:

@@ -1,0 +1,75 @@
+"""The entries of a group, each as the message of its thread that the buffer knows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Collection, Sequence
+
+from bufstore.buffer.groups.group import Group, body_of, decode_entry
+from bufstore.buffer.groups.oversize import joined
+from bufstore.buffer.places import first_place, place
+from bufstore.buffer.subjects import Subjects
+from bufstore.errors import LogUnavailable, MalformedEntry
+from bufstore.jetstream.messages import StoredMessage
+
+
+class Purged(LogUnavailable):
+    """What was read is not in the log any more, nor anything before it."""
+
+
+class Entries:
+    """Finds entries in their groups, and the payloads of large ones beside them."""
+
+    def __init__(
+        self,
+        subjects: Subjects,
+        identity: Callable[[int], Awaitable[StoredMessage | None]],
+        decoded: Callable[[StoredMessage], Group | None],
+    ) -> None:
+        """`identity`: the message of the stream at a sequence. `decoded`: the group that a message is, if it is one."""
+        self._subjects, self._identity, self._decoded = subjects, identity, decoded
+
+    async def read(self, group: Group, number: int, body: bytes) -> StoredMessage:
+        """One entry of a group. Raises Purged, LogUnavailable."""
+        entry, elsewhere = self._in_place(group, number, body)
+        return await self._with_payload(group, entry) if elsewhere else entry
+
+    async def split(self, message: StoredMessage, partitions: Collection[int]) -> Sequence[tuple[int, StoredMessage]]:
+        """See `bufstore.buffer.groups.delivery.Split`. Raises Purged, LogUnavailable."""
+        group = self._decoded(message)
+        if group is None:  # anybody may publish: it belongs to no thread, and somebody must look at it
+            return [(0, self.foreign(message))]
+        found = []
+        last = len(group.records) - 1
+        for number, record in enumerate(group.records):
+            if record.partition in partitions or number == last:
+                entry, elsewhere = self._in_place(group, number, message.body)
+                found.append((record.partition, await self._with_payload(group, entry) if elsewhere else entry))
+        return found
+
+    def foreign(self, message: StoredMessage) -> StoredMessage:
+        """What is among the groups and is none, as if it were an entry."""
+        return StoredMessage(message.subject, first_place(message.seq), message.header, message.body)
+
+    def _in_place(self, group: Group, number: int, body: bytes) -> tuple[StoredMessage, bool]:
+        """An entry as it stands in its group, and whether its payload only says where that stands."""
+        at = place(group.seq, number)
+        try:
+            entry = decode_entry(group, number, body)
+        except MalformedEntry:
+            # What it is of is known by its hash only. Of the group's body it gets no more than its own part.
+            subject = f"{self._subjects.prefix}.{group.records[number].partition}."
+            return StoredMessage(subject, at, None, body_of(group, number, body)), False
+        return StoredMessage(self._subjects.of(entry.thread_id), at, entry.header, entry.payload), entry.elsewhere
+
+    async def _with_payload(self, group: Group, entry: StoredMessage) -> StoredMessage:
+        payload = entry.body
+        try:
+            payload = await joined(payload, self._identity)
+        except MalformedEntry:  # its checksum does not fit what is left of it
+            if await self._identity(group.seq) is None:
+                raise Purged("a large entry was purged while it was read") from None
+            # Who lacks a part and has the group behind it is not the one that was asked first, who led no more.
+            with contextlib.suppress(MalformedEntry):
+                payload = await joined(payload, self._identity)
+        return StoredMessage(entry.subject, entry.seq, entry.header, payload)
