@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,8 @@ from bufstore.mailbox.config import MailboxConfig, NatsMailboxNames
 from bufstore.mailbox.decisions import TRANSITIONS, Step
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status, check_invariants
 from bufstore.mailbox.worker import backoff_s
+
+_DOCS = Path(__file__).parents[2] / "docs"
 
 STEPS = (
     "enqueue",
@@ -130,6 +136,52 @@ def test_the_table_says_what_leads_where() -> None:
     assert set(TRANSITIONS) == {status for status in Status if not status.finished}
     assert all(after is not status for status, afters in TRANSITIONS.items() for after in afters)
     assert {after for afters in TRANSITIONS.values() for after in afters} == set(Status)
+
+
+def _claimed_model(max_attempts: int, *, interrupted: bool) -> _Model:
+    model = _Model()
+    model.number = 1
+    model.queue.append(Dispatch(thread_id="t", dispatch_id="1", position=1, max_attempts=max_attempts))
+    model.do("claim", 0)
+    if interrupted:
+        model.do("interrupt", 0)
+    return model
+
+
+def test_each_step_leads_where_the_documentation_says() -> None:
+    rows = re.findall(r"^\| (queued|claimed) \| (.+?) \| (.+?) \|$", (_DOCS / "MAILBOX.md").read_text(), re.MULTILINE)
+    told = {
+        (before, by.split(",")[0]): set(re.findall(r"\w+", to)) & {status.value for status in Status}
+        for before, by, to in rows
+    }
+    told["claimed", "expire"] = told["claimed", "nack"]
+
+    found = defaultdict[tuple[str, str], set[str]](set)
+    for max_attempts, interrupted in product((1, 3), (False, True)):
+        model = _claimed_model(max_attempts, interrupted=interrupted)
+        thread, claim, now = model.thread, model.claims[0], model.now
+        for by, step in {
+            "ack": decisions.ack(thread, claim, now),
+            "nack": decisions.nack(thread, claim, now, None, now),
+            "expire": decisions.expire(thread, now + 100),
+            "dead_letter": decisions.dead_letter(thread, claim, None, now),
+            "supersede_claimed": decisions.supersede_claimed(thread, now),
+        }.items():
+            assert step is not None
+            after = step.moves[0].after
+            assert after is not None
+            found["claimed", by].add(after.status.value)
+    waiting = Dispatch(thread_id="t", dispatch_id="1", position=1)
+    thread = MailboxThread(thread_id="t")
+    active = decisions.claim(thread, waiting, decisions.Claiming("w", 50, 0)).thread.active
+    assert active is not None
+    found["queued", "claim"] = {active.status.value}
+    cancelled = decisions.cancel(thread, waiting, 0)
+    superseded = decisions.supersede_stale(replace(thread, epoch=1), [waiting], 0)
+    for by, step in (("cancel", cancelled), ("interrupt", superseded)):
+        assert step is not None
+        found["queued", by] = {move.after.status.value for move in step.moves if move.after is not None}
+    assert found == told
 
 
 @pytest.mark.parametrize(

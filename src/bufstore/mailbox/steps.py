@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_random_exponential
 
 from bufstore.errors import LogUnavailable, Rejected, StaleClaim, StepUnknown, StoreMisconfigured, Unavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict
@@ -24,8 +24,6 @@ from bufstore.mailbox.ports import Backend
 _REMEMBERED = 4096
 #: So many superseded dispatches are taken out of a queue in one write.
 AT_ONCE = 100
-#: How long to wait before the next attempt at most: doubled each time, up to the second.
-_PAUSE_S, _PAUSE_MAX_S = 0.002, 0.2
 
 #: What may be over with the next attempt.
 _PASSING = (Conflict, AppendUnknown, LogUnavailable)
@@ -44,21 +42,37 @@ class Tries:
 
     async def __call__(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """The first result. Raises LogUnavailable (nothing was done), StepUnknown, and what is no use to repeat."""
-        until, pause_s, again = time.monotonic() + self._timeout_s, _PAUSE_S, False
-        while True:
-            try:
-                return await attempt()
-            except (Conflict, AppendUnknown, Unavailable, StoreMisconfigured) as e:
-                self.unsure |= isinstance(e, AppendUnknown)
-                # One that took all the time is followed by another, which may find it done.
-                if not isinstance(e, _PASSING) or (again and time.monotonic() >= until):
-                    if self.unsure:
-                        raise StepUnknown(f"it is not known whether the step was done: {e}") from e
-                    if isinstance(e, Conflict):
-                        raise LogUnavailable("others keep changing the thread; nothing was done") from e
-                    raise
-            await asyncio.sleep(random.uniform(0, pause_s))  # noqa: S311 - no secret
-            pause_s, again = min(2 * pause_s, _PAUSE_MAX_S), True
+        began = time.monotonic()
+        try:
+            # Almost always the first attempt does it, and what tries again costs more than the attempt.
+            with suppress(*_PASSING):
+                return await self._once(attempt)
+            async for again in AsyncRetrying(
+                wait=wait_random_exponential(multiplier=0.002, max=0.2),
+                stop=stop_after_delay(max(0.0, self._timeout_s - (time.monotonic() - began))),
+                retry=retry_if_exception_type(_PASSING),
+                reraise=True,
+            ):
+                with again:
+                    return await self._once(attempt)
+        except Conflict as e:
+            if not self.unsure:
+                raise LogUnavailable("others keep changing the thread; nothing was done") from e
+            raise StepUnknown("no answer came to the step in time, and others keep changing the thread") from e
+        except AppendUnknown as e:
+            raise StepUnknown(f"no answer came to the step: {e}") from e
+        except (Unavailable, StoreMisconfigured) as e:
+            if self.unsure:
+                raise StepUnknown(f"no answer came to the step, and now: {e}") from e
+            raise
+        raise AssertionError("tenacity raises or returns")
+
+    async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await attempt()
+        except AppendUnknown:
+            self.unsure = True
+            raise
 
 
 class Done(NamedTuple):
