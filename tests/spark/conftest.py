@@ -18,7 +18,8 @@ import pytest
 
 from bufstore.embedded import Servers
 from bufstore.embedded._cluster import three_servers
-from bufstore.spark import SinkConfig, session
+from bufstore.spark import SinkConfig, process_loop, session
+from bufstore.spark.sink.open_sink import OpenSink
 from conftest import Deployment
 from helpers import eventually
 from spark.jobs import QUICK, settings_of
@@ -38,6 +39,24 @@ def _environment_as_it_was() -> Iterator[None]:
 def _same_environment() -> Iterator[None]:
     with _environment_as_it_was():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open() -> Iterator[None]:
+    """A process keeps what it opened, for the next task of a job. Each test is another job: together they would have
+    all connections that Postgres takes, and the next one would wait for a minute.
+    """
+    yield
+    process_loop.loop().run(_close_all())
+
+
+async def _close_all() -> None:
+    opened = process_loop.loop()._opened
+    found = [task.result() for task in opened.values() if task.done() and task.exception() is None]
+    opened.clear()
+    for one in found:
+        for part in (one.store, one.ledger) if isinstance(one, OpenSink) else (one,):
+            await part.aclose()
 
 
 @pytest.fixture(scope="session")
