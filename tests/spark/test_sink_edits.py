@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bufstore import InvalidRecord, ProducerSequence, ThreadMetadata, failpoints
+from bufstore import InvalidRecord, ProducerSequence, Receipt, ThreadMetadata, failpoints
 from bufstore.failpoints import Failpoint
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink.app_id import AppId
@@ -136,6 +136,26 @@ async def test_a_deletion_that_was_broken_off_is_not_done_twice(
         await other.checkpoint_append(thread, ["new"], run_of(thread))
         assert await other.bulk.delete(deletion(thread, Children.REJECT), number) is effective
         assert await store.load_messages(thread) == (["new"] if effective else None)
+
+
+async def test_a_deletion_that_another_finished_was_not_done_before(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who wants a turn finishes what has begun; so of several at once all but one met their own mark."""
+    thread, beside, number = fresh(), fresh(), ProducerSequence("app", 7)
+    async with deployment.store() as store, deployment.store() as other:
+        for one in (thread, beside):
+            await store.checkpoint(one, ["old"], run_of(one))
+        lineage = store.bulk._lineage
+        carry_out = lineage._carry_out
+
+        async def after_another(*of: Any) -> Receipt:
+            await other.bulk.delete(deletion(beside, Children.REJECT), number)
+            return await carry_out(*of)
+
+        monkeypatch.setattr(lineage, "_carry_out", after_another)
+        assert await store.bulk.delete(deletion(thread, Children.REJECT), number) is False
+        assert [await store.load_thread(one) for one in (thread, beside)] == [None, None]
 
 
 @pytest.mark.parametrize(

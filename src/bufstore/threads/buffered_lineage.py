@@ -133,7 +133,8 @@ class BufferedLineage:
                     continue  # another's; if mine was there before, it is carried out, and repeating is harmless
             reach(Failpoint.LINEAGE_PLACED)
             try:
-                receipt = await self._carry_out(mine, seq)
+                # Whoever finished it first has left its mark; but it was not there when this took its place.
+                receipt = msgspec.structs.replace(await self._carry_out(mine, seq), repeated=False)
             except (Overtaken, NotFound) as e:
                 state, last = await self._reads.joined(wanted.thread_id)
                 if wanted.children is not None and state.thread is not None and isinstance(e, Overtaken):
