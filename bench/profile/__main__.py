@@ -19,7 +19,8 @@ from rich.table import Table
 from bench.baselines.upsert import Upsert
 from bench.ours import Ours
 from bench.profile.savers import TimedMemorySaver, TimedPlainSaver, TimedSaver
-from bench.profile.timed import CollectedOurs, TimedLimit, TimedOurs
+from bench.profile.timed import CollectedOurs, TimedDrainer, TimedLimit, TimedOurs
+from bench.rows.backlog import backlog, fresh_options
 from bench.rows.end_to_end import BoundedWriter
 from bench.servers import BenchServers
 from bench.spark import SparkJobs
@@ -31,6 +32,7 @@ _CALLERS = 256
 _SECONDS = 3.0
 #: Of LangGraph: threads, turns on each, and how often everything is measured.
 _TALKS, _TURNS, _ROUNDS = 64, 4, 5
+_DRAINS = 3
 
 
 def pauses(stage: Stage, console: Console) -> None:
@@ -110,18 +112,20 @@ def langgraph(stage: Stage, console: Console) -> None:
 
 
 def drain(stage: Stage, console: Console) -> None:
-    """What an entry costs the flusher."""
-    place = stage.place()
-    for method in ("timed", "profiled"):
-        with stage.workers(place, writer=Ours) as workers:
-            workers["writer"].call("fill", threads=stage.count(6000, 20), each=10, at_once=500, label=method)
-        with stage.workers(place, flusher=(TimedOurs, {"flusher": True})) as workers:
-            found = workers["flusher"].call(method, name="drained")
-        if method == "timed":
-            entries, spent = found
-            console.print(f"drain: {1e6 * spent / max(entries, 1):.0f} µs of the processor an entry, in the flusher")
-        else:
-            console.print(found, highlight=False)
+    """What an entry of a backlog costs all who have to do with it, and where the flusher spends its part."""
+    what = backlog(stage)
+    table = Table("", *_DRAINING, "all", "1/s", title="drain: µs of the processor for an entry, and rate")
+    for number in range(_DRAINS):
+        with stage.workers(what.place, flusher=(TimedDrainer, {"flusher": True, **fresh_options(stage)})) as workers:
+            before, began = _processes(workers), time.perf_counter()
+            workers["flusher"].call("drained", entries=what.entries)
+            took = time.perf_counter() - began
+            spent = {n: s - before.get(n, 0.0) for n, s in _processes(workers).items()}
+        table.add_row(f"{number + 1}", *_each(spent, what.entries, _DRAINING), f"{what.entries / took:.0f}")
+    console.print(table)
+    with stage.workers(what.place, flusher=(TimedDrainer, {"flusher": True, **fresh_options(stage)})) as workers:
+        found = workers["flusher"].call("profiled", name="drained", entries=what.entries)
+    console.print(found, highlight=False)
 
 
 def end_to_end(stage: Stage, console: Console) -> None:
@@ -165,6 +169,7 @@ def sink(stage: Stage, console: Console) -> None:
     console.print(table)
 
 
+_DRAINING = ("flusher", "nats-server", "postgres")
 _WRITING = ("writer", "flusher", "nats-server", "postgres")
 
 

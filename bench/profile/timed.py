@@ -13,6 +13,7 @@ from typing import Any
 from bench.baselines.limit import Limit
 from bench.contestant import Contestant
 from bench.ours import Ours
+from bench.rows.drain import Drainer
 
 _LINES = 14
 
@@ -41,10 +42,9 @@ class Timed(Contestant):
 class TimedOurs(Timed, Ours):
     """Ours."""
 
-    async def drained(self) -> int:
-        """Flush everything; how many entries that were."""
-        await self.flush()
-        return int((await self.flusher())["entries"])
+
+class TimedDrainer(Timed, Drainer):
+    """A flusher that starts with everything before it."""
 
 
 class TimedLimit(Timed, Limit):
