@@ -268,7 +268,8 @@ async def people_may_wake_a_thread(stores: Stores) -> None:
     signal = await _signal(a, thread_id)
     assert signal is not None
     await a.ack(await claimed(a, thread_id))
-    assert await signal.ack()
+    # Of one whose answer is lost it is not known whether it moved the thread once or twice.
+    assert await signal.ack() or isinstance(a, Unsteady)
 
 
 @_check()

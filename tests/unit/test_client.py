@@ -6,12 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
+import nats.errors
 import pytest
 from nats.aio.client import Client
 
 from bufstore.config import NatsConfig
+from bufstore.jetstream import connection as connections
+from bufstore.jetstream import frames
 from bufstore.jetstream.client import round_trip
 from bufstore.jetstream.connection import Connection
+from bufstore.jetstream.messages import AppendUnknown
 
 
 async def test_closing_ends_although_connecting_swallows_that_it_was_cancelled() -> None:
@@ -75,3 +79,29 @@ async def test_a_round_trip_comes_after_the_message(client_and_server: tuple[Cli
         await client.publish("a", b"x")
     await round_trip(client)
     assert server.verbs == ["PUB"] * 3 + ["PING"]
+
+
+async def test_a_request_that_was_sent_once_has_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an answer it is sent again, and meanwhile the connection has gone: the first may have arrived."""
+    server = await asyncio.start_server(Recorder().serve, "127.0.0.1", 0)
+    connection = Connection(NatsConfig(servers=[f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"]), "test")
+    post, posts = frames.post, 0
+
+    async def once(client: Client, subject: str, payload: bytes, reply: str) -> None:
+        nonlocal posts
+        posts += 1
+        if posts > 1:
+            raise nats.errors.OutboundBufferLimitError
+        await post(client, subject, payload, reply)
+
+    monkeypatch.setattr(frames, "post", once)
+    monkeypatch.setattr(connections, "AGAIN_S", 0.001)
+    await connection.open()
+    try:
+        with pytest.raises(AppendUnknown):
+            await connection.request("silent", b"", 10, again=True)
+    finally:
+        await connection.aclose()
+        server.close()
+        await server.wait_closed()
+    assert posts == 2

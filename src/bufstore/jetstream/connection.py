@@ -254,17 +254,21 @@ class Connection:
     ) -> bytes:
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         token = self._ask(subjects, partial(_settle, answer))
+        sent = False
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 if paced:
                     self._pace.begin(token, limit, timeout_s)
                 await send(f"{self._inbox}.{token}")
+                sent = True
                 pause = AGAIN_S
                 while again and not (await asyncio.wait([answer], timeout=pause))[0]:
                     await send(f"{self._inbox}.{token}")
                     pause *= 2
                 return await answer
         except (nats.errors.OutboundBufferLimitError, nats.errors.ConnectionClosedError):
+            if sent:
+                raise AppendUnknown("the connection was lost before NATS answered") from None
             raise LogUnavailable(f"not connected to NATS: {self._reason}") from None
         except TimeoutError:
             raise AppendUnknown("no answer from NATS in time") from None
@@ -272,6 +276,8 @@ class Connection:
             raise AppendUnknown(f"the connection failed: {text_of(e)}") from None
         finally:
             self._answers.pop(token, None)
+            if answer.done() and not answer.cancelled():
+                answer.exception()  # or asyncio reports one that came while `send` failed
             if paced:
                 self._pace.end(token)
 
