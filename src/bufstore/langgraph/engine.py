@@ -105,7 +105,7 @@ class CheckpointEngine:
         Raises LogFull, LogUnavailable (nothing stored), OutcomeUnknown, ThreadQuarantined, TooLarge, ConcurrentWriter;
         StoreUnavailable for a thread that only Postgres could tell about.
         """
-        seen = (lambda: self._last_seen(thread_id)) if self._seen is not None else None
+        seen = partial(self._last_seen, thread_id) if self._seen is not None else None
         payload, deletes = encode_payload(operation), isinstance(operation, Delete)
         del operation  # what waits for the log holds no more than it must
         prepare = Appending(thread_id, payload, self._is_down, deletes, self._assume_new, seen, only_behind)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+
+import msgspec
 
 from bufstore.buffer.append.tip import Draft, NeedBase, Tip
 from bufstore.errors import AlreadyExists, ThreadQuarantined, VersionConflict
@@ -14,20 +15,16 @@ from bufstore.threads.payload import Edit, Payload, Removal, encode_payload
 from bufstore.types import Message, ProducerSequence, check_id, check_producer
 
 
-class Call:
+# Many of these wait for the log at a time. What the collector need not look at is cheaper than a closure.
+class Call(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One call of `checkpoint` or `checkpoint_append`, encoded once, drafted as often as conflicts ask for."""
 
-    __slots__ = ("digests", "encoded", "ids", "run", "save", "thread_id")
-
-    def __init__(
-        self, thread_id: str, encoded: Sequence[bytes], digests: array[int], ids: array[int], run: bytes, save: RunSave
-    ) -> None:
-        self.thread_id = thread_id
-        self.encoded = encoded
-        self.digests = digests
-        self.ids = ids
-        self.run = run
-        self.save = save
+    thread_id: str
+    encoded: Sequence[bytes]
+    digests: array[int]
+    ids: array[int]
+    run: bytes
+    save: RunSave
 
     def check_new_ids(self) -> None:
         """Raise AlreadyExists when two of the new messages have the same id."""
@@ -43,7 +40,7 @@ class Call:
         encoded, digests, ids = self.encoded, self.digests, self.ids
         if skip:
             encoded, digests, ids = encoded[skip:], digests[skip:], ids[skip:]
-        undo = _nothing if memory is None else _undo(memory, keep, memory.replace(keep, digests, ids))
+        undo = _nothing if memory is None else Undo(memory, keep, *memory.replace(keep, digests, ids))
         payload = Payload(keep, encoded, self.run, self.save)
         return Draft(
             payload=encode_payload(payload),
@@ -60,25 +57,44 @@ class Call:
         keep = tip.memory.common(self.digests)
         return self._draft(keep, keep, tip.memory, self_contained=keep == 0)
 
-    def appending(self, expected_version: int | None) -> Callable[[Tip[MessageMemory]], Draft[MessageMemory]]:
+    def appending(self, expected_version: int | None) -> Appending:
         """A delta behind whatever the thread holds, or behind exactly `expected_version` messages.
 
         What it holds need not be known to append messages without ids.
         """
+        return Appending(self, expected_version)
 
-        def draft(tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
-            if tip.broken:
-                raise ThreadQuarantined(self.thread_id, tip.seq)
-            if tip.memory is None and (not tip.judged or any(self.ids)):
-                raise NeedBase
-            if expected_version is not None and expected_version != tip.version:
-                raise VersionConflict(self.thread_id, expected=expected_version, actual=tip.version)
-            for i, id_ in enumerate(self.ids):
-                if id_ and tip.memory is not None and tip.memory.has_id(id_):
-                    raise AlreadyExists(f"thread {self.thread_id!r} has the id of new message {i} already")
-            return self._draft(tip.version, 0, tip.memory, self_contained=False)
 
-        return draft
+class Appending(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """See `Call.appending`, and `Prepare`."""
+
+    call: Call
+    expected_version: int | None
+
+    def __call__(self, tip: Tip[MessageMemory]) -> Draft[MessageMemory]:
+        call = self.call
+        if tip.broken:
+            raise ThreadQuarantined(call.thread_id, tip.seq)
+        if tip.memory is None and (not tip.judged or any(call.ids)):
+            raise NeedBase
+        if self.expected_version is not None and self.expected_version != tip.version:
+            raise VersionConflict(call.thread_id, expected=self.expected_version, actual=tip.version)
+        for i, id_ in enumerate(call.ids):
+            if id_ and tip.memory is not None and tip.memory.has_id(id_):
+                raise AlreadyExists(f"thread {call.thread_id!r} has the id of new message {i} already")
+        return call._draft(tip.version, 0, tip.memory, self_contained=False)
+
+
+class Undo(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Gives a memory back what a draft took from it."""
+
+    memory: MessageMemory
+    keep: int
+    digests: array[int]
+    ids: array[int]
+
+    def __call__(self) -> None:
+        self.memory.replace(self.keep, self.digests, self.ids)
 
 
 def call_of(
@@ -141,7 +157,7 @@ def editing(
         undo: Callable[[], object] = _nothing
         digests, ids = digests_of(payload.messages), ids_of_encoded(payload.messages)
         if tip.memory is not None:
-            undo = _undo(tip.memory, payload.keep, tip.memory.replace(payload.keep, digests, ids))
+            undo = Undo(tip.memory, payload.keep, *tip.memory.replace(payload.keep, digests, ids))
         return Draft(
             payload=encode_payload(payload),
             self_contained=gone,
@@ -155,10 +171,6 @@ def editing(
 
 def _nothing() -> None:
     pass
-
-
-def _undo(memory: MessageMemory, keep: int, removed: tuple[array[int], array[int]]) -> Callable[[], object]:
-    return partial(memory.replace, keep, *removed)
 
 
 def save_of(run: Run) -> RunSave:

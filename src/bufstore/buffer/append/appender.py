@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import random
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Generic
 
@@ -78,6 +78,8 @@ class Appender(Generic[S, M]):
         self._outstanding: Outstanding[M] = Outstanding()
         self._closed = False
         self._loop = asyncio.get_running_loop()
+        #: For every unit the same object.
+        self._on_end = self._ended
         self._explain = explain
         #: When the log was full last, and how many entries had been appended then.
         self._full = (float("-inf"), 0)
@@ -86,6 +88,8 @@ class Appender(Generic[S, M]):
         #: How often the log began anew, and forgot everything.
         self._anew = 0
         log.on_forget(self._let_go)
+        # Seeded by the system, which is not asked again for each: ids must not collide, and need not be secret.
+        self._random = random.Random()  # noqa: S311
         self.appended = 0
         self.conflicts = 0
 
@@ -146,7 +150,7 @@ class Appender(Generic[S, M]):
         """
         if self._closed:
             raise Closed("the store is closed")
-        (id_,) = _new_ids(1)
+        id_ = self._new_id()
         item = recent_keys.item_of(id_) if key is None else recent_keys.item(key, content)
         deadline = self._loop.time() + self._config.append_timeout_s
         write = Write(prepare, item, key is not None, mark, id_, self._loop.create_future(), deadline)
@@ -154,7 +158,7 @@ class Appender(Generic[S, M]):
             found = await self._find_unresolved(thread_id, key or "", write)
             if found is not None:
                 return found
-        self._enter(thread_id, [write])
+        self._enter(thread_id, (write,))
         try:
             return await write.done
         except (TimeoutError, AppendUnknown) as e:
@@ -178,7 +182,8 @@ class Appender(Generic[S, M]):
         deadline = self._loop.time() + self._config.append_timeout_s
         writes: list[Write[M]] = []
         last: Write[M] | None = None
-        for (prepare, mark), id_ in zip(wanted, _new_ids(len(wanted)), strict=True):
+        for prepare, mark in wanted:
+            id_ = self._new_id()
             last = Write(
                 prepare, recent_keys.item_of(id_), False, mark, id_, self._loop.create_future(), deadline, last
             )
@@ -220,8 +225,7 @@ class Appender(Generic[S, M]):
         self._outstanding.enter(writes)
         lane = self._lanes.get(thread_id)
         if lane is None:
-            lane = self._lanes[thread_id] = Lane(thread_id)
-            lane.queue.extend(writes)
+            lane = self._lanes[thread_id] = Lane(thread_id, [*writes])
             self._advance(lane)
         else:
             lane.queue.extend(writes)
@@ -259,6 +263,9 @@ class Appender(Generic[S, M]):
             raise other_content(thread_id)
         return Receipt(thread_id, entry.seq, entry.entry.id, entry.entry.version, repeated=True)
 
+    def _new_id(self) -> int:
+        return self._random.getrandbits(63) or 1
+
     # --- the lane: one unit of a thread at a time ---------------------------------------------------------
 
     def _advance(self, lane: Lane[M], tip: Tip[M] | None = None, *, looked_up: int = 0) -> None:
@@ -267,7 +274,7 @@ class Appender(Generic[S, M]):
         `looked_up`: so many that are queued had come when this tip was read: a refusal of theirs may rest on it.
         """
         while lane.queue and lane.queue[0].done.done():
-            lane.queue.popleft()
+            del lane.queue[0]
             looked_up -= 1
         if not lane.queue:
             self._lanes.pop(lane.thread_id, None)
@@ -314,7 +321,7 @@ class Appender(Generic[S, M]):
         unit.drafted_at, unit.drafted_in = self._loop.time(), self._anew
         self._group.add(unit)
 
-    def _on_end(self, unit: Unit[M], outcome: int | Exception) -> None:
+    def _ended(self, unit: Unit[M], outcome: int | Exception) -> None:
         if isinstance(outcome, int):
             self._on_stored(unit, outcome)
         else:
@@ -334,12 +341,12 @@ class Appender(Generic[S, M]):
             self._tips.drop(lane.thread_id)
         else:
             self._tips.put(lane.thread_id, unit.after)
-        for write, draft in zip(reversed(unit.writes), reversed(unit.drafts), strict=True):
+        for write in reversed(unit.writes):
             if not write.done.done():
                 if late:
                     write.done.set_exception(AppendUnknown("the answer came too late to be relied on"))
                 else:
-                    write.done.set_result(Receipt(lane.thread_id, seq, write.id, draft.version))
+                    write.done.set_result(Receipt(lane.thread_id, seq, write.id, write.draft.version))
             seq -= 1  # they are neighbours in one group
         self.appended += len(unit.writes)
         self._advance(lane)
@@ -398,8 +405,9 @@ class Appender(Generic[S, M]):
 
     def _end_queued(self, lane: Lane[M], error: Exception, count: int) -> None:
         """Fail the first `count` queued writes."""
-        for _ in range(min(count, len(lane.queue))):
-            write = lane.queue.popleft()
+        ending = lane.queue[:count]
+        del lane.queue[:count]
+        for write in ending:
             if not write.done.done():
                 write.done.set_exception(error)
 
@@ -444,7 +452,7 @@ class Appender(Generic[S, M]):
             lane.conflicts = lane.conflicts + 1 if isinstance(error, Conflict) else 0
             if lane.conflicts > 3:  # others are faster: let them
                 await asyncio.sleep(min(0.001 * 2 ** (lane.conflicts - 3), _PAUSE_MAX_S))
-            lane.queue.extendleft(reversed(unit.writes))
+            lane.queue[:0] = unit.writes
             if isinstance(error, Conflict) and before.seq and before.memory is not None:
                 await self._find(lane, lambda: self._finder.catch_up(lane.thread_id, before), now=False)
             elif isinstance(error, LogUnavailable):
@@ -460,13 +468,8 @@ class Appender(Generic[S, M]):
 
     def _on_part_stored(self, unit: Unit[M], stored: Sequence[int]) -> None:
         """The first writes of a unit are stored, the others never will be: those go on as after a conflict."""
-        for write, draft, seq in zip(unit.writes, unit.drafts, stored, strict=False):
+        for write, seq in zip(unit.writes, stored, strict=False):
             if not write.done.done():
-                write.done.set_result(Receipt(unit.lane.thread_id, seq, write.id, draft.version))
+                write.done.set_result(Receipt(unit.lane.thread_id, seq, write.id, write.draft.version))
         del unit.writes[: len(stored)]
         self.appended += len(stored)
-
-
-def _new_ids(count: int) -> list[int]:
-    random = os.urandom(8 * count)
-    return [int.from_bytes(random[i : i + 8]) >> 1 or 1 for i in range(0, 8 * count, 8)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from bufstore.buffer.groups.group import HEAD_BYTES_MAX, NewEntry, hash_of, in_group, size_of
 from bufstore.buffer.groups.heads import Heads
 from bufstore.buffer.groups.oversize import reference_bytes
@@ -17,7 +19,8 @@ from bufstore.jetstream.messages import Outgoing
 BYTES_MAX = 256 << 10
 
 
-class Queued(NamedTuple):
+# Not part of a cycle, and many wait at a time: spare the collector the work.
+class Queued(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A unit that waits, or is on its way."""
 
     unit: AppendUnit

@@ -54,7 +54,7 @@ def size_of(message: Outgoing) -> int:
     return len(message.body) + len(message.subject) + len(message.header or "") + ENTRY_BYTES
 
 
-class NewEntry(NamedTuple):
+class NewEntry(msgspec.Struct, frozen=True, gc=False):
     """An entry that is to go into a group."""
 
     thread_id: str
@@ -73,7 +73,7 @@ def in_group(number: int) -> int:
     return number + 1
 
 
-class Record(NamedTuple):
+class Record(msgspec.Struct, frozen=True, gc=False):
     """What the header of a group says of one entry."""
 
     hash: bytes
@@ -122,11 +122,14 @@ class Draft:
         self._parts = min((first_part(e.payload) for e in entries if e.elsewhere), default=0)
         self.records: list[Record] = []
         parts: list[bytes] = []
+        packed: list[bytes] = []
         begins = 0
         for entry in entries:
             thread = entry.thread_id.encode()
             head = entry.header.encode("ascii") if entry.header is not None else b""
-            self.records.append(Record(hash_of(entry.thread_id), entry.prev, begins, entry.partition))
+            hash_ = hash_of(entry.thread_id)
+            self.records.append(Record(hash_, entry.prev, begins, entry.partition))
+            packed.append(_RECORD.pack(hash_, entry.prev, begins, entry.partition))
             parts += (
                 _LENGTHS.pack(len(thread), len(head) | (_ELSEWHERE if entry.elsewhere else 0)),
                 thread,
@@ -134,7 +137,7 @@ class Draft:
                 entry.payload,
             )
             begins += _LENGTHS.size + len(thread) + len(head) + len(entry.payload)
-        self._packed = b"".join([_RECORD.pack(*record) for record in self.records])
+        self._packed = b"".join(packed)
         self.body = b"".join(parts)
 
     def stored(self, seq: int, before_id: int, before: int, purged: int) -> Group:
@@ -163,7 +166,7 @@ def decode_header(message: StoredMessage) -> Group:
             raise MalformedEntry("checksum mismatch")
         data = a2b_base64(text, strict_mode=True)
         id_, before_id, before, parts, purged = _HEAD.unpack_from(data)
-        records = [Record._make(found) for found in _RECORD.iter_unpack(memoryview(data)[_HEAD.size :])]
+        records = [Record(*found) for found in _RECORD.iter_unpack(memoryview(data)[_HEAD.size :])]
     except (ValueError, struct.error) as e:
         raise MalformedEntry(f"undecodable header: {type(e).__name__}") from e
     if len(records) > ENTRIES_MAX:
@@ -175,7 +178,7 @@ def decode_header(message: StoredMessage) -> Group:
 
 def _placed(records: Sequence[Record], seq: int) -> list[Record]:
     """The records with the places of what stands before in the same group."""
-    return [r._replace(prev=place(seq, r.prev - 1)) if 0 < r.prev < ENTRIES_MAX else r for r in records]
+    return [msgspec.structs.replace(r, prev=place(seq, r.prev - 1)) if 0 < r.prev < ENTRIES_MAX else r for r in records]
 
 
 def stored_bytes(group: Group, message: StoredMessage) -> int:

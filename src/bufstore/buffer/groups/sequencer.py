@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 
 #: Who was overtaken by others within this time on a thread of theirs may be so again.
 _SHARED_S = 1.0
+_NOWHERE = frozenset[int]()
 #: Longest pause between two tries while the outcome of a group is not known.
 _PAUSE_MAX_S = 0.2
 
@@ -92,8 +93,6 @@ class Sequencer:
         self._waiting: deque[Queued] = deque()
         self._sending: list[Queued] = []
         self._task: asyncio.Task[None] | None = None
-        #: Whether a look at the queue is due one turn of the loop later.
-        self._due = False
         #: Units whose parts are being stored, one at a time.
         self._large: list[Queued] = []
         self._one_large = asyncio.Lock()
@@ -119,7 +118,8 @@ class Sequencer:
         """Begin to send; needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._look_at_limit()
-        self._look_soon()
+        if self._waiting:
+            self._work_soon()
 
     async def aclose(self) -> None:
         """Stop. What is still waiting fails with Closed; what is on its way with AppendUnknown."""
@@ -158,16 +158,16 @@ class Sequencer:
         if self._closed:
             asyncio.get_running_loop().call_soon(end_all, [unit], Closed("the store is closed"))
             return
-        size = sum(map(size_of, unit.messages))
-        fits = size <= self.room and len(unit.messages) <= ENTRIES_MAX
-        elsewhere = frozenset[int]() if fits else too_large(unit.messages, self.room)
+        size, room = sum(map(size_of, unit.messages)), self.room
+        fits = size <= room and len(unit.messages) <= ENTRIES_MAX
+        elsewhere = _NOWHERE if fits else too_large(unit.messages, room)
         if elsewhere is None:
             refused = LogUnavailable(f"{len(unit.messages)} entries do not fit into one message of this server")
             asyncio.get_running_loop().call_soon(end_all, [unit], refused)
             return
         queued = Queued(unit, self._heads.seen, self._heads.life, unit.messages, size)
         if elsewhere:
-            self._store_parts(queued._replace(elsewhere=elsewhere))
+            self._store_parts(msgspec.structs.replace(queued, elsewhere=elsewhere))
         else:
             self._queue(queued)
 
@@ -176,8 +176,7 @@ class Sequencer:
             asyncio.get_running_loop().call_soon(_end_all, [queued], Conflict("another entry was stored first"))
             return
         self._waiting.append(queued)
-        if self._task is None and not self._due:
-            self._look_soon()
+        self._work_soon()
 
     def _heard(self, seq: int, header: str, size: int) -> int | None:
         """Note the group of another; units that wait and were overtaken by it need not wait for their turn."""
@@ -216,16 +215,9 @@ class Sequencer:
         # A large one is queued when its parts are stored, behind others that came later.
         return min((q.seen for q in (*self._sending, *self._waiting, *self._large)), default=None)
 
-    def _look_soon(self) -> None:
-        """Look one turn of the loop later: writers that were woken together have their next entries ready then."""
-        if self._loop is not None:
-            self._due = True
-            self._loop.call_soon(self._look)
-
-    def _look(self) -> None:
-        self._due = False
-        if self._task is None and self._waiting and not self._closed:
-            assert self._loop is not None
+    def _work_soon(self) -> None:
+        """Begin one turn of the loop later: writers that were woken together have their next entries ready then."""
+        if self._loop is not None and self._task is None:
             self._task = self._loop.create_task(self._work(), name="bufstore-groups")
 
     async def _work(self) -> None:
@@ -241,7 +233,7 @@ class Sequencer:
         finally:
             self._task = None
             if again and self._waiting and not self._closed:
-                self._look_soon()
+                self._work_soon()
 
     def _take(self) -> list[Queued]:
         waiting = self._waiting
@@ -295,7 +287,9 @@ class Sequencer:
             end_one(queued.unit, AppendUnknown(f"unexpected {type(e).__name__}"))
         else:
             reach(Failpoint.PARTS_STORED)
-            self._queue(queued._replace(messages=messages, size=sum(map(size_of, messages)), parts_at=parts_at))
+            self._queue(
+                msgspec.structs.replace(queued, messages=messages, size=sum(map(size_of, messages)), parts_at=parts_at)
+            )
         finally:
             if queued in self._large:
                 self._large.remove(queued)
