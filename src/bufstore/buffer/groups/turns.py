@@ -140,7 +140,7 @@ class Turns:
         vain_s = self._vain_s
         for writer in self._in_order():
             needs_s = self._places[writer].pace.needs_s
-            if writer == self._me or writer in self._trusted:
+            if writer in self._trusted:
                 yield writer, needs_s
             elif vain_s > 0:
                 vain_s -= needs_s
@@ -162,7 +162,8 @@ class Turns:
 
     def is_first(self, writer: int) -> bool:
         """Whether it is this writer's turn."""
-        return next((other for other, allowed_s in self._allowed() if other == writer or allowed_s), writer) == writer
+        mine = (writer, self._me)  # who wants to write does not pass itself over, as others may
+        return next((other for other, allowed_s in self._allowed() if other in mine or allowed_s), writer) == writer
 
     def wait_s(self, now: float, needs_s: float) -> float:
         """How long to wait before the own group, unless others move on meanwhile; 0 or less: it is our turn.
