@@ -21,7 +21,7 @@ from bufstore.types import Receipt
 
 #: Ten bytes of payload in a message.
 UNIT_BYTES = 40
-LIMITS = Limits("thread.0.t", 100, UNIT_BYTES)
+LIMITS = Limits(100, UNIT_BYTES)
 UNIT_ENTRIES = 8
 
 
@@ -124,7 +124,7 @@ def queues(draw: st.DrawFn) -> list[Waits]:
 
 
 def decide(queue: list[Waits], tip: Tip[Content], looked_up: bool) -> Taken[Content]:
-    return next_unit("t", queue, tip, LIMITS, looked_up=len(queue) if looked_up else 0)
+    return next_unit("t", "thread.0.t", queue, tip, LIMITS, looked_up=len(queue) if looked_up else 0)
 
 
 def unit_of(queue: list[Waits], taken: Taken[Content]) -> list[tuple[Waits, Drafted[Content]]]:

@@ -22,7 +22,7 @@ def item(key: str, content: bytes) -> bytes:
 
 def item_of(id_: int) -> bytes:
     """The item of an entry that was written without a key: `item` of its `key_of`."""
-    return blake2b(f"entry-{id_:016x}".encode(), digest_size=8).digest() + b"\0\0\0\0"
+    return blake2b(b"entry-%016x" % id_, digest_size=8).digest() + b"\0\0\0\0"
 
 
 def key_of(id_: int) -> str:

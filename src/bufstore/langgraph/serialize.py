@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from langchain_core.runnables import RunnableConfig
@@ -24,7 +24,7 @@ from bufstore.langgraph.payload import holds_nul
 from bufstore.types import check_id
 
 #: What refers to itself is too deep, and need not be found earlier.
-_encode = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")).encode
+_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":"))
 #: An index entry of Postgres holds 2704 bytes at most; all of a row's key is in one.
 _KEY_BYTES = 2600
 
@@ -156,6 +156,18 @@ def config_of(thread_id: str, ns: str, checkpoint_id: str) -> RunnableConfig:
 def json_of(value: Any, what: str) -> bytes:
     """JSON as a jsonb column takes it. Raises InvalidRecord."""
     return _json(value, what)
+
+
+def _encoder() -> Callable[[Any], str]:
+    """What `_JSON.encode` does, which makes itself a new encoder in C for each text: this is one for all of them."""
+    make = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return _JSON.encode
+    encode = make(None, _JSON.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)
+    return lambda value: "".join(encode(value, 0))
+
+
+_encode = _encoder()
 
 
 def _json(value: Any, what: str) -> bytes:

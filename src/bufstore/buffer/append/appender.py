@@ -77,6 +77,8 @@ class Appender(Generic[S, M]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._outstanding: Outstanding[M] = Outstanding()
         self._closed = False
+        #: As the server had them when it was last asked.
+        self._limits_now = Limits(config.log.max_entry_bytes, 0)
         self._loop = asyncio.get_running_loop()
         #: For every unit the same object.
         self._on_end = self._ended
@@ -288,12 +290,13 @@ class Appender(Generic[S, M]):
                 self._spawn(self._find(lane, lambda: self._finder.look_up(lane.thread_id)))
             return
         try:
-            limits = self._limits(lane.thread_id)
+            limits = self._limits()
         except LogUnavailable as e:  # not connected
             self._end_queued(lane, e, len(lane.queue))
             self._lanes.pop(lane.thread_id, None)
             return
-        taken = next_unit(lane.thread_id, lane.queue, tip, limits, looked_up=looked_up)
+        subject = self._subjects.of(lane.thread_id)
+        taken = next_unit(lane.thread_id, subject, lane.queue, tip, limits, looked_up=looked_up)
         unit = lane.take(taken, tip, self._on_end)
         if taken.needs is not None:
             self._spawn(self._find(lane, self._search(taken.needs, lane.thread_id, tip), for_head=True))
@@ -314,8 +317,11 @@ class Appender(Generic[S, M]):
             case Need.ROW:
                 return lambda: self._finder.of_row(thread_id)
 
-    def _limits(self, thread_id: str) -> Limits:
-        return Limits(self._subjects.of(thread_id), self._config.log.max_entry_bytes, self._log.unit_bytes_max)
+    def _limits(self) -> Limits:
+        unit_bytes_max = self._log.unit_bytes_max
+        if unit_bytes_max != self._limits_now.unit_bytes_max:
+            self._limits_now = Limits(self._config.log.max_entry_bytes, unit_bytes_max)
+        return self._limits_now
 
     def _send(self, unit: Unit[M]) -> None:
         unit.drafted_at, unit.drafted_in = self._loop.time(), self._anew

@@ -61,9 +61,8 @@ class QueuedWrite(Protocol[M]):
 
 
 class Limits(NamedTuple):
-    """Of a thread's messages."""
+    """Of messages."""
 
-    subject: str
     entry_bytes_max: int
     #: Of what goes into one message of the log, together.
     unit_bytes_max: int
@@ -106,12 +105,12 @@ class Taken(NamedTuple, Generic[M]):
 
 
 def next_unit(
-    thread_id: str, queue: Iterable[QueuedWrite[M]], before: Tip[M], limits: Limits, *, looked_up: int
+    thread_id: str, subject: str, queue: Iterable[QueuedWrite[M]], before: Tip[M], limits: Limits, *, looked_up: int
 ) -> Taken[M]:
     """Decide which of the queue's first writes go out behind the tip `before`, and which end without.
 
-    `looked_up`: so many at the front of the queue had come when the tip was read. The drafts of what goes out have
-    changed the tip's memory; a caller that does not send them undoes them, the last first.
+    `subject`: the thread's. `looked_up`: so many at the front of the queue had come when the tip was read. The drafts
+    of what goes out have changed the tip's memory; a caller that does not send them undoes them, the last first.
     """
     outcomes: list[Drafted[M] | Receipt | Exception | None] = []
     refused: list[QueuedWrite[M]] = []
@@ -129,7 +128,7 @@ def next_unit(
         # of its base (`chain.superseded`) gives it away; entries behind it have no such note.
         if count and not before.seq:
             break
-        outcome = _judge(thread_id, write, tip, limits, first=not count, looked_up=number < looked_up)
+        outcome = _judge(thread_id, subject, write, tip, limits, first=not count, looked_up=number < looked_up)
         if isinstance(outcome, Drafted):
             size += size_of(outcome.message)
             if count and (size > min(limits.unit_bytes_max, UNIT_BYTES_MAX) or count == ENTRIES_MAX):
@@ -181,7 +180,7 @@ def _needs_behind(write: QueuedWrite[M], tip: Tip[M]) -> Need:
 
 
 def _judge(
-    thread_id: str, write: QueuedWrite[M], tip: Tip[M], limits: Limits, *, first: bool, looked_up: bool
+    thread_id: str, subject: str, write: QueuedWrite[M], tip: Tip[M], limits: Limits, *, first: bool, looked_up: bool
 ) -> Drafted[M] | Receipt | Exception | Need:
     """What happens to a write behind `tip`; a draft is undone unless the write goes out."""
     if write.keyed:
@@ -203,7 +202,7 @@ def _judge(
         return Need.TIP if isinstance(e, Rejected) and not looked_up else e
     entry = _entry(write, tip, draft)
     try:
-        message = _message(entry, tip.seq if first else None, limits)
+        message = _message(subject, entry, tip.seq if first else None, limits)
     except BufstoreError as e:
         draft.undo()
         return e
@@ -239,11 +238,11 @@ def _entry(write: QueuedWrite[M], tip: Tip[M], draft: Draft[M]) -> Entry:
     )
 
 
-def _message(entry: Entry, expected: int | None, limits: Limits) -> Outgoing:
+def _message(subject: str, entry: Entry, expected: int | None, limits: Limits) -> Outgoing:
     if len(entry.payload) > limits.entry_bytes_max:
         raise TooLarge(len(entry.payload), limits.entry_bytes_max)
     header, body = encode(entry)
-    return Outgoing(limits.subject, body, header, expected)
+    return Outgoing(subject, body, header, expected)
 
 
 def _repeat(thread_id: str, tip: Tip[M]) -> Receipt:

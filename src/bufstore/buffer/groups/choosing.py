@@ -55,7 +55,7 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
     for queued in units:
         begin = len(entries)
         for number, message in enumerate(queued.messages):
-            thread_id = subjects.thread_id(message.subject)
+            thread_id, partition = subjects.thread(message.subject)
             before, expected = here.get(thread_id), message.expected
             if before is not None:
                 prev = in_group(before)
@@ -72,7 +72,6 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
                     here = {entry.thread_id: at for at, entry in enumerate(entries)}
                 break
             here[thread_id] = len(entries)
-            partition = subjects.partition(thread_id)
             elsewhere = number in queued.elsewhere
             entries.append(NewEntry(thread_id, partition, prev, message.header, message.body, elsewhere))
         else:  # also a unit without entries, which only wants a group to be stored
