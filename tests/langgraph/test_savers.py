@@ -217,6 +217,26 @@ async def test_poison_parks_its_thread_until_it_is_replayed(servers: Servers) ->
         assert (await saver.engine.buffer.verify()).ok
 
 
+async def test_deleting_runs_tells_of_what_only_the_quarantine_has(servers: Servers) -> None:
+    """All else of them is deleted. What is parked would come back with a replay, so it is not said to be gone."""
+    place, bad, good, meta = Place(servers), fresh(), fresh(), {**META, "run_id": "over"}
+    async with place.saver() as saver:
+        constraint = f"{place.schema}.checkpoint_blobs ADD CONSTRAINT no CHECK (version <> '2')"
+        await query(place.dsn, f"ALTER TABLE {constraint}")
+        await saver.aput(config(bad), checkpoint({"a": "2"}, {"a": [2]}), meta, {"a": "2"})  # type: ignore[arg-type]
+        await saver.aput(config(good), checkpoint({"a": "1"}, {"a": [1]}), meta, {"a": "1"})  # type: ignore[arg-type]
+        await saver.adelete_for_runs(["another"])
+        with pytest.raises(ThreadQuarantined) as refused:
+            await saver.adelete_for_runs(["another", "over"])
+        assert refused.value.thread_id == bad
+        assert await saver.aget_tuple(config(good)) is None
+        await query(place.dsn, f"ALTER TABLE {place.schema}.checkpoint_blobs DROP CONSTRAINT no")
+        await saver.engine.buffer.quarantine.replay_thread(bad)
+        assert await saver.aget_tuple(config(bad)) is not None
+        await saver.adelete_for_runs(["over"])
+        assert await saver.aget_tuple(config(bad)) is None
+
+
 async def test_two_workers_fork_a_thread_or_the_second_one_is_refused(place: Place) -> None:
     thread_id = fresh()
     async with place.saver() as one, place.saver(on_conflict="reject") as careful:

@@ -12,13 +12,21 @@ from functools import partial
 from typing import Literal, Self, get_args
 
 from bufstore.buffer.buffer import Buffer
+from bufstore.buffer.entry import StoredEntry
 from bufstore.config import BufferConfig, LogConfig
-from bufstore.errors import ConcurrentWriter, ConfigError, ReadNotFresh, StoreUnavailable
+from bufstore.errors import (
+    ConcurrentWriter,
+    ConfigError,
+    NotFound,
+    ReadNotFresh,
+    StoreUnavailable,
+    ThreadQuarantined,
+)
 from bufstore.langgraph.backlog import Backlog
 from bufstore.langgraph.domain import LANGGRAPH
 from bufstore.langgraph.model import BlobKey, CheckpointKey, CheckpointRow, Delete, Drop, Operation, Rows, Tables
 from bufstore.langgraph.outlines import all_but_latest, drop_of
-from bufstore.langgraph.payload import encode_payload
+from bufstore.langgraph.payload import encode_payload, saves_of
 from bufstore.langgraph.protocol import CheckpointStore, Cursor, Outline, Query
 from bufstore.langgraph.read_cache import ReadCache
 from bufstore.langgraph.reads import CachingReader, CheckpointBuffer, CheckpointReads
@@ -205,15 +213,40 @@ class CheckpointEngine:
         await self.append(thread_id, Delete())
 
     async def delete_for_runs(self, run_ids: Sequence[str]) -> None:
-        """Delete what these runs have saved in any thread. Raises like `pages` and `append`."""
+        """Delete what these runs have saved in any thread. Raises like `pages` and `append`.
+
+        ThreadQuarantined is raised when all else is deleted. Also for a checkpoint of theirs that is in quarantine as a
+        whole: a replay would bring it back.
+        """
         if not run_ids:
             return
         await self.flush(None)
         gone: dict[str, set[tuple[str, str]]] = {}
         for thread_id, ns, id_ in await self._store.of_runs(run_ids):
             gone.setdefault(thread_id, set()).add((ns, id_))
+        refused: ThreadQuarantined | None = None
         for thread_id, keys in gone.items():
-            await self._drop(thread_id, partial(_these, keys))
+            try:
+                await self._drop(thread_id, partial(_these, keys))
+            except ThreadQuarantined as e:
+                refused = refused or e
+        refused = refused or await self._parked_of(frozenset(run_ids))
+        if refused is not None:
+            raise refused
+
+    async def _parked_of(self, run_ids: Container[str]) -> ThreadQuarantined | None:
+        """Of the first thread with an entry in quarantine that brings a checkpoint of these runs."""
+        quarantine, after = self.buffer.quarantine, 0
+        while found := await quarantine.page(after=after, limit=_PAGE):
+            for info in found:
+                after = info.seq
+                if info.superseded or info.thread_id is None:
+                    continue
+                with contextlib.suppress(NotFound):  # discarded or replayed meanwhile
+                    item = (await quarantine.show(info.seq)).item
+                    if isinstance(item, StoredEntry) and saves_of(item.entry.payload, run_ids):
+                        return ThreadQuarantined(info.thread_id, info.seq)
+        return None
 
     async def prune(self, thread_id: str) -> None:
         """Delete all checkpoints of the thread but the newest of each namespace. Raises like `delete_for_runs`."""

@@ -6,7 +6,7 @@ A release that does not know a kind cannot apply it: it quarantines the entry, a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import chain
 
 import msgspec
@@ -15,6 +15,15 @@ from bufstore.langgraph.model import BlobRow, CheckpointRow, Delete, Drop, Opera
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Operation] = msgspec.msgpack.Decoder(Operation)
+
+
+class _Run(msgspec.Struct, gc=False):
+    """What the metadata of a checkpoint say of the run that has saved it."""
+
+    run_id: str | None = None
+
+
+_run_id = msgspec.json.Decoder(_Run).decode
 _skim = msgspec.json.Decoder(msgspec.Raw).decode
 #: An escaped NUL: behind an even number of backslashes. A jsonb cannot hold it.
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
@@ -33,6 +42,30 @@ def decode_payload(data: bytes) -> Operation:
     except (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as e:
         raise ValueError(f"undecodable payload: {type(e).__name__}") from e
     return operation
+
+
+def saves_of(data: bytes, run_ids: Container[str]) -> bool:
+    """Whether a payload brings a checkpoint that one of these runs has saved. Of an undecodable one nobody can say."""
+    try:
+        operation = decode_payload(data)
+    except ValueError:
+        return False
+    match operation:
+        case Put(row, _, _):
+            rows: Sequence[CheckpointRow] = [row]
+        case Rows(rows, _, _):
+            pass
+        case _:
+            return False
+    return any(_run_of(row.metadata) in run_ids for row in rows)
+
+
+def _run_of(metadata: bytes) -> str | None:
+    """The run that has saved a checkpoint, if its metadata say."""
+    try:
+        return _run_id(metadata).run_id
+    except msgspec.MsgspecError:
+        return None
 
 
 def holds_nul(json: bytes) -> bool:

@@ -224,7 +224,8 @@ class AsyncBufferedSaver(BaseCheckpointSaver[str]):
     async def adelete_for_runs(self, run_ids: Sequence[str]) -> None:
         """Delete the checkpoints that these runs have saved, in any thread, and their writes.
 
-        Raises like `aprune`.
+        Raises like `aprune`; and ThreadQuarantined, when all else is deleted, if some are in quarantine: a replay would
+        bring them back. Replay or discard those, and repeat the call.
         """
         await self.engine.delete_for_runs(list(run_ids))
 
