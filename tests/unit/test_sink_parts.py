@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bufstore.spark.sink.bufstore_format import cut
 from bufstore.spark.sink.kept_batches import KeptBatches
 from bufstore.spark.sink.parts import Part, differ, sum_of
 from bufstore.spark.sink.settled import ROW
@@ -62,3 +63,20 @@ def test_a_task_keeps_its_rows_in_memory_up_to_a_bound_and_then_in_a_file(
     assert len(files) == (bytes_max < sum(batch.nbytes for batch in batches))
     assert all(file.closed for file in files)
     assert KeptBatches(batches[:0], bytes_max).empty
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=30), st.integers(1, 5000))
+def test_a_large_batch_comes_out_of_its_file_in_pieces(sizes: list[int], bytes_max: int) -> None:
+    rows = [{"text": "x" * size, ROW: number} for number, size in enumerate(sizes)]
+    kept = list(KeptBatches([pyarrow.RecordBatch.from_pylist(rows)], bytes_max))
+    assert [row for piece in kept for row in piece.to_pylist()] == rows
+    assert all(piece.num_rows == 1 or piece.nbytes <= bytes_max for piece in kept)
+
+
+@given(st.lists(st.integers(0, 3000), max_size=30), st.integers(1, 5000))
+def test_rows_in_memory_are_written_in_parts_of_so_many_bytes(sizes: list[int], bytes_max: int) -> None:
+    rows = [{"text": "x" * size} for size in sizes]
+    parts = list(cut(rows, bytes_max))
+    assert [row for part in parts for row in part] == rows
+    assert all(len(part) == 1 or sum(len(row["text"]) for row in part) <= bytes_max for part in parts)
+    assert [len(part) for part in cut([{}] * 2001, 1 << 20)] == [1000, 1000, 1]

@@ -18,6 +18,7 @@ from bufstore.buffer.subjects import Subjects
 from bufstore.errors import MalformedEntry
 from bufstore.jetstream.messages import StoredMessage
 from bufstore.spark.group_entries import EntryMessage, entries_of
+from bufstore.spark.slices import slices_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _SCHEMA = "subject string, position bigint, stored_at timestamp, header string, body binary, parts array<bigint>"
 _ROWS_AT_ONCE = 64
+_BYTES_AT_ONCE = 16 << 20
 #: Of the entries' pieces. `part` is null where the entry is in one piece.
 COLUMNS = ("subject", "position", "stored_at", "header", "body", "number", "part")
 
@@ -66,10 +68,11 @@ def _entries(subjects: Subjects, batches: Iterator[pyarrow.RecordBatch]) -> Iter
 
 
 def _few(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[list[dict[str, Any]]]:
-    """Rows, few at a time: a batch of Arrow may hold ten thousand large ones, and a copy of them takes its time."""
+    """Rows, few at a time: a copy of all of a batch takes its time, and its memory."""
     for batch in batches:
         for at in range(0, batch.num_rows, _ROWS_AT_ONCE):
-            yield batch.slice(at, _ROWS_AT_ONCE).to_pylist()
+            for piece in slices_of(batch.slice(at, _ROWS_AT_ONCE), _BYTES_AT_ONCE):
+                yield piece.to_pylist()
 
 
 def _rows(subjects: Subjects, message: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -13,7 +13,7 @@ once per job that commits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -182,7 +182,7 @@ class _InMemory:
         return {self._part.number: self._part.planned}
 
     def write(self, settled: Settled, only: Collection[str] | None, *, judging: bool, noting: bool) -> Written:
-        parts = (self._rows[at : at + _AT_ONCE] for at in range(0, len(self._rows), _AT_ONCE))
+        parts = cut(self._rows, self._config.in_flight_bytes)
         noted = self._part if noting else None
         found = write_rows(
             self._config, self._batch_id, parts, noted=noted, settled=settled, only=only, judging=judging
@@ -192,6 +192,21 @@ class _InMemory:
 
     def keys(self) -> Sequence[RowKey]:
         return [key_of(row) for row in self._rows]
+
+
+def cut(rows: Iterable[dict[str, Any]], bytes_max: int) -> Iterator[list[dict[str, Any]]]:
+    """The rows in order, in parts of at most 1000 and about so many bytes; a larger row is a part of its own."""
+    part: list[dict[str, Any]] = []
+    size = 0
+    for row in rows:
+        more = len(msgspec.msgpack.encode(row))
+        if part and (len(part) == _AT_ONCE or size + more > bytes_max):
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += more
+    if part:
+        yield part
 
 
 def _timed(row: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from bufstore.spark.sink.parts import Part, sum_of
 from bufstore.spark.sink.row_writer import Row, RowCounts, Written, write_rows
 from bufstore.spark.sink.settled import ROW, THREAD, RowKey, Settled, key_of, pack, unpack
 from bufstore.spark.sink.spark_ledger import Query
+from bufstore.spark.slices import slices_of
 from bufstore.spark.task import in_task
 
 if TYPE_CHECKING:
@@ -213,11 +214,5 @@ def _key_task(batches: Iterator[pyarrow.RecordBatch]) -> Iterator[pyarrow.Record
 def parts_of(batches: Iterator[pyarrow.RecordBatch], bytes_max: int) -> Iterator[list[Row]]:
     """The rows in order, in parts of at most `bytes_max` as Arrow counts them; a larger row is a part of its own."""
     for batch in batches:
-        left = [batch]
-        while left:
-            part = left.pop()
-            if part.num_rows > 1 and part.nbytes > bytes_max:
-                half = part.num_rows // 2
-                left += [part.slice(half), part.slice(0, half)]
-            else:
-                yield part.to_pylist()
+        for piece in slices_of(batch, bytes_max):
+            yield piece.to_pylist()

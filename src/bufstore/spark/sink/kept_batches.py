@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING
 from bufstore.spark.local_files import local_file
 from bufstore.spark.sink.parts import sum_of
 from bufstore.spark.sink.settled import ROW
+from bufstore.spark.slices import slices_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -38,7 +39,8 @@ class KeptBatches:
                 continue
             if writer is None:
                 writer = self._new_file(batch.schema)
-            writer.write_batch(batch)
+            for piece in slices_of(batch, bytes_max):  # which are read back one by one
+                writer.write_batch(piece)
         if writer is not None:
             writer.close()
 

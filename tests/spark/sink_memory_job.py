@@ -1,0 +1,61 @@
+"""A large batch through the sink: `python sink_memory_job.py <settings as JSON>`; prints JSON.
+
+All rows are in one batch of Arrow, which Spark hands to one worker; what that worker has had at most is asked of it
+afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from bufstore.spark import SinkConfig, checkpoint_sink, session
+
+warnings.simplefilter("ignore")
+settings = json.loads(sys.argv[1])
+rows, text_bytes = settings["rows"], settings["text_bytes"]
+spark = session("memory of a sink", "local[1]", **settings["spark"])
+spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", str(rows))
+spark.conf.set("spark.sql.execution.arrow.maxBytesPerBatch", str(1 << 30))
+
+
+def looked(batches: Iterator[Any]) -> Iterator[Any]:
+    import os
+    import resource
+
+    import pyarrow
+
+    for _ in batches:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+        yield pyarrow.RecordBatch.from_pylist([{"pid": os.getpid(), "mib": peak}])
+
+
+def workers() -> dict[int, int]:
+    """What each worker process that is there has had at most, MiB."""
+    found = spark.range(0, 4, 1, 4).mapInArrow(looked, "pid long, mib long").collect()
+    return {row.pid: row.mib for row in found}
+
+
+def batch(count: int, name: str) -> Any:
+    # Texts that differ, of this length.
+    text = f"repeat(sha2(cast(id as string), 256), {text_bytes >> 6})"
+    return spark.range(count).selectExpr(
+        f"concat('{name}-', id % 100) thread_id",
+        f"concat('{name}-', id % 100) run_id",
+        f"array(to_json(named_struct('n', id, 'text', {text}))) delta",
+        "id position",
+    )
+
+
+write = checkpoint_sink(SinkConfig(app_id="memory", tasks=1, mode="postgres", **settings["where"]))
+write(batch(100, "small"), 0)
+before = workers()
+write(batch(rows, "large"), 1)
+after = workers()
+print(
+    json.dumps({"before": max(before.values()), "after": max(after.values()), "same": sorted(after) == sorted(before)})
+)
+spark.stop()
