@@ -88,9 +88,10 @@ async def test_what_cannot_be_is_said_at_once(spark: Any, deployment: Deployment
         save(df.drop("thread_id"), options(deployment))
 
 
-async def test_rows_go_in_the_order_of_their_times(spark: Any, deployment: Deployment) -> None:
+@pytest.mark.parametrize("kind", ["timestamp", "timestamp_ntz"])
+async def test_rows_go_in_the_order_of_their_times(spark: Any, deployment: Deployment, kind: str) -> None:
     await prepared(deployment)
     threads = [fresh() for _ in range(2)]
     df = frame(spark, rows_of(threads, range(3, 0, -1)))
-    save(df.withColumn("position", df.position.cast("timestamp").cast("timestamp_ntz")), options(deployment))
+    save(df.withColumn("position", df.position.cast("timestamp").cast(kind)), options(deployment))
     assert await held(deployment, threads) == {t: [1, 2, 3] for t in threads}

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import psycopg
+import pytest
 
 from bufstore.spark import SinkConfig
 from bufstore.spark.sink.app_id import AppId
@@ -35,6 +36,22 @@ async def test_rows_that_differ_only_in_what_text_cannot_hold_are_kept_each(depl
     await parked(deployment, rows, times=2)
     found = await query(deployment.servers.postgres.dsn, f'SELECT row FROM "{deployment.name}".spark_quarantine')
     assert sorted(json.loads(row)["thread_id"] or "" for (row,) in found) == sorted(i or "" for i in ids)
+
+
+@pytest.mark.parametrize("depth", [101, 900, 5000])
+async def test_a_row_that_is_nested_too_deeply_is_set_aside(deployment: Deployment, depth: int) -> None:
+    deep, bad, good = "[" * depth + "]" * depth, [fresh("a") for _ in range(3)], fresh("b")
+    row = {"run_id": "r", "position": 0}
+    rows = [
+        row | {"thread_id": bad[0], "delta": [deep]},
+        row | {"thread_id": bad[1], "delta": ["1"], "run": f'{{"metadata": {{"deep": {deep}}}}}'},
+        row | {"thread_id": bad[2], "edit": f'{{"metadata": {{"custom": {{"deep": {deep}}}}}}}'},
+        *rows_of([good], range(2)),
+    ]
+    await parked(deployment, sorted(rows, key=lambda row: row["thread_id"]))
+    found = await query(deployment.servers.postgres.dsn, f'SELECT thread_id FROM "{deployment.name}".spark_quarantine')
+    assert sorted(t for (t,) in found) == sorted(bad)
+    assert await held(deployment, [good]) == {good: [0, 1]}
 
 
 async def test_rows_come_back_once(deployment: Deployment) -> None:

@@ -118,6 +118,26 @@ async def test_only_threads_that_nobody_knows_wait_for_postgres(own_servers: Ser
     assert await held(deployment, [*known, *new]) == {t: list(range(6)) for t in known} | {t: [0, 1] for t in new}
 
 
+async def test_nats_is_waited_for(own_servers: Servers, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bufstore.spark")
+    deployment = Deployment(own_servers)
+    await prepared(deployment)
+    threads, config = [fresh() for _ in range(3)], sink(deployment, append_timeout_s=1.0)
+    await asyncio.to_thread(write_rows, config, 0, [sorted_rows(threads, range(2))])
+    own_servers.nats.stop()
+    writing = asyncio.create_task(asyncio.to_thread(write_rows, config, 1, [sorted_rows(threads, range(2, 4))]))
+
+    async def waits() -> bool:
+        return "waits, and fails in" in caplog.text
+
+    await eventually(waits)
+    own_servers.nats.start()
+    found = (await writing).counts
+    assert (found.written + found.repeated, found.bad) == (6, 0)
+    assert found.waited_ms > 0
+    assert await held(deployment, threads) == {t: list(range(4)) for t in threads}
+
+
 @pytest.mark.long  # of three tries that fail
 async def test_a_query_that_waits_for_postgres_can_be_stopped(
     spark: Any, own_servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture
