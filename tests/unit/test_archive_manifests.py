@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bufstore import ConfigError
+from bufstore import ConfigError, NatsConfig
 from bufstore.buffer.subjects import first_position
-from bufstore.spark import ArchiveOvertaken, DataLoss
+from bufstore.spark import ArchiveOvertaken, DataLoss, Deployment
+from bufstore.spark.connection_options import connection_options
+from bufstore.spark.log_archive import archive_job
 from bufstore.spark.log_archive.manifests import Manifest, check_alone, whole
 from bufstore.spark.log_archive.restore_job import epoch_after
 
@@ -59,3 +62,31 @@ def test_a_run_is_overtaken_by_what_was_not_there_when_it_began() -> None:
             check_alone([], [other], mine)
     for other in (manifest(1, 5), manifest(9, 20), manifest(5, 9, created="later")):
         check_alone([], [other], mine)
+
+
+def test_the_job_that_archives_reaches_the_log_as_its_deployment_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each core of the cluster reads a part, however many the driver's machine has."""
+    given: dict[str, str] = {}
+
+    class Reader:
+        def format(self, name: str) -> Reader:
+            assert name == "threadlog"
+            return self
+
+        def options(self, **options: str) -> Reader:
+            given.update(options)
+            return self
+
+        def load(self) -> None: ...
+
+    server = NatsConfig(servers=("tls://h:4222",), api_prefix="$JS.other.API", tls_hostname="nats.example", token="t")
+    deployment = Deployment(nats=server, postgres="postgresql://h/db", stream="S")
+    monkeypatch.setattr(archive_job, "cores_of", lambda spark: 96)
+    spark: Any = SimpleNamespace(read=Reader())
+    archive_job._read(spark, deployment, manifest(5, 9), earliest=False, given=False, tasks=None)
+    assert connection_options(server).items() <= given.items()
+    assert given["apiPrefix"] == "$JS.other.API"
+    assert given["tlsHostname"] == "nats.example"
+    assert {name: given.get(name) for name in ("stream", "startingPosition", "endingPosition", "minPartitions")} == {
+        "stream": "S", "startingPosition": "5", "endingPosition": "9", "minPartitions": "96",
+    }  # fmt: skip
