@@ -12,6 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bufstore.buffer.append import appender
+from bufstore.buffer.append.lost_answer import Torn
 from bufstore.buffer.entry import StoredEntry
 from bufstore.buffer.groups import tail
 from bufstore.buffer.ports.log import Floor
@@ -31,7 +33,7 @@ from bufstore.errors import (
     Unavailable,
     VersionConflict,
 )
-from bufstore.jetstream.messages import Conflict, Outgoing, Part, StoredMessage
+from bufstore.jetstream.messages import AppendUnknown, Conflict, Outgoing, Part, StoredMessage
 from bufstore.threads.model import Run
 from bufstore.threads.payload import Removal
 from bufstore.threads.write import editing
@@ -716,6 +718,38 @@ def test_ones_own_success_is_not_taken_for_a_conflict() -> None:
         await one.append(["b"], run_id="mine")
         assert world.runs()["mine"] == 1
         assert await world.messages() == ["a", "b"]
+
+    test(main)
+
+
+def test_of_a_unit_that_is_stored_in_part_the_rest_goes_on_behind_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a server whose storage failed in the middle. What is stored is observed anew, as another's would be."""
+
+    async def main(world: World, one: Instance) -> None:
+        await one.checkpoint(["a"])
+        group: Any = one.appender._group
+        add, torn = group.add, list[Any]()
+
+        def without_answer(unit: Any) -> None:
+            if len(unit.messages) < 2 or torn:
+                add(unit)
+                return
+            torn.append(unit)
+            unit.sent()
+            asyncio.get_running_loop().call_soon(unit.ended, AppendUnknown("lost"))
+
+        async def in_part(unit: Any, *_: Any) -> Exception:
+            return Torn([await group.submit(unit.messages[:1])])
+
+        group.add = without_answer
+        monkeypatch.setattr(appender, "resolve", in_part)
+        receipts = await asyncio.gather(*(one.append([text]) for text in "bcd"))
+        assert len(torn) == 1
+        assert [receipt.version for receipt in receipts] == [2, 3, 4]
+        assert await world.messages() == list("abcd")
+        # A whole list is a delta behind what is remembered.
+        assert (await one.checkpoint(list("abcdx"))).version == 5
+        assert await world.messages() == list("abcdx")
 
     test(main)
 

@@ -447,9 +447,9 @@ class Appender(Generic[S, M]):
                 self._on_stored(unit, outcome)
                 return
             error = outcome
-            if isinstance(outcome, Torn):
-                self._on_part_stored(unit, outcome.stored)
-        unit.undo()
+        unit.undo()  # of all its writes: what is stored is observed anew
+        if isinstance(error, Torn):
+            self._on_part_stored(unit, error.stored)
         self._tips.drop(lane.thread_id)
         for write in unit.writes:
             write.maybe_behind = None

@@ -119,7 +119,6 @@ class Unit(group_commit.AppendUnit, Generic[M]):
         """Take the drafts back, the last first."""
         for write in reversed(self.writes):
             write.draft.undo()
-            write.draft = _NOT_DRAFTED
 
 
 @dataclass(eq=False, slots=True)
