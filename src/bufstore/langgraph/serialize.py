@@ -160,10 +160,11 @@ def json_of(value: Any, what: str) -> bytes:
 
 def _encoder() -> Callable[[Any], str]:
     """What `_JSON.encode` does, which makes itself a new encoder in C for each text: this is one for all of them."""
-    make = getattr(json.encoder, "c_make_encoder", None)
-    if make is None:
+    make: Any = getattr(json.encoder, "c_make_encoder", None)
+    try:
+        encode = make(None, _JSON.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)
+    except TypeError:  # a Python that has none, or another one
         return _JSON.encode
-    encode = make(None, _JSON.default, json.encoder.encode_basestring, None, ":", ",", False, False, False)
     return lambda value: "".join(encode(value, 0))
 
 
