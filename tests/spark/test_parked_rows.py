@@ -41,11 +41,13 @@ async def test_rows_that_differ_only_in_what_text_cannot_hold_are_kept_each(depl
 @pytest.mark.parametrize("depth", [101, 900, 5000])
 async def test_a_row_that_is_nested_too_deeply_is_set_aside(deployment: Deployment, depth: int) -> None:
     deep, bad, good = "[" * depth + "]" * depth, [fresh("a") for _ in range(3)], fresh("b")
-    row = {"run_id": "r", "position": 0}
+    says = (
+        {"delta": [deep]},
+        {"delta": ["1"], "run": f'{{"input": {deep}}}'},
+        {"edit": f'{{"metadata": {{"custom": {{"deep": {deep}}}}}}}'},
+    )
     rows = [
-        row | {"thread_id": bad[0], "delta": [deep]},
-        row | {"thread_id": bad[1], "delta": ["1"], "run": f'{{"metadata": {{"deep": {deep}}}}}'},
-        row | {"thread_id": bad[2], "edit": f'{{"metadata": {{"custom": {{"deep": {deep}}}}}}}'},
+        *({"thread_id": t, "run_id": f"run-{t}", "position": 0} | what for t, what in zip(bad, says, strict=True)),
         *rows_of([good], range(2)),
     ]
     await parked(deployment, sorted(rows, key=lambda row: row["thread_id"]))
