@@ -100,20 +100,15 @@ class Subjects:
 
     def thread_id(self, subject: str) -> str:
         """The thread of a subject. Raises MalformedEntry when no thread has that subject."""
-        return _thread(self.prefix, self.partitions, subject)[0]
-
-    def thread(self, subject: str) -> tuple[str, int]:
-        """The thread of a subject, and its partition. Raises as `thread_id` does."""
-        return _thread(self.prefix, self.partitions, subject)
+        return _thread_id(self.prefix, self.partitions, subject)
 
 
 @lru_cache(maxsize=1 << 14)
-def _thread(prefix: str, partitions: int, subject: str) -> tuple[str, int]:
+def _thread_id(prefix: str, partitions: int, subject: str) -> str:
     words = subject.split(".")
     if len(words) != 3 or words[0] != prefix:
         raise MalformedEntry(f"not a subject of this log: {subject[:80]!r}")
     thread_id = untoken(words[2])
-    partition = zlib.crc32(thread_id.encode()) % partitions
-    if not thread_id or words[1] != str(partition):
+    if not thread_id or words[1] != str(zlib.crc32(thread_id.encode()) % partitions):
         raise MalformedEntry(f"wrong partition in subject {subject[:80]!r}")
-    return thread_id, partition
+    return thread_id

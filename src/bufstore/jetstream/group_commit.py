@@ -61,10 +61,12 @@ _GROUP_TIMEOUT_S = 5.0
 class AppendUnit:
     """What is stored as neighbours or not at all. Subclasses say what happens then."""
 
-    __slots__ = ("messages", "over")
+    __slots__ = ("messages", "over", "thread_id")
 
-    def __init__(self, messages: list[Outgoing]) -> None:
+    def __init__(self, messages: list[Outgoing], thread_id: str | None = None) -> None:
+        """`thread_id`: the thread of all messages, where that is known: nobody has to find it out of their subject."""
         self.messages = messages
+        self.thread_id = thread_id
         #: `ended` was called.
         self.over = False
 

@@ -65,7 +65,7 @@ class Unit(group_commit.AppendUnit, Generic[M]):
     )
 
     def __init__(self, lane: Lane[M], before: Tip[M], on_end: Callable[[Unit[M], int | Exception], None]) -> None:
-        super().__init__([])
+        super().__init__([], lane.thread_id)
         self.lane = lane
         self.writes: list[Write[M]] = []
         self.before = before

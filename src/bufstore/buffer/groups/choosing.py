@@ -54,8 +54,9 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
     here: dict[str, int] = {}
     for queued in units:
         begin = len(entries)
+        of_all = queued.unit.thread_id
         for number, message in enumerate(queued.messages):
-            thread_id, partition = subjects.thread(message.subject)
+            thread_id = of_all if of_all is not None else subjects.thread_id(message.subject)
             before, expected = here.get(thread_id), message.expected
             if before is not None:
                 prev = in_group(before)
@@ -72,6 +73,7 @@ def choose(units: Iterable[Queued], heads: Heads, subjects: Subjects) -> Chosen:
                     here = {entry.thread_id: at for at, entry in enumerate(entries)}
                 break
             here[thread_id] = len(entries)
+            partition = subjects.partition(thread_id)
             elsewhere = number in queued.elsewhere
             entries.append(NewEntry(thread_id, partition, prev, message.header, message.body, elsewhere))
         else:  # also a unit without entries, which only wants a group to be stored
