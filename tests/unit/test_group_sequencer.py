@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -933,3 +935,34 @@ def test_what_is_only_heard_and_is_no_group_is_ignored_quietly(caplog: pytest.Lo
 
     run(main())
     assert not caplog.records
+
+
+def test_a_unit_that_failed_is_not_kept() -> None:
+    """Its error has the frames that it passed through, and these have the unit: a cycle, which Python must see."""
+
+    class Kept(AppendUnit):
+        outcome: object = None
+
+        def ended(self, outcome: object) -> None:
+            self.outcome = outcome
+
+    async def main() -> None:
+        process = Process(World(random.Random(1)))
+
+        async def unavailable() -> None:
+            raise LogUnavailable("it cannot be looked at")
+
+        process.sequencer._see = unavailable
+        process.sequencer.start()
+        unit = Kept(process.unit("a", 0).messages)
+        ref = weakref.ref(unit)
+        process.sequencer.add(unit)
+        while unit.outcome is None:
+            await asyncio.sleep(0.01)  # of virtual time
+        assert isinstance(unit.outcome, LogUnavailable)
+        del unit
+        gc.collect()
+        assert ref() is None
+        await process.sequencer.aclose()
+
+    run(main())

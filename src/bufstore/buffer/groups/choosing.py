@@ -19,8 +19,8 @@ from bufstore.jetstream.messages import Outgoing
 BYTES_MAX = 256 << 10
 
 
-# Not part of a cycle, and many wait at a time: spare the collector the work.
-class Queued(msgspec.Struct, frozen=True, gc=False, eq=False):
+# The collector has to see it: an error's frames have it, and its writes' futures have the error.
+class Queued(msgspec.Struct, frozen=True, eq=False):
     """A unit that waits, or is on its way."""
 
     unit: AppendUnit
