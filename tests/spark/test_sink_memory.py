@@ -31,8 +31,8 @@ async def test_a_large_batch_takes_little_more_than_itself(deployment: Deploymen
     found = json.loads(out.splitlines()[-1])
     batch_mib = _ROWS * _TEXT_BYTES >> 20
     assert found["same"], "another worker than the one that wrote was asked"
-    # The batch itself, as Spark hands it over, and what Python makes of pieces of 16 MiB. Much less than the batch would
-    # mean that Spark handed over several: three quarters, because what was free before is used again.
+    # The batch itself, as Spark hands it over, and what Python makes of pieces of 16 MiB. Much less than the batch
+    # would mean that Spark handed over several: three quarters, because what was free before is used again.
     assert batch_mib * 3 / 4 < found["after"] - found["before"] < batch_mib + 48
     async with deployment.store() as store:
         await store.force_flush_all()

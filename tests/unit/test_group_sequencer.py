@@ -940,11 +940,12 @@ def test_what_is_only_heard_and_is_no_group_is_ignored_quietly(caplog: pytest.Lo
 def test_a_unit_that_failed_is_not_kept() -> None:
     """Its error has the frames that it passed through, and these have the unit: a cycle, which Python must see."""
 
-    class Kept(AppendUnit):
-        outcome: object = None
+    ended = asyncio.Event()
 
+    class Kept(AppendUnit):
         def ended(self, outcome: object) -> None:
             self.outcome = outcome
+            ended.set()
 
     async def main() -> None:
         process = Process(World(random.Random(1)))
@@ -954,11 +955,10 @@ def test_a_unit_that_failed_is_not_kept() -> None:
 
         process.sequencer._see = unavailable
         process.sequencer.start()
-        unit = Kept(process.unit("a", 0).messages)
+        unit: Any = Kept(process.unit("a", 0).messages)
         ref = weakref.ref(unit)
         process.sequencer.add(unit)
-        while unit.outcome is None:
-            await asyncio.sleep(0.01)  # of virtual time
+        await asyncio.wait_for(ended.wait(), 5)
         assert isinstance(unit.outcome, LogUnavailable)
         del unit
         gc.collect()
