@@ -417,6 +417,27 @@ async def a_live_delivery_reaches_all_who_listen(stores: Stores) -> None:
         await stop()
 
 
+@_live_check()
+async def a_live_handler_that_fails_is_its_own_trouble(stores: Stores) -> None:
+    """The sender is told that it has arrived, and the next ones arrive, too."""
+    a, b = stores[:2]
+    thread_id, got = fresh(), []
+
+    async def handle(payload: bytes) -> None:
+        got.append(payload)
+        raise ZeroDivisionError
+
+    stop = await b.listen_live(thread_id, handle)
+    for payload in (b"1", b"2"):
+        assert await a.deliver_live(thread_id, payload) is Live.DELIVERED
+
+    async def arrived() -> bool:
+        return got == [b"1", b"2"]
+
+    await _eventually(arrived)
+    await stop()
+
+
 @_check()
 async def what_nobody_hears_is_enqueued(stores: Stores) -> None:
     a, b = stores[:2]

@@ -26,6 +26,7 @@ from bufstore.mailbox import (
     Worker,
 )
 from bufstore.mailbox.nats import NatsBackend
+from bufstore.mailbox.postgres import PostgresBackend
 from bufstore.mailbox.steps import AT_ONCE
 from bufstore.notify import MemoryNotifier
 from helpers import eventually, fresh, query
@@ -540,3 +541,30 @@ async def test_more_workers_than_the_consumer_lets_wait_ask_again_later(on_nats:
 
         await asyncio.gather(*(pull() for _ in range(530)))
         assert min(took) > 0.4
+
+
+async def test_what_a_pull_took_that_nobody_waits_for_any_more_comes_at_once(
+    on_postgres: Mailboxes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is closed between the database's work and its answer."""
+    async with on_postgres.open(2) as (a, b):
+        thread_id, took = fresh(), asyncio.Event()
+        backend = a.backend
+        assert isinstance(backend, PostgresBackend)
+        run = backend._run
+
+        async def slow(name: str, *arguments: Any) -> list[Any]:
+            rows = await run(name, *arguments)
+            if name == "pull" and rows:
+                took.set()
+                await asyncio.sleep(0)  # the answer is there, and not looked at yet
+            return rows
+
+        monkeypatch.setattr(backend, "_run", slow)
+        await a.enqueue(thread_id)
+        pulling = asyncio.create_task(a.pull_signals(timeout_s=30))
+        await took.wait()
+        pulling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pulling
+        assert [s.thread_id for s in await b.pull_signals(timeout_s=0)] == [thread_id]

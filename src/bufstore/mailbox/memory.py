@@ -6,6 +6,7 @@ Several stores on one `MemoryMailbox` are several instances of one deployment.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,6 +23,8 @@ from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_expired
 from bufstore.mailbox.model import OWN, Dispatch, MailboxThread, Status
 from bufstore.mailbox.ports import InSteps, KeyTaken, Live, LiveHandler, Signal
 from bufstore.mailbox.store import MailboxStore
+
+_log = logging.getLogger(__name__)
 
 _SOON_MS = 30_000
 #: What the wall clock said when our own clock, which does not jump, stood at 0.
@@ -287,7 +290,10 @@ class MemoryBackend:
     async def deliver_live(self, thread_id: str, payload: bytes, timeout_s: float) -> Live:
         handlers = list(self._state().listeners.get(thread_id, ()))
         for handler in handlers:
-            await handler(payload)
+            try:
+                await handler(payload)
+            except Exception:  # the listener's trouble, as on every store: a sender would enqueue what has arrived
+                _log.exception("a live handler failed", extra={"action": "mailbox_live_failed"})
         return Live.DELIVERED if handlers else Live.NO_SUBSCRIBER
 
     async def listen_live(self, thread_id: str, handler: LiveHandler) -> Callable[[], Awaitable[None]]:

@@ -19,7 +19,7 @@ import psycopg
 from msgspec.structs import replace
 from psycopg import sql
 
-from bufstore.errors import Closed, MalformedEntry, Unavailable
+from bufstore.errors import BufstoreError, Closed, MalformedEntry, Unavailable
 from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import MailboxGauges
@@ -306,7 +306,7 @@ class PostgresBackend:
         deadline = time.monotonic() + timeout_s
         while True:
             self._news.clear()
-            rows = await self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s))
+            rows = await self._pull(limit)
             left = deadline - time.monotonic()
             if rows or left <= 0:
                 if rows:
@@ -317,6 +317,17 @@ class PostgresBackend:
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
                     await self._news.wait()
+
+    async def _pull(self, limit: int) -> list[Any]:
+        pulling = asyncio.ensure_future(self._run("pull", self.now_ms(), limit, round(1000 * self._ack_wait_s)))
+        try:
+            return await asyncio.shield(pulling)
+        except asyncio.CancelledError:
+            # What it took would come to nobody until its time is over.
+            with suppress(BufstoreError):
+                for row in await pulling:
+                    await self.put_off(Signal(self, *row), 0)
+            raise
 
     async def _listen(self) -> bool:
         """Hear of news from elsewhere, for as long as there is nothing to do here; True when that is new.

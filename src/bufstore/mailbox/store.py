@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence, Set
 from contextlib import suppress
 from typing import Any, Self
 
@@ -35,6 +35,9 @@ from bufstore.mailbox.ports import Backend, InSteps, KeyTaken, Live, LiveHandler
 from bufstore.mailbox.steps import AT_ONCE, Steps
 from bufstore.types import check_id
 
+#: After so many claims that could not be taken back, the rest waits for the next call.
+_FAILURES = 3
+
 
 class MailboxStore:
     """A durable queue of dispatches per thread, claimed by one worker per thread at a time.
@@ -54,6 +57,8 @@ class MailboxStore:
         self.backend = backend
         self.counters = Counters()
         self._steps = Steps(backend, self.counters, self.config.timeout_s)
+        #: Threads whose expired claims could not be taken back, as far as they are still found.
+        self._not_reclaimed: Set[str] = frozenset()
 
     async def __aenter__(self) -> Self:
         await self.backend.open()
@@ -399,18 +404,22 @@ class MailboxStore:
     async def reclaim_expired(self, *, limit: int = 1000, now_ms: int | None = None) -> list[Dispatch]:
         """Take back claims whose lease is over: queued again, dead or superseded, as with `nack`.
 
-        Fewer than there are when the store goes away meanwhile; the rest is found again.
+        Fewer than there are when the store goes away meanwhile; the rest is found again. One that cannot be taken back
+        holds up no other: it comes last from then on. Raises what the first said when nothing could be taken back.
         """
         now = self._now(now_ms)
         reclaimed: list[Dispatch] = []
-        for found in await self.backend.expiring(now, limit):
+        expiring = await self.backend.expiring(now, limit)
+        failed: dict[str, BufstoreError] = {}
+        for found in sorted(expiring, key=lambda t: t.thread_id in self._not_reclaimed):
             load = self._steps.seen(found.thread_id, found)
             try:
                 done = await self._steps.change(found.thread_id, now, load, lambda t: decisions.expire(t, now))
-            except BufstoreError:
-                if reclaimed:
+            except BufstoreError as e:
+                failed[found.thread_id] = e
+                if len(failed) == _FAILURES:  # most likely it is the store, and each failure may take `timeout_s`
                     break
-                raise
+                continue
             if done is None:
                 continue  # its holder or another sweeper was faster
             after = done.dispatch
@@ -418,6 +427,10 @@ class MailboxStore:
             self.counters.count("reclaimed")
             if after.status is not Status.QUEUED:
                 self.counters.count(_counted(after))
+        ended = {d.thread_id for d in reclaimed}
+        self._not_reclaimed = (self._not_reclaimed & {t.thread_id for t in expiring} | failed.keys()) - ended
+        if failed and not reclaimed:
+            raise next(iter(failed.values()))
         return reclaimed
 
     async def purge_finished(self, finished_before_ms: int, *, limit: int = 1000) -> int:
