@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
-from bufstore import BufferConfig, BufferedThreadStore, Consistency, RunQuery, RunStatus, ThreadQuery
+from bufstore import AlreadyExists, BufferConfig, BufferedThreadStore, Consistency, RunQuery, RunStatus, ThreadQuery
 from bufstore.nats.feed import NatsFeed
 from bufstore.threads.model import encode_run
 from conftest import Deployment
@@ -44,6 +45,34 @@ async def test_the_hot_bucket_grows_with_runs_and_not_with_checkpoints(deploymen
         after = await _bucket(store, deployment)
         # A key per run, a progress record per partition, a record per member: nothing of a checkpoint's own.
         assert before["messages"] <= after["messages"] <= len(threads) + deployment.log.partitions + 1
+
+
+async def test_going_on_with_the_runs_of_a_process_that_ended_claims_none_of_them_again(deployment: Deployment) -> None:
+    threads = [fresh() for _ in range(100)]
+    async with deployment.store() as first:
+        await asyncio.gather(*(first.checkpoint(t, [said(0)], run_of(t)) for t in threads))
+    async with deployment.store(flusher=False) as store:
+        await store.checkpoint_append(threads[0], [said(1)], run_of(threads[0]))
+        before = await _sent(store)
+        await asyncio.gather(*(store.checkpoint_append(t, [said(1)], run_of(t)) for t in threads[1:]))
+        assert await _sent(store) - before < len(threads) / 2
+        # One that is new is claimed all the same, one of another thread is refused.
+        await store.checkpoint_append(threads[0], [said(2)], run_of(threads[0], 1))
+        assert (await store.load_run(run_of(threads[0], 1).run_id)) is not None
+        taken = msgspec.structs.replace(run_of(threads[2]), thread_id=threads[1])
+        with pytest.raises(AlreadyExists, match="another thread"):
+            await store.checkpoint_append(threads[1], [said(3)], taken)
+
+
+async def test_runs_are_claimed_while_the_bucket_is_missing_of_which_some_were_known(deployment: Deployment) -> None:
+    a, b = fresh(), fresh()
+    async with deployment.store() as first:
+        await first.checkpoint(a, [said(0)], run_of(a))
+    async with deployment.store() as store:
+        await store.checkpoint_append(a, [said(1)], run_of(a))  # meets a run that is claimed
+        await store.buffer.session.stream.api(f"STREAM.DELETE.KV_{deployment.log.bucket}")
+        await store.checkpoint(b, [said(0)], run_of(b))
+        assert (await _bucket(store, deployment))["messages"] > 0
 
 
 async def test_a_flush_writes_one_record_for_each_partition_and_none_for_a_thread(deployment: Deployment) -> None:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from bufstore.jetstream.messages import HEADER
 
-_ENTRY = f"\r\n{HEADER}: ".encode()
+_NAME = HEADER.encode()
+_ENTRY = b"\r\n" + _NAME + b": "
 
 
 def entry_header(raw: bytes) -> str | None:
     """The value of the header that an entry stands in; None when there is none."""
     at = raw.find(_ENTRY)
     if at < 0:  # not written by us, or by a client that spells it in another way
-        return fields(raw).get(HEADER) if raw else None
+        return fields(raw).get(HEADER) if _NAME in raw else None
     at += len(_ENTRY)
     return raw[at : raw.find(b"\r\n", at)].strip().decode("ascii", "replace")
 
