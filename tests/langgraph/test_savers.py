@@ -261,6 +261,26 @@ async def test_two_workers_fork_a_thread_or_the_second_one_is_refused(place: Pla
         await AsyncBufferedSaver.open(MemoryCheckpointStore(), nats=MemoryNats(), on_conflict="maybe")  # type: ignore[arg-type]
 
 
+async def test_a_thread_that_is_looked_up_again_knows_its_own_last_write(place: Place) -> None:
+    """As after a lost connection: nobody else has written, so nothing is refused."""
+    thread_id = fresh()
+    async with place.saver(on_conflict="reject") as careful, place.saver() as other:
+        forget = careful.engine.buffer.appender.forget
+        at = await _put(careful, config(thread_id), {"a": [0]})
+        forget(thread_id)
+        at = await _put(careful, at, {"a": [1]})
+        await asyncio.gather(*(careful.aput_writes(at, [("a", n)], f"task {n}") for n in range(20)))
+        forget(thread_id)
+        await careful.aput_writes(at, [("a", 1)], "task")
+        await careful.adelete_thread(thread_id)
+        forget(thread_id)
+        await careful.adelete_thread(thread_id)
+        await _put(other, config(thread_id), {"a": [2]})
+        forget(thread_id)
+        with pytest.raises(ConcurrentWriter):
+            await careful.adelete_thread(thread_id)
+
+
 async def test_many_threads_of_two_instances_at_once(place: Place) -> None:
     async with place.saver() as one, place.saver() as two:
 

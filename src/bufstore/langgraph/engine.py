@@ -73,8 +73,9 @@ class CheckpointEngine:
             raise ConfigError(f"new_threads is one of {', '.join(get_args(NewThreads))}, not {new_threads!r}")
         if on_conflict not in get_args(OnConflict):
             raise ConfigError(f"on_conflict is one of {', '.join(get_args(OnConflict))}, not {on_conflict!r}")
-        #: The last entries of the threads as they were read last; None: nobody asks.
-        self._seen: OrderedDict[str, int] | None = OrderedDict() if on_conflict == "reject" else None
+        #: The last entry of each thread, as it was read or written behind that: its position if it was written, else
+        #: 0, and its id. None: nobody asks.
+        self._seen: OrderedDict[str, tuple[int, int]] | None = OrderedDict() if on_conflict == "reject" else None
         self._seen_max = config.cached_threads
         self._put: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._store, self._consistency, self._assume_new = store, consistency, new_threads == "assume"
@@ -128,6 +129,8 @@ class CheckpointEngine:
         finally:
             self.backlog.leave(cost)
         self._recent.wrote(thread_id, prepare.behind, End(receipt.id, receipt.thread_seq), payload)
+        # Behind what was seen, or behind our own: when the thread is looked up again, this is what it must end with.
+        self._saw(thread_id, receipt.thread_seq, receipt.id)
         return receipt
 
     async def checkpoint(
@@ -140,15 +143,19 @@ class CheckpointEngine:
             if not self._assume_new or not self._store_is_down() or await self._in_log(thread_id):
                 raise
             return None
-        if self._seen is not None:
-            self._seen[thread_id] = last
+        self._saw(thread_id, 0, last)
+        return found
+
+    def _saw(self, thread_id: str, position: int, last: int) -> None:
+        # Writes that were stored together do not return in their order.
+        if self._seen is not None and (not position or self._seen.get(thread_id, (0, 0))[0] < position):
+            self._seen[thread_id] = position, last
             self._seen.move_to_end(thread_id)
             while len(self._seen) > self._seen_max:
                 self._seen.popitem(last=False)
-        return found
 
     def _last_seen(self, thread_id: str) -> int:
-        return self._seen.get(thread_id, 0) if self._seen is not None else 0
+        return self._seen.get(thread_id, (0, 0))[1] if self._seen is not None else 0
 
     def _store_is_down(self) -> bool:
         return self.buffer.reads.store.down is not None
