@@ -18,10 +18,12 @@ from langgraph.checkpoint.base import WRITES_IDX_MAP
 from chaos import checkers
 from chaos.checkers import FRESH, Checker, Violation
 from chaos.graphs import FIRST, LAST
-from chaos.history import COPIED, EDITED, Final, History, Op, Saved, Shown, ThreadHistory
+from chaos.history import COPIED, EDITED, Final, History, Op, Saved, Saving, Shown, ThreadHistory
 
 #: Namespace and id of a checkpoint, and the task and channel of a write on top of it.
 WriteKey = tuple[str, str, str, str]
+#: What takes some of a thread's checkpoints: `_goes` says which.
+_TAKES = ("prune", "runs")
 
 
 @dataclass
@@ -83,10 +85,18 @@ def _tried(history: History, thread: ThreadHistory) -> tuple[_Rows, ThreadHistor
     return _Rows.of(of), of
 
 
-def _pruned_to(thread: ThreadHistory, until: float = math.inf) -> set[str]:
-    """Checkpoints that may have lost their parents by this time."""
-    tried = (op for op in thread.ops if op.kind == "prune" and op.outcome != "rejected" and op.began <= until)
-    return {op.saving.id for op in tried if op.saving is not None}
+def _bereft(thread: ThreadHistory, until: float = math.inf) -> set[tuple[str, str]]:
+    """Checkpoints that may have lost their parents by this time: these were to be pruned, or deleted with their run.
+
+    Once that is done, they have to name none: `orphans` says so.
+    """
+    tried = [op.saving for op in thread.ops if op.kind in _TAKES and op.outcome != "rejected" and op.began <= until]
+    bereft = set()
+    for (ns, id_), op in _Rows.of(thread).puts.items():
+        parent = op.saving.parent if op.saving is not None else None
+        if parent is not None and any(gone is not None and _goes((ns, parent), gone, thread) for gone in tried):
+            bereft.add((ns, id_))
+    return bereft
 
 
 def _kept(history: History) -> Iterator[tuple[str, ThreadHistory, _Rows]]:
@@ -122,7 +132,7 @@ def wrong_rows(history: History, final: Final) -> list[Violation]:
                 found.append(Violation("phantom row", thread, f"checkpoint {ns!r} {id_} {where}"))
             elif saved.content != op.saving.content:
                 found.append(Violation("wrong content", thread, f"checkpoint {ns!r} {id_} {where}"))
-            elif saved.parent != op.saving.parent and not (saved.parent is None and id_ in _pruned_to(of, until)):
+            elif saved.parent != op.saving.parent and not (saved.parent is None and (ns, id_) in _bereft(of, until)):
                 what = f"checkpoint {ns!r} {id_} {where}: {saved.parent}, it was saved behind {op.saving.parent}"
                 found.append(Violation("wrong parent", thread, what))
             found += [Violation(rule, thread, f"{what} on {id_} {where}") for rule, what in _wrong_writes(saved)]
@@ -286,18 +296,65 @@ def _wrong_winner(
 
 
 def revived(history: History, final: Final) -> list[Violation]:
-    """I2, I6: what was pruned, no list shows later, and nothing of it is there at the end."""
+    """I2, I6: what was pruned or deleted with its run, no list shows later, and nothing of it is there at the end."""
     found = []
     for thread, h in history.threads.items():
         for op in h.ops:
-            if op.kind != "prune" or not op.ok or op.saving is None or op.seq in final.quarantined:
+            if op.kind not in _TAKES or not op.ok or op.saving is None or op.seq in final.quarantined:
                 continue
-            ns, kept = op.saving.ns, op.saving.id
+            gone = {key for key in _Rows.of(h).puts if _goes(key, op.saving, h)}
             shown = [("at the end", [key[1:] for key in final.checkpoints if key[0] == thread])]
             shown += [(f"in a list at {x.began:.3f}", list(x.keys)) for x in h.listed if x.began > op.ended]
             for where, keys in shown:
-                if back := [id_ for of, id_ in keys if of == ns and id_ < kept]:
-                    found.append(Violation("revived row", thread, f"{back[:3]} {where}, pruned to {kept} at {op.seq}"))
+                if back := sorted(gone.intersection(keys)):
+                    found.append(Violation("revived row", thread, f"{back[:3]} {where}, gone by {op.kind} at {op.seq}"))
+    return found
+
+
+def _goes(key: tuple[str, str], gone: Saving, thread: ThreadHistory) -> bool:
+    """Whether a prune or the deletion of a run takes this checkpoint."""
+    if gone.task == "prune":
+        return key[0] == gone.ns and key[1] < gone.id
+    saved = (op.saving for op in thread.ops if op.saving is not None and not op.saving.task)
+    return any((s.ns, s.id) == key and s.run == gone.run for s in saved)
+
+
+def _left(thread: ThreadHistory, until: float = math.inf) -> _Rows:
+    """The rows that an edited thread must have by this time: acknowledged, and nothing was tried that takes them."""
+    had = _Rows({}, {})
+    for done in thread.ops:
+        if done.began > until:
+            break
+        if done.outcome == "rejected":
+            continue
+        gone = done.saving
+        if done.kind in ("drop", "erase"):
+            had = _Rows({}, {})
+        elif done.kind in _TAKES and gone is not None:
+            stay = {key for key in had.puts if not _goes(key, gone, thread)}
+            had = _Rows(
+                {key: o for key, o in had.puts.items() if key in stay},
+                {key: o for key, o in had.writes.items() if key[:2] in stay},
+            )
+        elif done.ok:
+            new = _Rows.of(ThreadHistory([done]))
+            had = _Rows(had.puts | new.puts, had.writes | new.writes)
+    return had
+
+
+def lost_edits(history: History, final: Final) -> list[Violation]:
+    """I1, I6: of a thread that is edited, what nothing has deleted is there at the end."""
+    found = []
+    parked = {entry.thread for entry in final.quarantined.values()}
+    for thread, h in history.threads.items():
+        if not thread.startswith(EDITED) or thread in parked:
+            continue
+        had = _left(h)
+        there = {key[1:]: saved for key, saved in final.checkpoints.items() if key[0] == thread}
+        writes = {(*key, *write[:2]) for key, saved in there.items() for write in saved.writes}
+        lost = [*sorted(had.puts.keys() - there.keys()), *sorted(had.writes.keys() - writes)]
+        if lost:
+            found.append(Violation("lost row", thread, f"{lost[:3]} were not deleted"))
     return found
 
 
@@ -308,21 +365,7 @@ def wrong_copies(history: History, final: Final) -> list[Violation]:
         op = _source(h)
         if op is None or not op.ok or op.saving is None or op.seq in final.quarantined:
             continue
-        had = _Rows({}, {})
-        for done in history.threads[op.saving.id].ops:
-            if done.began > op.began:
-                break
-            if done.kind in ("drop", "erase"):
-                had = _Rows({}, {})
-            elif done.kind == "prune" and done.saving is not None:
-                least = done.saving.id
-                had = _Rows(
-                    {key: o for key, o in had.puts.items() if key[1] >= least},
-                    {key: o for key, o in had.writes.items() if key[1] >= least},
-                )
-            else:
-                new = _Rows.of(ThreadHistory([done]))
-                had = _Rows(had.puts | new.puts, had.writes | new.writes)
+        had = _left(history.threads[op.saving.id], op.began)
         there = {key[1:]: saved for key, saved in final.checkpoints.items() if key[0] == thread}
         gone, more = had.puts.keys() - there.keys(), there.keys() - had.puts.keys()
         writes = {(*key, *write[:2]) for key, saved in there.items() for write in saved.writes}
@@ -342,5 +385,5 @@ def not_erased(history: History, final: Final) -> list[Violation]:
 CHECKERS: tuple[Checker, ...] = (
     *map(_or_parked, checkers.CHECKERS),
     lost_rows, wrong_rows, unknown_threads, orphans, stale_rows, flickering_rows, wrong_lists, contested,
-    revived, wrong_copies, not_erased,
+    revived, lost_edits, wrong_copies, not_erased,
 )  # fmt: skip

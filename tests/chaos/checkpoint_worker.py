@@ -1,8 +1,8 @@
 """A process that saves and reads LangGraph's checkpoints: a writer, a reader, a flusher, or all. See `chaos.process`.
 
 A thread of which the name begins with `own` or `edited` is written by one process, which also deletes, erases and
-prunes `edited` ones, and copies them to `copied` ones; `forked` ones by all of them at the same time, so that they
-fork; with an even seed these are `shared` ones instead, that may not: `on_conflict="reject"`.
+prunes `edited` ones, deletes runs of them, and copies them to `copied` ones; `forked` ones by all of them at the same
+time, so that they fork; with an even seed these are `shared` ones instead, that may not: `on_conflict="reject"`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from langgraph_savers import config
 #: How many steps a thread gets before its writers turn to a new one.
 _LENGTH = 40
 _SHARED_LENGTH = 60
+#: What takes more than one entry, or waits behind one: when it raises, some of it may be done.
+_IN_PARTS = ("erase", "prune", "runs", "copy")
 
 #: The receipt of the write that the task has just done: LangGraph's interface has no place for one.
 _receipt: ContextVar[Receipt] = ContextVar("receipt")
@@ -144,10 +146,10 @@ class Writer:
 
     # --- one write --------------------------------------------------------------------------------------------
 
-    async def _put(self, thread: str, at: Position, kind: str = "put") -> Position | None:
+    async def _put(self, thread: str, at: Position, kind: str = "put", run: str = "") -> Position | None:
         """Save the next checkpoint; None: not known to be saved."""
         name = self._worker.new_name()
-        step = at.next(name, self._saver.get_next_version, self._chance)
+        step = at.next(name, self._saver.get_next_version, self._chance, run)
         id_ = step.checkpoint["id"]
 
         def save() -> Awaitable[RunnableConfig]:
@@ -156,7 +158,7 @@ class Writer:
             )
 
         def saving(op: int) -> Saving:
-            return Saving(self._worker.name, op, at.ns, id_, step.parent, step.content)
+            return Saving(self._worker.name, op, at.ns, id_, step.parent, step.content, run)
 
         return step.after if await self._write(thread, kind, name, save, saving) else None
 
@@ -191,7 +193,10 @@ class Writer:
 
         names = [names] if names and isinstance(names, str) else names
         gives_up = (ThreadQuarantined, ConcurrentWriter)
-        return await self._worker.write(thread, kind, names, call, gives_up=gives_up, about=saving) is not None
+        done = await self._worker.write(
+            thread, kind, names, call, gives_up=gives_up, about=saving, in_parts=kind in _IN_PARTS
+        )
+        return done is not None
 
     # --- threads ----------------------------------------------------------------------------------------------
 
@@ -257,27 +262,31 @@ class Writer:
         for generation in range(10**9):
             thread = f"{EDITED}-{self._worker.name}-{slot}-{generation}"
             at: Position | None = Position()
-            for _ in range(_LENGTH):
+            #: Each saves some checkpoints in a row; a copy has them, too, so that what it has is not deleted here.
+            runs = [f"{thread} 0"]
+            for n in range(1, _LENGTH + 1):
                 if self._stopping or at is None:
                     return
                 if at.id is not None and self._chance.random() < 0.25:
-                    at = await self._remove_or_copy(thread, at)
+                    at = await self._remove_or_copy(thread, at, runs)
                 elif at.id is None or self._chance.random() < 0.6:
-                    at = await self._put(thread, at, "add")
+                    if self._chance.random() < 0.4:
+                        runs.append(f"{thread} {n}")
+                    at = await self._put(thread, at, "add", runs[-1])
                 else:
                     at = await self._put_writes(thread, at, f"task {len(at.pending):03}", kind="add")
                 await self._worker.pause(0.1)
 
-    async def _remove_or_copy(self, thread: str, at: Position) -> Position | None:
+    async def _remove_or_copy(self, thread: str, at: Position, runs: list[str]) -> Position | None:
         """Something that is done with all of the thread; None: it is not known to be done."""
         saver, me = self._saver, self._worker.name
-        what = self._chance.choice(("delete", "erase", *["prune"] * 4, *["copy"] * 4))
+        what = self._chance.choice(("delete", "erase", *["prune"] * 4, *["copy"] * 4, *["runs"] * 8))
         if what == "erase":
-            gone = await self._write(thread, "erase", "", lambda: saver.aerase_thread(thread))
-            return Position() if gone else None
+            done = await self._write(thread, "erase", "", lambda: saver.aerase_thread(thread))
+            return Position() if done else None
         if what == "delete":
-            gone = await self._write(thread, "drop", "", lambda: saver.adelete_thread(thread))
-            return Position() if gone else None
+            done = await self._write(thread, "drop", "", lambda: saver.adelete_thread(thread))
+            return Position() if done else None
         if what == "prune":
 
             def left(op: int) -> Saving:
@@ -285,9 +294,21 @@ class Writer:
 
             return at if await self._write(thread, "prune", "", lambda: saver.aprune([thread]), left) else None
 
+        if what == "runs":
+            if len(runs) < 2:
+                return at
+            # Not the last one, which may have saved what we go on with.
+            run = runs.pop(self._chance.randrange(len(runs) - 1))
+
+            def gone(op: int) -> Saving:
+                return Saving(me, op, at.ns, "", run=run, task="runs")
+
+            return at if await self._write(thread, "runs", "", lambda: saver.adelete_for_runs([run]), gone) else None
+
         def source(op: int) -> Saving:
             return Saving(me, op, at.ns, thread, task="copy")
 
+        runs[:] = [f"{thread} behind {self._worker.ops}"]
         copy = f"{COPIED}-{thread}-{self._worker.ops}"
         names = [*at.names]
         return at if await self._write(copy, "copy", names, lambda: saver.acopy_thread(thread, copy), source) else None

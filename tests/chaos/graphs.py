@@ -42,7 +42,7 @@ class Position:
         """All names that it stands for."""
         return (*(self.values or {}).get("log", ()), *self.pending)
 
-    def next(self, name: str, version: Callable[[str | None, None], str], chance: random.Random) -> Step:
+    def next(self, name: str, version: Callable[[str | None, None], str], chance: random.Random, run: str = "") -> Step:
         """The next checkpoint."""
         versions = dict(self.versions or {})
         changed = version(max(versions.values(), default=None), None)
@@ -53,7 +53,8 @@ class Position:
             values["pad"] = [chance.randbytes(chance.choice(_PAD_BYTES)).hex()]
         made = checkpoint(versions | new, values, str(uuid6()))
         after = replace(self, id=made["id"], values=values, versions=versions | new, step=self.step + 1, pending=())
-        return Step(made, {"source": "loop", "step": after.step, "parents": {}}, new, self.id, after)
+        metadata: CheckpointMetadata = {"source": "loop", "step": after.step, "parents": {}}
+        return Step(made, metadata | {"run_id": run} if run else metadata, new, self.id, after)
 
     def with_pending(self, name: str) -> Position:
         """Behind a task's writes."""

@@ -42,7 +42,8 @@ class Begin(_Event, tag="begin"):
     process: str
     op: int
     thread: str
-    #: append, whole, retry; add, remove, drop, erase, saw, prune in threads that are edited; copy in one that is one.
+    #: append, whole, retry; add, remove, drop, erase, saw, prune, runs in threads that are edited; copy in one that is
+    #: one.
     kind: str
     names: tuple[str, ...]
 
@@ -74,7 +75,8 @@ class Read(_Event, tag="read"):
 class Saving(_Event, tag="saving"):
     """What a write saves of a graph, told before it begins: a checkpoint, or what a task has written on top of one.
 
-    Also which checkpoint a prune leaves, and which thread is copied (`id`): that has no channels.
+    Also which checkpoint a prune leaves, which thread is copied (`id`), and which run is deleted (`run`): that has no
+    channels.
     """
 
     process: str
@@ -84,6 +86,8 @@ class Saving(_Event, tag="saving"):
     #: Of a checkpoint.
     parent: str | None = None
     content: str = ""
+    #: The one that a checkpoint is of, or of which all checkpoints are deleted.
+    run: str = ""
     #: Of a task's writes; they have one name, on all of these channels.
     task: str = ""
     channels: tuple[str, ...] = ()

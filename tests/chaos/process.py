@@ -132,11 +132,13 @@ class Worker:
         *,
         gives_up: tuple[type[Exception], ...] = (),
         about: Callable[[int], Event] | None = None,
+        in_parts: bool = False,
     ) -> Receipt | None:
         """Do `call` with an idempotency key, or none, until its outcome is known.
 
         `heal` instead when the thread is broken. None if it did not succeed within `tries`, or before the end, or when
-        it raised one of `gives_up`. `about`: what is recorded of it besides, by its number.
+        it raised one of `gives_up`. `about`: what is recorded of it besides, by its number. `in_parts`: a call
+        that raises, whatever it says, may have done some of it.
         """
         self.ops += 1
         op, write = self.ops, self.recorder.write
@@ -150,7 +152,7 @@ class Worker:
                 receipt = await call(key)
             except Exception as e:
                 self.failed(kind, began, e)
-                over = isinstance(e, gives_up)
+                over, maybe = isinstance(e, gives_up), maybe or in_parts
                 if isinstance(e, OutcomeUnknown):
                     maybe, key = True, e.token
                 elif isinstance(e, ThreadQuarantined) and heal is not None and call is not heal:

@@ -70,6 +70,7 @@ async def test_a_short_run_of_graphs_loses_no_checkpoint() -> None:
     assert {s.level for h in threads.values() for s in h.shown} == {"eventual", "read-your-writes", "strong"}
     assert any(s.asked for h in threads.values() for s in h.shown)
     assert any(h.listed for h in threads.values())
+    assert any(op.kind == "runs" and op.ok for h in threads.values() for op in h.ops)
     shutil.rmtree(folder)
 
 

@@ -234,6 +234,47 @@ def _pruned_and_copied(source: dict[str, Saved], copy: dict[str, Saved], *listed
     return {v.rule for check in checkpoint_checkers.CHECKERS for v in check(history, final)}
 
 
+def _run_deleted(ends: dict[str, Saved], *listed: str, outcome: str = "ok") -> set[str]:
+    """The rules that are broken when 1 and 2 (of a run, with a write on 2) are deleted; 3 of another stands behind."""
+    thread = "edited-1"
+    savings = [
+        ("add", ("a",), Saving("w", 1, "", "1", None, "of 1", run="gone")),
+        ("add", ("b",), Saving("w", 2, "", "2", "1", "of 2", run="gone")),
+        ("add", ("c",), Saving("w", 3, "", "2", task="t", channels=FIRST)),
+        ("add", ("d",), Saving("w", 4, "", "3", "2", "of 3", run="stays")),
+        ("add", ("e",), Saving("w", 5, "", "4", "3", "of 4", run="stays")),
+        ("runs", (), Saving("w", 6, "", "", run="gone", task="runs")),
+    ]
+    told: list[Event] = []
+    for n, (kind, names, saving) in enumerate(savings, 1):
+        told += [saving, Begin(float(n), "w", n, thread, kind, names)]
+        told.append(End(n + 0.5, "w", n, outcome if kind == "runs" else "ok", n))
+    if listed:
+        told.append(Listed("r", thread, 9.0, 9.5, tuple(("", id_) for id_ in listed)))
+    final = Final({thread: list("abcde")}, {}, {(thread, "", id_): saved for id_, saved in ends.items()})
+    history = History.of(told)
+    return {v.rule for check in checkpoint_checkers.CHECKERS for v in check(history, final)}
+
+
+def test_a_deleted_run_stays_gone_and_the_others_stay() -> None:
+    one, three, four = Saved(None, "of 1", ()), Saved(None, "of 3", ()), Saved("3", "of 4", ())
+    two = Saved("1", "of 2", (("t", "log", "c"), ("t", "extra", "c")))
+    left = {"3": three, "4": four}
+    before = {"1": one, "2": two, "3": Saved("2", "of 3", ()), "4": four}
+    assert _run_deleted(left, "4", "3") == set()
+    assert _run_deleted(left, "4", "3", "1") == {"revived row"}
+    assert _run_deleted(left | {"1": one}) == {"revived row"}
+    assert _run_deleted({"3": three}) == {"lost row"}
+    assert _run_deleted(left | {"3": Saved("2", "of 3", ())}) == {"orphan"}
+    assert _run_deleted(left | {"4": Saved(None, "of 4", ())}) == {"wrong parent"}
+    assert _run_deleted(left | {"3": Saved(None, "of 4", ())}) == {"wrong content"}
+    for unknown in (left, before):
+        assert _run_deleted(unknown, outcome="unknown") == set()
+    assert _run_deleted({"3": three}, outcome="unknown") == {"lost row"}
+    assert _run_deleted(before, outcome="rejected") == set()
+    assert _run_deleted(left, outcome="rejected") == {"lost row", "wrong parent"}
+
+
 def test_what_is_pruned_stays_gone_and_a_copy_is_what_its_source_was() -> None:
     two = Saved(None, "of 2", (("t", "log", "c"), ("t", "extra", "c")))
     one, three = Saved(None, "of 1", ()), Saved("2", "of 3", ())
