@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from bufstore import LogUnavailable
-from bufstore.mailbox import MailboxConfig, MemoryMailboxStore
+from bufstore.mailbox import MailboxConfig, MemoryMailbox
 from bufstore.mailbox.decisions import Step
 from bufstore.mailbox.memory import MemoryBackend
 from bufstore.mailbox.model import MailboxThread
+from bufstore.mailbox.store import MailboxStore
 
 
 class _Stubborn(MemoryBackend):
@@ -22,18 +25,16 @@ class _Stubborn(MemoryBackend):
         return await super().write(before, step, now_ms)
 
 
-async def _expired(*threads: str) -> tuple[MemoryMailboxStore, _Stubborn]:
-    store = MemoryMailboxStore(config=MailboxConfig(lease_s=0.001, timeout_s=0.01))
-    store.backend.__class__ = _Stubborn
-    backend = store.backend
-    assert isinstance(backend, _Stubborn)
+async def _expired(*threads: str) -> tuple[MailboxStore, _Stubborn]:
+    backend = _Stubborn(MemoryMailbox(), time.time, 1.0)
+    store = MailboxStore(backend, MailboxConfig(lease_s=0.001, timeout_s=0.01))
     for thread_id in threads:
         await store.enqueue(thread_id)
         assert await store.claim(thread_id, "a worker that dies") is not None
     return store, backend
 
 
-async def _reclaim(store: MemoryMailboxStore) -> list[str]:
+async def _reclaim(store: MailboxStore) -> list[str]:
     return [d.thread_id for d in await store.reclaim_expired(now_ms=store.backend.now_ms() + 1000)]
 
 

@@ -46,6 +46,15 @@ class Step(msgspec.Struct, frozen=True):
     wake: bool = False
 
 
+def is_same(found: Dispatch, draft: Dispatch) -> bool:
+    """Whether what was found is what an earlier attempt at `draft` has stored."""
+    return (found.dispatch_id, found.created_at_ms, found.payload) == (
+        draft.dispatch_id,
+        draft.created_at_ms,
+        draft.payload,
+    )
+
+
 def is_stale(d: Dispatch, thread: MailboxThread) -> bool:
     """True when an interrupt has come after the dispatch was enqueued."""
     return d.epoch < thread.epoch

@@ -21,7 +21,7 @@ from bufstore.jetstream.messages import AppendUnknown, Conflict
 from bufstore.mailbox import decisions
 from bufstore.mailbox.config import MailboxConfig
 from bufstore.mailbox.counters import Counters, MailboxGauges, MailboxStatistics
-from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_stale
+from bufstore.mailbox.decisions import Claiming, Step, as_seen, is_same, is_stale
 from bufstore.mailbox.model import (
     DEFAULT_PRIORITY,
     Dispatch,
@@ -114,7 +114,7 @@ class MailboxStore:
         async def attempt() -> Dispatch:
             if tries.unsure:  # with any id: an earlier attempt may have put it there, and it may have ended since
                 _, found = await self.backend.find(thread_id, draft.dispatch_id)
-                if found is not None and _same(found, draft):
+                if found is not None and is_same(found, draft):
                     return found
             try:
                 return await self.backend.add(draft, own_id=dispatch_id is not None, now_ms=now)
@@ -135,7 +135,7 @@ class MailboxStore:
     async def _check_taken(self, draft: Dispatch, taken: KeyTaken, unsure: bool, now_ms: int) -> None:
         """Raise AlreadyExists, unless nothing stands in the way of `draft` any more."""
         thread, found = await self.backend.find(draft.thread_id, taken.holder)
-        if unsure and found is not None and _same(found, draft):
+        if unsure and found is not None and is_same(found, draft):
             return
         if not taken.same_id:
             if found is None or found.status.finished:
@@ -488,14 +488,6 @@ class MailboxStore:
         done = await self._steps.change(claim.thread_id, now_ms, self._steps.known(claim), decide)
         assert done is not None
         return done.dispatch
-
-
-def _same(found: Dispatch, draft: Dispatch) -> bool:
-    return (found.dispatch_id, found.created_at_ms, found.payload) == (
-        draft.dispatch_id,
-        draft.created_at_ms,
-        draft.payload,
-    )
 
 
 def _counted(ended: Dispatch) -> str:

@@ -92,8 +92,6 @@ class NatsSharedState:
             # once costs less than a batch that is refused, a look for what is in its way, and a batch without that.
             with contextlib.suppress(LogUnavailable):  # maybe the bucket is missing: what claims makes a new one
                 found = await self._records.of(message.subject)
-                if found is not None and found.body == message.body:
-                    return thread_id
                 if found is not None and (owner := _thread_in(found)) is not None:
                     return owner
             self._resumed = False
